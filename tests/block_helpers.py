@@ -47,7 +47,7 @@ def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> No
 
 def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:
     """How many blocks the prefix cache finds for these tokens and one more."""
-    return len(manager.find_prefix(sequence([*tokens, 0], salt)))
+    return len(manager.prefix_cache.find(sequence([*tokens, 0], salt)))
 
 
 def tiers(manager: BlockManager, seq: TokenSequence) -> str:

@@ -49,7 +49,7 @@ def test_blocks_in_use_are_never_evicted(fresh: Iterator[int]) -> None:
     held = running(manager, prompt)
     for _ in range(5):
         cache(manager, new_tokens(fresh, 2))
-    assert manager.find_prefix(sequence([*prompt, 0])) == held.block_table
+    assert manager.prefix_cache.find(sequence([*prompt, 0])) == held.block_table
 
 
 def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:

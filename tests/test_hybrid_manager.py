@@ -13,20 +13,20 @@ from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 def test_a_place_pool_hands_out_each_place_once() -> None:
     pool = IdPool(5, 3)
-    assert [pool.take() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
+    assert [pool.allocate() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
     with pytest.raises(IndexError, match="no free block"):
-        pool.take()
-    pool.give_back(6)
-    assert (pool.num_free, pool.take(), pool.num_free) == (1, 6, 0)
+        pool.allocate()
+    pool.free(6)
+    assert (pool.num_free, pool.allocate(), pool.num_free) == (1, 6, 0)
 
 
 def test_places_are_handed_out_lowest_first() -> None:
     """So that blocks placed one after the other are neighbours, which one copy moves."""
     pool = IdPool(5, 9)
-    taken = [pool.take() for _ in range(7)]
+    taken = [pool.allocate() for _ in range(7)]
     for assign in (8, 5, 7, 6):
-        pool.give_back(assign)
-    assert taken == list(range(5, 12)) and [pool.take() for _ in range(6)] == [5, 6, 7, 8, 12, 13]
+        pool.free(assign)
+    assert taken == list(range(5, 12)) and [pool.allocate() for _ in range(6)] == [5, 6, 7, 8, 12, 13]
 
 
 def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:

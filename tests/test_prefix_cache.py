@@ -52,7 +52,7 @@ def test_a_walk_of_allocate_free_hit_and_evict() -> None:
     large = sequence(range(100, 100 + 9 * 16))  # evicts from the end of the prefix: one block of it stays
     manager.allocate(large)
     assert large.num_computed == 0 and states() == (0, 1, 9)
-    assert manager.find_prefix(sequence([*common, 0])) == [0]
+    assert manager.prefix_cache.find(sequence([*common, 0])) == [0]
     manager.free(large)
     assert states() == (9, 1, 0)
 
@@ -80,7 +80,8 @@ def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkey
     manager.allocate(sequence(prompt_of(7 * BLOCK, 2)))  # evicts one of the six
     first = len(compared)
     assert manager.can_allocate(waiting) is AllocStatus.LATER
-    assert len(manager.find_prefix(waiting)) == 5 and len(compared) == first, "the other five are not compared again"
+    assert len(manager.prefix_cache.find(waiting)) == 5
+    assert len(compared) == first, "the other five are not compared again"
 
 
 def test_what_was_found_is_looked_up_again_from_the_first_removed_block_on() -> None:
@@ -91,31 +92,31 @@ def test_what_was_found_is_looked_up_again_from_the_first_removed_block_on() -> 
         manager.allocate(seq)
         compute(manager, seq)
     blocks = first.block_table
-    assert manager.find_prefix(waiting) == blocks
+    assert manager.prefix_cache.find(waiting) == blocks
     manager.prefix_cache.forget(manager._blocks[second.block_table[0]])
-    assert manager.find_prefix(waiting) == blocks
+    assert manager.prefix_cache.find(waiting) == blocks
     manager.prefix_cache.forget(manager._blocks[blocks[1]])
-    assert manager.find_prefix(waiting) == blocks[:1]
+    assert manager.prefix_cache.find(waiting) == blocks[:1]
     manager.prefix_cache.register(first, BLOCK, manager._blocks)  # the block has the content again
-    assert manager.find_prefix(waiting) == blocks
+    assert manager.prefix_cache.find(waiting) == blocks
     manager.free(first)
     manager.free(second)
     manager.reset()
     other = sequence(prompt_of(4 * BLOCK, 2))  # the same block ids with other content
     manager.allocate(other)
     compute(manager, other)
-    assert other.block_table == blocks and manager.find_prefix(waiting) == []
+    assert other.block_table == blocks and manager.prefix_cache.find(waiting) == []
 
 
 def test_content_that_appears_while_a_prompt_waits_is_found() -> None:
     manager = BlockManager(12, 0, BLOCK)
     waiting = sequence(prompt_of(4 * BLOCK))
-    assert manager.find_prefix(waiting) == []
+    assert manager.prefix_cache.find(waiting) == []
     other = sequence(prompt_of(4 * BLOCK))
     manager.allocate(other)
     for upto, found in ((BLOCK, 1), (2 * BLOCK + 1, 2), (4 * BLOCK, 3)):
         compute(manager, other, upto)
-        assert manager.find_prefix(waiting) == other.block_table[:found]
+        assert manager.prefix_cache.find(waiting) == other.block_table[:found]
 
 
 # ---- salts, resets, rates

@@ -5,7 +5,7 @@ can find it) or *free*; the three counts always add up to the total. Blocks on t
 preempted sequences reference them, and they are swapped in before attention reads them.
 
 Sequences share full blocks only. Of a block that begins with a sequence's next tokens and then differs, or is not full,
-the sequence gets a copy of that part (`_block_with_part`).
+the sequence gets a copy of that part (`_continue_block`).
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ class BlockManager:
         needed = seq.num_blocks(self.block_size) + extra_blocks
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
-        hits = self.find_prefix(seq)
+        hits = self.prefix_cache.find(seq)
         unused_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
         left = self.num_allocatable - unused_hits - (needed - len(hits))
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
         """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
-        hits = self.find_prefix(seq)
+        hits = self.prefix_cache.find(seq)
         part = self.prefix_cache.find_part(seq, len(hits))
         for block_id in hits:
             self._acquire(block_id)
@@ -129,7 +129,7 @@ class BlockManager:
         shared = seq.num_computed = len(hits) * self.block_size
         if part is not None:
             num_needed = seq.num_blocks(self.block_size) - len(hits)
-            seq.block_table.append(self._block_with_part(*part, num_needed))
+            seq.block_table.append(self._continue_block(*part, num_needed))
             seq.num_computed += part[1]
             self.register_computed(seq, shared)
         self.stats.queried_tokens += seq.end
@@ -158,6 +158,7 @@ class BlockManager:
             index = seq.num_computed // self.block_size
             if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
                 seq.block_table[index] = self._copy(seq.block_table[index])
+                self.num_copied_blocks += 1
                 self.register_computed(seq, index * self.block_size)
             while len(seq.block_table) < seq.num_blocks(self.block_size):
                 seq.block_table.append(self._new_block())
@@ -231,15 +232,11 @@ class BlockManager:
 
     # ---- prefix cache
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with, see `PrefixCache.find`."""
-        return self.prefix_cache.find(seq)
-
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens at the start of a waiting sequence that the prefix cache holds."""
-        hits = self.find_prefix(seq)
-        part = self.prefix_cache.find_part(seq, len(hits))
-        return len(hits) * self.block_size + (0 if part is None else part[1])
+        num_blocks = len(self.prefix_cache.find(seq))
+        part = self.prefix_cache.find_part(seq, num_blocks)
+        return num_blocks * self.block_size + (0 if part is None else part[1])
 
     def next_hash(self, running: Sequence) -> bytes | None:
         """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
@@ -338,42 +335,37 @@ class BlockManager:
         return Tier.HOST
 
     def _add_block(self, tier: Tier) -> int:
-        block_id = self._ids.take()
+        block_id = self._ids.allocate()
         self._blocks[block_id] = Block(block_id)
         self.tiers.assign(block_id, tier)
         return block_id
 
-    def _copy(self, block_id: int) -> int:
-        """Copy on write: a new block with the same content; drops one reference to the shared one."""
+    def _copy(self, block_id: int, num_tokens: int | None = None) -> int:
+        """A new block with the same content, or its first `num_tokens` tokens; drops one reference to the old one."""
         copy = self._new_block()
         src, dst = self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy]
-        self._moves.append(BlockMove(src, dst, keeps_source=True))
-        self._drop_reference(block_id)
-        self.num_copied_blocks += 1
-        return copy
-
-    def _block_with_part(self, source: Block, num_tokens: int, num_needed: int) -> int:
-        """A block for the sequence alone that begins with the first `num_tokens` tokens of `source`.
-
-        It is `source` itself if no sequence references that, and either its cached content ends there or there is no
-        other block for one of the `num_needed` that the sequence still needs. Otherwise it is a copy.
-        """
-        is_unreferenced, ends_there = source.ref_count == 0, source.num_cached_tokens == num_tokens
-        self._acquire(source.block_id)  # so that it is not evicted for the copy
-        if is_unreferenced and (ends_there or self.num_allocatable < num_needed):
-            if not ends_there:
-                self.prefix_cache.forget(source)
-            if self.tiers.tier_of(source.block_id) is Tier.HOST and self._can_vacate_device_block:
-                self._vacate_device_block()
-                self._move(source.block_id, Tier.DEVICE, num_tokens)
-            return source.block_id
-        copy = self._new_block()
-        src, dst = self.tiers.physical_ids[source.block_id], self.tiers.physical_ids[copy]
         self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens))
-        self._drop_reference(source.block_id)
-        self.stats.copied_blocks += 1
-        self.stats.copied_tokens += num_tokens
+        self._drop_reference(block_id)
         return copy
+
+    def _continue_block(self, cached: Block, num_tokens: int, num_needed: int) -> int:
+        """A block that begins with the first `num_tokens` tokens of `cached`, for one sequence to write on.
+
+        A copy if another sequence uses `cached`, or if it holds more tokens and there are enough blocks for the
+        `num_needed` that the sequence still needs. Otherwise `cached` itself, whose further tokens are forgotten.
+        """
+        is_unreferenced, has_more = cached.ref_count == 0, cached.num_cached_tokens > num_tokens
+        self._acquire(cached.block_id)  # so that it is not evicted for the copy
+        if not is_unreferenced or (has_more and self.num_allocatable >= num_needed):
+            self.stats.copied_blocks += 1
+            self.stats.copied_tokens += num_tokens
+            return self._copy(cached.block_id, num_tokens)
+        if has_more:
+            self.prefix_cache.forget(cached)
+        if self.tiers.tier_of(cached.block_id) is Tier.HOST and self._can_vacate_device_block:
+            self._vacate_device_block()
+            self._move(cached.block_id, Tier.DEVICE, num_tokens)
+        return cached.block_id
 
     def _move(self, block_id: int, tier: Tier, num_tokens: int) -> None:
         """Move the first `num_tokens` tokens of a block to another tier, and the block with them."""
@@ -405,7 +397,7 @@ class BlockManager:
     def _discard(self, block_id: int) -> None:
         del self._blocks[block_id]
         self.tiers.release(block_id)
-        self._ids.give_back(block_id)
+        self._ids.free(block_id)
 
     # ---- invariants
 

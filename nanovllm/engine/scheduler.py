@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from nanovllm.data.batch import Batch, Sample, ScheduledSequence, StepResult
@@ -91,24 +91,20 @@ class Scheduler:
         for request in [request for request in self.running if request.outgrew_kv]:
             self._restart_longer(request)
         self._grow_running()
-        free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
-        budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
-        budget.adapters = {request.adapter.number for request in self.running if request.adapter is not None}
-        budget.max_loras = self.limits.max_loras
+        budget = SchedulingBudget(self.limits, self.running)
         prefills: list[Request] = []
         for request in self.running:
             if request.is_prefill:
                 prefills.append(request)
             else:  # first of all, so that a long prefill never stalls a decode
-                budget.schedule(request)
+                budget.add_chunks(request)
         if prefills:
             self._schedule_prefills(prefills, budget)
         if self.swapped:
             self._resume_swapped(budget)
         if self.waiting:
             self._admit_waiting(budget, now)
-        if budget.long_prefill is not None:
-            budget.schedule_long_prefill()
+        budget.add_long_prefill()
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
@@ -146,14 +142,15 @@ class Scheduler:
             if seq.request not in errors:
                 seq.request.prompt_logprobs.extend(prompt_logprobs)
         for request, new_samples in sampled.items():
-            if request in errors:
-                self.end_by_error(request, errors[request], now)
-                continue
-            try:
-                self._append_samples(request, new_samples, now)
-            except Exception as error:  # invalid samples end this request only
-                logger.exception("request %r cannot go on", request.request_id)
-                self.end_by_error(request, told(error), now)
+            request.error = errors.get(request)
+            if request.error is None:
+                try:
+                    self._append_samples(request, new_samples, now)
+                except Exception as error:  # invalid samples end this request only
+                    logger.exception("request %r cannot go on", request.request_id)
+                    request.error = told(error)
+            if request.error is not None:
+                self.abort(request, now, "error")
         return list(sampled)
 
     # ---- the stages of a step
@@ -189,11 +186,11 @@ class Scheduler:
         long = (request for request in alone if request.computing[0].num_remaining > max(budget.left, 1))
         long_prefill = next(layerwise, next(long, None))
         if long_prefill is not None:
-            self._plan_order(long_prefill.computing[0])
+            self._plan_layerwise(long_prefill.computing[0])
             budget.reserve_for(long_prefill)
         for request in prefills:
             if request is not long_prefill:
-                budget.schedule(request)
+                budget.add_chunks(request)
 
     def _resume_swapped(self, budget: SchedulingBudget) -> None:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
@@ -201,55 +198,51 @@ class Scheduler:
             _insert(self.running, request)
             self.swapped.remove(request)  # last: an interrupt finds the request in at least one of the lists
             self.block_manager.grow(request.computing)
-            budget.take(request)
-            budget.schedule(request)
+            budget.count_started(request)
+            budget.add_chunks(request)
 
     def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
         """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow.
 
-        A request waits for tokens that a running one computes next, and then finds them in the prefix cache.
+        Some are passed over: while a long prefill runs, those that one step cannot complete; those whose adapter cannot
+        be loaded yet; and those that will find in the prefix cache what a running request computes next. The first of
+        the others that does not fit ends the admission, so that later ones do not take its blocks.
         """
-        manager, candidates, computing = self.block_manager, iter(list(self.waiting)), dict[bytes | None, Request]()
+        manager, computing = self.block_manager, dict[bytes | None, Request]()  # by the hash block computed next
         for running in self.running:
             if running.is_prefill:
                 for seq in running.computing:
                     computing.setdefault(manager.next_hash(seq), running)
-        while budget.left > 0 and (request := self._next_admissible(candidates, computing, budget)) is not None:
+        for request in list(self.waiting):
+            if budget.left == 0:
+                return
+            if budget.long_prefill is not None and not self._fits_a_step(request):
+                continue
+            if budget.awaits_adapter(request) or self._awaits_prefix(request, computing):
+                continue
+            if not self._can_admit(request, budget):
+                return
             self._admit(request, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
-            budget.take(request)
+            budget.count_started(request)
             if request.computing[0].layerwise is None:
-                budget.schedule(request)
+                budget.add_chunks(request)
             else:
                 budget.reserve_for(request)
 
     # ---- helpers of the stages
 
-    def _plan_order(self, seq: Sequence) -> None:
+    def _plan_layerwise(self, seq: Sequence) -> None:
         """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
         if self.layerwise is not None and seq.layerwise is None:
             self.layerwise.plan(seq)
 
-    def _next_admissible(
-        self, candidates: Iterator[Request], computing: Mapping[bytes | None, Request], budget: SchedulingBudget
-    ) -> Request | None:
-        """The request to admit next, or None if it has to wait.
-
-        candidates: the waiting requests that were not yet considered in this step. computing: the running requests by
-        the hash block that they compute next. While a long prefill runs, only requests that one step can complete are
-        admitted. No request overtakes a swapped one that precedes it.
-        """
-        manager, is_long = self.block_manager, budget.long_prefill is not None
-        fitting = (r for r in candidates if not is_long or self._fits_a_step(r))
-        loadable = (r for r in fitting if not self._awaits_adapter(r, budget))
-        request = next((r for r in loadable if not self._awaits_prefix(r, computing)), None)
-        if request is None or (self.swapped and self.swapped[0].order < request.order):
-            return None
-        if request.num_seqs > budget.free_seqs:
-            return None
-        extra_blocks = request.num_extra_blocks(manager.block_size)
-        status = manager.can_allocate(request.computing[0], extra_blocks)
-        return request if status is AllocStatus.OK else None
+    def _can_admit(self, request: Request, budget: SchedulingBudget) -> bool:
+        """Whether sequence slots and blocks suffice. No request overtakes a swapped one that precedes it."""
+        if request.num_seqs > budget.free_seqs or (self.swapped and self.swapped[0].order < request.order):
+            return False
+        extra_blocks = request.num_extra_blocks(self.block_manager.block_size)
+        return self.block_manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK
 
     def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
         """Whether a running request computes next what follows the cached prefix of a waiting one.
@@ -259,20 +252,6 @@ class Scheduler:
         missing = self.block_manager.missing_hash(request.computing[0])
         return missing is not None and missing in computing and computing[missing].order < request.order
 
-    def _awaits_adapter(self, request: Request, budget: SchedulingBudget) -> bool:
-        """Whether a waiting request has to wait until another adapter is not in use any more.
-
-        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
-        ever. Requests without an adapter always do: they do not keep an adapter in use.
-        """
-        if request.adapter is None:
-            return False
-        first = budget.awaits_adapter
-        if budget.has_slot(request) and (first is None or first.num_overtaken < self.limits.max_num_seqs):
-            return False
-        budget.awaits_adapter = first or request
-        return True
-
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the uncached tokens of a waiting request."""
         seq, chunk = request.computing[0], self.limits.chunk
@@ -281,7 +260,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
-        self._plan_order(seq)
+        self._plan_layerwise(seq)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
@@ -348,11 +327,6 @@ class Scheduler:
         """End a request in any state and free its blocks."""
         for seq in request.live:
             self._finish(seq, reason, now)
-
-    def end_by_error(self, request: Request, error: str, now: float) -> None:
-        """End one request with finish_reason "error"."""
-        request.error = error
-        self.abort(request, now, "error")
 
     def fail(self, now: float, error: str | None = None) -> list[Request]:
         """End all running requests and forget all cached content, after a step that failed or was interrupted.

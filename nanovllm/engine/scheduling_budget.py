@@ -8,7 +8,8 @@ short prompt waits for a long prefill to end, and the long prefill advances in e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.request import Request, Sequence
@@ -41,42 +42,61 @@ class SchedulerLimits:
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
 
-@dataclass(slots=True)
 class SchedulingBudget:
-    """Tokens and sequence slots of one step, and what has been scheduled so far.
+    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far.
 
-    left: tokens not yet scheduled. free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that
-    is not decoding. chunks: (sequence, number of tokens to compute), in batch order. long_prefill: the long prefill of
-    this step, for which tokens are reserved. adapters: numbers of the LoRA adapters of the running requests, at most
-    `max_loras`. awaits_adapter: the first request that waits until one of them is not in use.
+    left: tokens not yet scheduled. free_seqs: free sequence slots. chunks: (sequence, number of tokens to compute), in
+    batch order. long_prefill: the long prefill of this step, for which tokens are reserved.
     """
 
-    left: int
-    free_seqs: int
-    max_prefill_chunk: int
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    long_prefill: Request | None = None
-    adapters: set[int] = field(default_factory=set)
-    max_loras: int = 0
-    awaits_adapter: Request | None = None
-    _reserved: int = field(default=0, init=False)
+    def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
+        self.left = limits.max_num_batched_tokens
+        self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)
+        self.chunks: list[tuple[Sequence, int]] = []
+        self.long_prefill: Request | None = None
+        self._limits = limits
+        self._reserved = 0  # tokens
+        self._adapters = {request.adapter.number for request in running if request.adapter is not None}
+        self._awaits_adapter: Request | None = None  # the first one
 
-    def has_slot(self, request: Request) -> bool:
-        """Whether the request may run beside the others: its adapter, if it has one, is in use or can be loaded."""
+    # ---- requests that begin to run
+
+    def has_adapter_slot(self, request: Request) -> bool:
+        """Whether the adapter of the request, if it has one, is in use or can be loaded beside the others."""
         adapter = request.adapter
-        return adapter is None or adapter.number in self.adapters or len(self.adapters) < self.max_loras
+        return adapter is None or adapter.number in self._adapters or len(self._adapters) < self._limits.max_loras
 
-    def take(self, request: Request) -> None:
+    def awaits_adapter(self, request: Request) -> bool:
+        """Whether a waiting request has to wait until another adapter is not in use any more.
+
+        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
+        ever. Requests without an adapter always do: they do not keep an adapter in use.
+        """
+        if request.adapter is None:
+            return False
+        first = self._awaits_adapter
+        if self.has_adapter_slot(request) and (first is None or first.num_overtaken < self._limits.max_num_seqs):
+            return False
+        self._awaits_adapter = first or request
+        return True
+
+    def count_started(self, request: Request) -> None:
         """Count the sequences and the adapter of a request that begins to run."""
         self.free_seqs -= request.num_seqs
         if request.adapter is not None:
-            self.adapters.add(request.adapter.number)
-            if self.awaits_adapter is not None:
-                self.awaits_adapter.num_overtaken += 1
+            self._adapters.add(request.adapter.number)
+            if self._awaits_adapter is not None:
+                self._awaits_adapter.num_overtaken += 1
 
-    def schedule(self, request: Request) -> None:
-        """Add the request's chunks to the step."""
-        chunks = request.chunks(self.left, self.max_prefill_chunk)
+    # ---- tokens
+
+    def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
+        """What the step would compute of the request; empty if it does not fit."""
+        return request.chunks(self.left, self._limits.chunk)
+
+    def add_chunks(self, request: Request) -> None:
+        """Compute as much of the request in this step as fits."""
+        chunks = self.chunks_of(request)
         self.chunks += chunks
         self.left -= sum(chunk for _, chunk in chunks)
 
@@ -86,9 +106,8 @@ class SchedulingBudget:
         self._reserved = self.left // 2
         self.left -= self._reserved
 
-    def schedule_long_prefill(self) -> None:
+    def add_long_prefill(self) -> None:
         """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
-        assert self.long_prefill is not None
         self.left, self._reserved = self.left + self._reserved, 0
-        if self.long_prefill.computing[0].layerwise is None:
-            self.schedule(self.long_prefill)
+        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+            self.add_chunks(self.long_prefill)

@@ -28,8 +28,8 @@ class IdPool:
     def num_free(self) -> int:
         return self._end - self._next + len(self._returned)
 
-    def take(self) -> int:
-        """Take a free id. Raises IndexError if there is none: the caller checks `num_free` first."""
+    def allocate(self) -> int:
+        """A free id, used from now on. Raises IndexError if there is none: the caller checks `num_free` first."""
         if self._returned:
             return heapq.heappop(self._returned)
         if self._next == self._end:
@@ -37,7 +37,7 @@ class IdPool:
         self._next += 1
         return self._next - 1
 
-    def give_back(self, physical_id: int) -> None:
+    def free(self, physical_id: int) -> None:
         heapq.heappush(self._returned, physical_id)
 
 
@@ -68,18 +68,18 @@ class HybridManager:
         """Give a new block a free physical id on `tier`. Raises ValueError if the block already has one."""
         if block_id in self.physical_ids:
             raise ValueError(f"block {block_id} already has physical block id {self.physical_ids[block_id]}")
-        self.physical_ids[block_id] = self.pools[tier].take()
+        self.physical_ids[block_id] = self.pools[tier].allocate()
 
     def release(self, block_id: int) -> None:
         """Forget the block and free its physical id."""
         tier = self.tier_of(block_id)
-        self.pools[tier].give_back(self.physical_ids.pop(block_id))
+        self.pools[tier].free(self.physical_ids.pop(block_id))
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
         """Assign the block to another tier. Carry out the returned move before the next forward pass."""
         source_tier, source = self.tier_of(block_id), self.physical_ids[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")
-        self.physical_ids[block_id] = self.pools[tier].take()
-        self.pools[source_tier].give_back(source)
+        self.physical_ids[block_id] = self.pools[tier].allocate()
+        self.pools[source_tier].free(source)
         return BlockMove(source, self.physical_ids[block_id])

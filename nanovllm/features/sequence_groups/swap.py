@@ -45,12 +45,12 @@ class SwapPreemption(Preemption):
         return request
 
     def _can_resume(self, request: Request, budget: SchedulingBudget) -> bool:
-        if request.num_seqs > budget.free_seqs or not budget.has_slot(request):
+        if request.num_seqs > budget.free_seqs or not budget.has_adapter_slot(request):
             return False
         manager = self.manager
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
         fits = manager.num_allocatable - needed >= manager.watermark
-        return fits and bool(request.chunks(budget.left, budget.max_prefill_chunk))
+        return fits and bool(budget.chunks_of(request))
 
     def _swap_out(self, request: Request) -> bool:
         moved = self.manager.swap_out(request.live)
