@@ -74,7 +74,7 @@ class Ended:
         self.num_output_tokens = length
 
 
-def search(**others: Any) -> BeamSearch[Ended]:
+def search(**others: Any) -> BeamSearch:
     return BeamSearch(**{"width": 2, "max_length": 5, "end_token_ids": {9}, **others})
 
 

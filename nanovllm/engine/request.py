@@ -1,7 +1,7 @@
 """Requests and their sequences: the state that the engine keeps between steps.
 
-A `Request` has one sequence. `nanovllm.features.sequence_groups` has requests of several, which override some of the
-methods here; the rest of the engine treats both alike.
+A `Request` has one sequence. `nanovllm.features.sequence_groups` has requests of several; the rest of the engine treats
+both alike.
 """
 
 from __future__ import annotations
@@ -94,12 +94,6 @@ class Request:
         self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
         self.sequences = self.new_sequences()
 
-    def new_sequences(self) -> list[Sequence]:
-        """The sequences to begin with."""
-        return [Sequence(self, next(self.seq_ids))]
-
-    # ---- what the scheduler asks
-
     @property
     def order(self) -> tuple[int, float, int]:
         """The scheduler's sort key: priority (lower first), then arrival."""
@@ -119,14 +113,33 @@ class Request:
         return [seq for seq in self.sequences if not seq.finished]
 
     @property
-    def computing(self) -> list[Sequence]:
-        """The sequences that the next step computes."""
-        return self.live
-
-    @property
     def is_prefill(self) -> bool:
         """Whether any sequence has more to compute than the one token that it samples from."""
         return any(seq.num_remaining > 1 for seq in self.computing)
+
+    @property
+    def outgrew_kv(self) -> bool:
+        """Whether a sequence is longer than `rope_switch` allows, so that its K/V does not hold any more."""
+        return self.rope_switch is not None and any(len(seq) > self.rope_switch.above for seq in self.live)
+
+    def switch_rope(self) -> None:
+        """From now on all K/V is that of a long sequence. Called after all blocks have been freed."""
+        assert self.rope_switch is not None
+        self.rope_len, self.cache_salt = self.rope_switch.above + 1, self.rope_switch.cache_salt
+        self.rope_switch = None
+        for seq in self.live:
+            seq.block_hashes, seq.found_prefix, seq.prefix_age = [], [], -1
+
+    # ---- what requests of several sequences override, see `features.sequence_groups`
+
+    def new_sequences(self) -> list[Sequence]:
+        """The sequences to begin with."""
+        return [Sequence(self, next(self.seq_ids))]
+
+    @property
+    def computing(self) -> list[Sequence]:
+        """The sequences that the next step computes."""
+        return self.live
 
     @property
     def num_seqs(self) -> int:
@@ -152,8 +165,6 @@ class Request:
         A single sequence always fits: the scheduler refuses a larger max_model_len.
         """
 
-    # ---- sampling
-
     @property
     def num_logprobs(self) -> int | None:
         """Log-probabilities that its samples must have."""
@@ -163,26 +174,11 @@ class Request:
         """The sequences that sample their next token from the last row of `seq`."""
         return [] if self.params.max_tokens == 0 else [seq]
 
-    def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
+    def append_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         """Append the samples of a step: none, or one per live sequence."""
         if samples:
             for seq, sample in zip(self.live, samples, strict=True):
                 seq.append(sample)
-
-    # ---- preemption and end
-
-    @property
-    def outgrew_kv(self) -> bool:
-        """Whether a sequence is longer than `rope_switch` allows, so that its K/V does not hold any more."""
-        return self.rope_switch is not None and any(len(seq) > self.rope_switch.above for seq in self.live)
-
-    def switch_rope(self) -> None:
-        """From now on all K/V is that of a long sequence. Called after all blocks have been freed."""
-        assert self.rope_switch is not None
-        self.rope_len, self.cache_salt = self.rope_switch.above + 1, self.rope_switch.cache_salt
-        self.rope_switch = None
-        for seq in self.live:
-            seq.block_hashes, seq.found_prefix, seq.prefix_age = [], [], -1
 
     def rewind(self) -> None:
         """Recompute from the beginning, after all blocks have been freed."""

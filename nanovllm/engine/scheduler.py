@@ -145,7 +145,7 @@ class Scheduler:
             request.error = errors.get(request)
             if request.error is None:
                 try:
-                    self._append_samples(request, new_samples, now)
+                    self._apply_samples(request, new_samples, now)
                 except Exception as error:  # invalid samples end this request only
                     logger.exception("request %r cannot go on", request.request_id)
                     request.error = told(error)
@@ -290,7 +290,7 @@ class Scheduler:
 
     # ---- the result of a step
 
-    def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
+    def _apply_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""
         self.tokens_generated += len(samples)
         metrics = request.metrics
@@ -298,7 +298,7 @@ class Scheduler:
             metrics.first_token_time = now
         else:
             metrics.decode_tokens += len(samples)
-        request.take_samples(samples, self.block_manager)
+        request.append_samples(samples, self.block_manager)
         for seq in request.live if samples else ():
             token = seq.token_ids[-1]
             if token in seq.params.stop_token_ids:

@@ -11,21 +11,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
-
-class Ranked(Protocol):
-    """What ranking needs to know of a sequence."""
-
-    cumulative_logprob: float
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-
-T = TypeVar("T", bound=Ranked)
+from nanovllm.engine.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +24,8 @@ class BeamRow:
     """A beam's score and its most likely next tokens, the most likely first."""
 
     cumulative_logprob: float
-    top_token_ids: Sequence[int]
-    top_logprobs: Sequence[float]
+    top_token_ids: Seq[int]
+    top_logprobs: Seq[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class Expansion:
 
 
 @dataclass
-class BeamSearch(Generic[T]):
+class BeamSearch:
     """The beam search of one request. `results`: the best finished beams so far as (score, beam), best first.
 
     Lengths count generated tokens. The first `min_length` tokens are none of `banned_before_min_length`.
@@ -76,7 +67,7 @@ class BeamSearch(Generic[T]):
     def __post_init__(self) -> None:
         wanted = max(2, 1 + len(self.end_token_ids | self.banned_before_min_length)) * self.width
         self.num_candidates = wanted if self.vocab_size is None else min(wanted, self.vocab_size)
-        self.results: list[tuple[float, T]] = []
+        self.results: list[tuple[float, Sequence]] = []
 
     def score(self, cumulative_logprob: float, length: int) -> float:
         """cumulative_logprob / length ** length_penalty."""
@@ -87,11 +78,11 @@ class BeamSearch(Generic[T]):
         except ZeroDivisionError:  # length**penalty underflows to 0
             return -math.inf if cumulative_logprob else 0.0
 
-    def expand(self, beams: Sequence[BeamRow], length: int) -> Expansion:
+    def expand(self, beams: Seq[BeamRow], length: int) -> Expansion:
         """Continue the beams by one token, to `length` tokens."""
         banned = self.banned_before_min_length if length <= self.min_length else frozenset[int]()
         candidates = [
-            Candidate(index, rank, token, logprob, beam.cumulative_logprob + logprob, self._ends(token, length))
+            Candidate(index, rank, token, logprob, beam.cumulative_logprob + logprob, self._is_last(token, length))
             for index, beam in enumerate(beams)
             for rank, (token, logprob) in enumerate(zip(beam.top_token_ids, beam.top_logprobs, strict=True))
             if token not in banned
@@ -100,13 +91,13 @@ class BeamSearch(Generic[T]):
         running = [candidate for candidate in best if not candidate.is_end][: self.width]
         return Expansion(running, [candidate for candidate in best[: self.width] if candidate.is_end])
 
-    def keep(self, beam: T) -> None:
+    def keep(self, beam: Sequence) -> None:
         """Add a finished beam to the results, if it is good enough."""
         self.results.append((self.score(beam.cumulative_logprob, beam.num_output_tokens), beam))
         self.results.sort(key=lambda result: -result[0])
         del self.results[self.width :]
 
-    def has_ended(self, running: Sequence[Candidate], length: int) -> bool:
+    def has_ended(self, running: Seq[Candidate], length: int) -> bool:
         """Whether the search ends, given the candidates that would go on, of `length` tokens each."""
         if not running:
             return True
@@ -119,10 +110,10 @@ class BeamSearch(Generic[T]):
         best = self.score(running[0].cumulative_logprob, self.max_length if bounded else length)
         return best <= self.results[-1][0]
 
-    def ranked(self, unfinished: Sequence[T]) -> list[T]:
+    def ranked(self, unfinished: Seq[Sequence]) -> list[Sequence]:
         """All finished beams and, if the search was aborted, the `unfinished` ones; best first."""
         cut_off = [(self.score(beam.cumulative_logprob, max(beam.num_output_tokens, 1)), beam) for beam in unfinished]
         return [beam for _, beam in sorted([*self.results, *cut_off], key=lambda result: -result[0])]
 
-    def _ends(self, token: int, length: int) -> bool:
+    def _is_last(self, token: int, length: int) -> bool:
         return token in self.end_token_ids or length == self.max_length

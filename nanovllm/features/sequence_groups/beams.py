@@ -11,7 +11,6 @@ from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError
 from nanovllm.features.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
 from nanovllm.features.sequence_groups.requests import GroupRequest, GroupSequence
-from nanovllm.sampling_params import SamplingParams
 
 
 class BeamRequest(GroupRequest):
@@ -21,7 +20,18 @@ class BeamRequest(GroupRequest):
 
     def __init__(self, limits: SchedulerLimits, vocab_size: int, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.search = _beam_search(self.params, self.prompt_len, limits, vocab_size)
+        params, most_tokens = self.params, max(1, limits.max_model_len - self.prompt_len)
+        ends = {token for token in limits.eos_token_ids if token < vocab_size}
+        self.search = BeamSearch(
+            width=params.num_sequences,
+            max_length=min(params.max_tokens or most_tokens, most_tokens),
+            end_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else ends)},
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_length=params.min_tokens,
+            banned_before_min_length={*params.stop_token_ids, *ends} if params.min_tokens else frozenset(),
+            vocab_size=vocab_size,
+        )
 
     def new_sequences(self) -> list[Sequence]:
         return [GroupSequence(self, next(self.seq_ids), 0)]
@@ -43,7 +53,7 @@ class BeamRequest(GroupRequest):
     def ranked(self) -> list[Sequence]:
         return self.search.ranked(self.sequences)
 
-    def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
+    def append_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         """Replace the beams by their best continuations, given one sample per beam; by none if the search has ended.
 
         The first continuation of a beam keeps its sequence; further ones fork it and share its blocks. Blocks of beams
@@ -61,19 +71,16 @@ class BeamRequest(GroupRequest):
         if self.search.has_ended(expansion.running, length):
             self._replace([], blocks)
             return
-        continued: dict[int, Sequence] = {}
-        following: list[tuple[Sequence, Candidate]] = []
+        following: dict[int, Sequence] = {}  # the next beams, by seq_id
         for candidate in expansion.running:
             beam = beams[candidate.beam]
-            if candidate.beam in continued:
-                child = self._forked(beam)
-                blocks.fork(beam, child)
-                following.append((child, candidate))
-            else:
-                following.append((continued.setdefault(candidate.beam, beam), candidate))
-        for seq, candidate in following:
-            seq.append(self._sample(candidate, rows))
-        self._replace([seq for seq, _ in following], blocks)
+            if beam.seq_id in following:
+                beam = self._forked(beam)
+                blocks.fork(beams[candidate.beam], beam)
+            following[beam.seq_id] = beam
+        for beam, candidate in zip(following.values(), expansion.running, strict=True):  # after the forks of all
+            beam.append(self._sample(candidate, rows))
+        self._replace(list(following.values()), blocks)
 
     def _replace(self, beams: list[Sequence], blocks: Blocks) -> None:
         """Make `beams` the sequences of the request, and free the blocks of all others."""
@@ -108,21 +115,3 @@ class BeamRequest(GroupRequest):
         row, count = rows[candidate.beam], self.sampling.num_logprobs or 0
         top = TokenLogprobs(candidate.logprob, candidate.rank + 1, row.top_token_ids[:count], row.top_logprobs[:count])
         return Sample(candidate.token_id, top)
-
-
-def _beam_search(
-    params: SamplingParams, prompt_len: int, limits: SchedulerLimits, vocab_size: int
-) -> BeamSearch[Sequence]:
-    """The beam search that the parameters ask for."""
-    most_tokens = max(1, limits.max_model_len - prompt_len)
-    ends = {token for token in limits.eos_token_ids if token < vocab_size}
-    return BeamSearch(
-        width=params.num_sequences,
-        max_length=min(params.max_tokens or most_tokens, most_tokens),
-        end_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else ends)},
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        min_length=params.min_tokens,
-        banned_before_min_length={*params.stop_token_ids, *ends} if params.min_tokens else frozenset(),
-        vocab_size=vocab_size,
-    )

@@ -101,9 +101,9 @@ class GroupRequest(Request):
             return [seq]
         return [] if seq.num_output_tokens else self.live
 
-    def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
+    def append_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         self.fork(blocks)
-        super().take_samples(samples, blocks)
+        super().append_samples(samples, blocks)
 
     def fork(self, blocks: Blocks) -> None:
         """Share the blocks of the prompt with all sequences, once it is computed."""
