@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,9 @@ def quantized_copy(plain_checkpoint: Path, tmp_path: Path) -> Callable[[str], Pa
     from quantized_checkpoints import quantize
 
     return lambda variant: quantize(plain_checkpoint, tmp_path / variant, variant)
+
+
+@pytest.fixture
+def fresh() -> Iterator[int]:
+    """Tokens that occur in no other sequence of the test."""
+    return count(1000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +12,6 @@ from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
-
-
-@pytest.fixture
-def fresh() -> Iterator[int]:
-    """Tokens that occur in no other sequence."""
-    return count(1000)
 
 
 # ---- allocation
@@ -67,23 +60,6 @@ def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None
 # ---- admission
 
 
-@pytest.mark.parametrize("total", [1, 10, 99, 100, 199, 200, 1000])
-def test_admission_at_the_watermark(total: int) -> None:
-    watermark = total // 100
-    manager = BlockManager(total // 3, total - total // 3, 1)
-    assert manager.watermark == watermark
-    most = total - watermark
-    assert manager.can_allocate(sequence(range(most))) is OK
-    assert manager.can_allocate(sequence(range(most + 1))) is NEVER
-    assert manager.max_sequence_tokens == most
-
-    manager.allocate(sequence(range(5000, 5001)))  # one block in use
-    expected = {most - 1: OK, most: LATER, most + 1: NEVER}
-    for needed, status in expected.items():
-        if needed > 0:
-            assert manager.can_allocate(sequence(range(needed))) is status, needed
-
-
 def test_never_does_not_depend_on_what_is_cached() -> None:
     manager = BlockManager(4, 0, BLOCK)
     cache(manager, range(4 * BLOCK))
@@ -115,64 +91,6 @@ def test_blocks_shared_with_a_running_sequence_cost_nothing(fresh: Iterator[int]
 
 
 # ---- prefix cache
-
-
-def test_a_prefix_is_found_allocated_freed_and_found_again(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 3)
-    first = running(manager, prompt)
-    blocks = list(first.block_table)
-    manager.free(first)
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (5, 3, 0)
-    assert first.block_table == [] and first.num_computed == 0
-
-    again = sequence([*prompt, 1, 2])
-    manager.allocate(again)
-    assert again.block_table[:3] == blocks and again.num_computed == 3 * BLOCK
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (4, 0, 4)
-    assert (manager.stats.queried_tokens, manager.stats.hit_tokens) == (3 * BLOCK + 3 * BLOCK + 2, 3 * BLOCK)
-    assert manager.stats.hit_rate == 12 / 26
-
-
-@pytest.mark.parametrize("extra, hits", [(-1, 1), (0, 1), (1, 2), (BLOCK, 2)])
-def test_a_hit_never_covers_all_of_the_prompt(extra: int, hits: int, fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 4)
-    cache(manager, prompt[: 2 * BLOCK])
-    seq = sequence(prompt[: 2 * BLOCK + extra])
-    manager.allocate(seq)
-    assert seq.num_computed == hits * BLOCK < len(seq)
-
-
-def test_a_block_is_found_once_its_last_token_is_computed(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 2)
-    seq = sequence(prompt)
-    manager.allocate(seq)
-    for upto, hits in ((1, 0), (BLOCK - 1, 0), (BLOCK, 1), (2 * BLOCK - 1, 1), (2 * BLOCK, 2)):
-        compute(manager, seq, upto)
-        assert found(manager, prompt) == hits, upto
-
-
-def test_half_written_blocks_are_not_cached(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 3)
-    seq = sequence(prompt)
-    manager.allocate(seq)
-    compute(manager, seq, BLOCK + 2)  # aborted in the middle of a prefill
-    manager.free(seq)
-    assert (manager.num_free, manager.num_cached) == (7, 1)
-    assert found(manager, prompt) == 1
-
-
-def test_one_chunk_may_fill_several_blocks(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 4)
-    seq = sequence(prompt)
-    manager.allocate(seq)
-    compute(manager, seq, 2)
-    compute(manager, seq, 3 * BLOCK + 1)
-    assert found(manager, prompt) == 3
 
 
 def test_shared_blocks_stay_until_the_last_holder_lets_go(fresh: Iterator[int]) -> None:
@@ -212,22 +130,6 @@ def test_the_same_block_after_another_prefix_is_another_block(fresh: Iterator[in
     cache(manager, b)
     assert found(manager, [*b, *shared]) == 1
     assert found(manager, [*a, *shared]) == 2
-
-
-def test_the_walk_stops_at_the_first_miss(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 3)
-    cache(manager, prompt)
-    changed = [*prompt[:BLOCK], prompt[BLOCK] + 1, *prompt[BLOCK + 1 :]]
-    assert found(manager, changed) == 1
-
-
-def test_a_salt_separates_equal_prompts(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    prompt = new_tokens(fresh, 2)
-    cache(manager, prompt, salt=b"one")
-    assert found(manager, prompt) == found(manager, prompt, salt=b"two") == 0
-    assert found(manager, prompt, salt=b"one") == 2
 
 
 def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_bad_words_are_not_written(model_dir: Path) -> None:
     with LLM(model_dir, kvcache_block_size=BLOCK, num_gpu_blocks=30) as llm:
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None
-        sampled = asked(temperature=1.0, seed=4, max_tokens=60)
+        sampled = asked(temperature=1.0, seed=4, max_tokens=30)
         (free,) = run(llm, [prompt], sampled)
         tokens = free.outputs[0].token_ids
         runs = [(token,) for token in tokens] + list(pairwise(tokens))
@@ -206,4 +206,4 @@ def test_bad_words_are_not_written(model_dir: Path) -> None:
             (other,) = run(llm, [prompt], replace(sampled, bad_words=[word]))
             found = other.outputs[0].token_ids
             assert run_of_tokens not in [(token,) for token in found] + list(pairwise(found))
-            assert len(found) == 60
+            assert len(found) == 30

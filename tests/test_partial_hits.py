@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
 from nanovllm.data.tiers import BlockMove, Tier
-from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import hash_block_size_of
 from nanovllm.engine.request import Sequence
@@ -32,12 +30,6 @@ def admitted(manager: BlockManager, tokens: list[int]) -> Sequence:
     manager.allocate(seq)
     manager.check()
     return seq
-
-
-@pytest.fixture
-def fresh() -> Iterator[int]:
-    """Tokens that occur in no other sequence."""
-    return count(1000)
 
 
 def take(fresh: Iterator[int], number: int) -> list[int]:
@@ -121,25 +113,6 @@ def test_a_tail_shorter_than_a_hash_block_is_free(fresh: Iterator[int]) -> None:
     manager = make_manager(4)
     manager.free(running(manager, take(fresh, BLOCK + HASH - 1)))
     assert (manager.num_free, manager.num_cached) == (3, 1)
-
-
-def test_a_salt_separates_parts(fresh: Iterator[int]) -> None:
-    manager = make_manager(4)
-    prompt = take(fresh, 2 * HASH + 1)
-    manager.free(running(manager, prompt, b"one"))
-    assert manager.num_cached_tokens(sequence(prompt)) == 0
-    assert manager.num_cached_tokens(sequence(prompt, b"one")) == 2 * HASH
-
-
-def test_a_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
-    manager = make_manager(8)
-    prompt, other = take(fresh, 2 * HASH + 1), take(fresh, 2 * HASH + 1)
-    manager.free(running(manager, prompt))
-    assert manager.num_cached_tokens(sequence(other)) == 0
-    assert manager.num_cached_tokens(sequence(prompt)) > 0
-    manager.free(running(manager, other))
-    manager.check()
 
 
 def test_a_sequence_that_diverged_is_found_beyond_the_part_that_it_copied(fresh: Iterator[int]) -> None:

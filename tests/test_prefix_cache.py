@@ -173,12 +173,13 @@ def test_metrics_count_preemptions_by_kind() -> None:
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 
-@pytest.mark.parametrize("total", [100, 250, 1000])
+@pytest.mark.parametrize("total", [10, 99, 100, 250, 1000])
 def test_the_grid_of_admission(total: int) -> None:
     """total - needed < watermark: never; free - needed >= watermark: now; else later."""
     watermark = total // 100
     for used in (0, 1, watermark, total // 2, total - watermark - 1):
-        manager = BlockManager(total, 0, 1)
+        manager = BlockManager(total // 3, total - total // 3, 1)
+        assert (manager.watermark, manager.max_sequence_tokens) == (watermark, total - watermark)
         if used:
             manager.allocate(sequence(range(10_000, 10_000 + used)))
         for needed in {1, 2, total - used - watermark, total - used - watermark + 1, total - watermark, total}:

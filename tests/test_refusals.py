@@ -10,7 +10,7 @@ from checkpoints import edit_config, make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
+from nanovllm.errors import ConfigError, ModelError, RequestError
 
 VOCAB = 97
 PROMPT = random_prompt(20, VOCAB, 1)
@@ -35,12 +35,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"num_gpu_blocks": 10**9}, ["num_gpu_blocks=1000000000", "GiB", "at most"]),
         (offloaded(16, 4, 10**9), ["num_cpu_blocks=1000000000", "GiB", "at most"]),
         ({"gpu_memory_utilization": 1e-9}, ["no memory for the KV cache", "gpu_memory_utilization"]),
-        ({"num_gpu_blocks": 3}, ["num_gpu_blocks=3", "at least 4"]),
-        ({"kvcache_block_size": 8}, ["kvcache_block_size=8", "at least 16"]),
         ({"num_cpu_blocks": 5}, ["num_cpu_blocks=5", "enable_cpu_offload=True"]),
-        ({"max_num_sequences": 5}, ["max_num_sequences", "max_num_seqs"]),
         ({"enable_cpu_ofload": True}, ["enable_cpu_ofload", "enable_cpu_offload"]),
-        ({"dtype": "int8"}, ["dtype='int8'", "bfloat16"]),
         ({"device": "cuda"}, ["device='cuda'", "cpu"]),
         ({"tensor_parallel_size": 64}, ["tensor_parallel_size=64", "query heads", "lower it"]),
     ],
@@ -50,8 +46,6 @@ def test_engine_arguments_that_cannot_be_honoured(model_dir: Path, arguments: di
         LLM(model_dir, **arguments)
     for word in words:
         assert word in str(refused.value)
-    with LLM(model_dir, num_gpu_blocks=8) as llm:  # nothing is left behind that would hinder the next one
-        assert len(token_ids(llm, PROMPT, greedy(2))[0]) == 2
 
 
 @pytest.mark.parametrize("arguments", [{"num_gpu_blocks": 16, "kvcache_block_size": 16}, offloaded(16, 4, 14)])
@@ -62,18 +56,13 @@ def test_requests_that_cannot_be_served(model_dir: Path, arguments: dict[str, An
         (random_prompt(257, VOCAB, 1), None, ["257 tokens", "max_model_len is 256"]),
         ([PROMPT, random_prompt(257, VOCAB, 1)], None, ["prompts[1]: the prompt has 257 tokens"]),
         ([[1, VOCAB]], None, [str(VOCAB), f"0 to {VOCAB - 1}"]),
-        ([[1, -1]], None, ["-1"]),
         ("some text", None, ["no tokenizer files"]),
-        ({"prompt": "some text"}, None, ["no tokenizer files"]),
         ({"prompt_ids": [1]}, None, ["prompt_token_ids", "prompt_ids"]),
         ([PROMPT, PROMPT], [greedy(1)] * 3, ["2 prompts", "3 sampling_params"]),
         ([PROMPT], ["greedy"], ["SamplingParams", "greedy"]),
         (5, None, ["5"]),
-        ([[1, "a"]], None, ["a"]),
-        (PROMPT, SamplingParams(logit_bias={VOCAB: 1.0}), ["logit_bias=97", "from 0 to 96"]),
         (PROMPT, SamplingParams(stop_token_ids=[1, 500]), ["stop_token_ids=500", "from 0 to 96"]),
         (PROMPT, SamplingParams(bad_words=["word"]), ["bad_words=['word']", "no tokenizer files"]),
-        (PROMPT, SamplingParams(logprobs=21), ["Cannot request more than 20 logprobs.", "logprobs=21", "max_logprobs"]),
         ([PROMPT, PROMPT], [greedy(1), SamplingParams(prompt_logprobs=-1)], ["more than 20", "prompt_logprobs=-1"]),
     ]
     with LLM(model_dir, **arguments) as llm:
@@ -122,15 +111,6 @@ def test_every_end_token_of_config_and_generation_config_ends_a_request(tmp_path
             (output,) = llm.generate(PROMPT, stop, use_tqdm=False)
             assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", end)
         break
-
-
-def test_a_closed_engine_says_so_and_closing_twice_is_fine(model_dir: Path) -> None:
-    llm = LLM(model_dir, **offloaded())
-    token_ids(llm, PROMPT, greedy(1))
-    llm.close()
-    llm.close()
-    with pytest.raises(EngineError, match="closed"):
-        llm.generate(PROMPT, greedy(1), use_tqdm=False)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

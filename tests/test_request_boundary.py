@@ -87,21 +87,16 @@ def test_half_a_character_in_a_parameter(field: str) -> None:
 
 
 PARAMETERS: list[dict[str, Any]] = [
-    {"stop": ["x" * 50_000, 5]},
     {"stop": [str(i) for i in range(100_000)] + [""]},
     {"bad_words": ["a" * 60_000, None]},
     {"stop_token_ids": [*range(100_000), -1]},
     {"logit_bias": dict.fromkeys(range(50_000), "x")},
     {"logit_bias": {"9" * 5000: 1.0}},
     {"seed": HUGE},
-    {"n": -HUGE},
     {"n": HUGE},
-    {"best_of": 10**24},
     {"max_tokens": HUGE, "min_tokens": HUGE + 1},
     {"temperature": HUGE},
-    {"top_p": HUGE},
     {"logprobs": -HUGE},
-    {"min_tokens": HUGE},
     {"stop": Hostile()},
     {"temperature": Hostile()},
     {"early_stopping": Hostile()},
@@ -119,19 +114,15 @@ def test_parameters_are_refused_in_a_sentence_of_a_few_lines(params: dict[str, A
 
 REQUESTS: list[tuple[Any, Any]] = [
     (QUESTION, SamplingParams(stop_token_ids=[HUGE])),
-    (QUESTION, SamplingParams(logit_bias={HUGE: 1.0})),
     (QUESTION, SamplingParams(bad_words=["\t" * 30_000] * 3 + [" "])),
     ([[1, HUGE]], None),
-    ([[HUGE] * 5], None),
     ([[1, VOCAB] * 50_000], None),
     ({"x" * 50_000: 1}, None),
-    ([["x" * 50_000]], None),
     (Hostile(), None),
     ([Hostile()], None),
     ([HostileList([1])], None),
     ({"prompt_token_ids": HostileList([1])}, None),
     (QUESTION, [Hostile()]),
-    (QUESTION, SamplingParams(n=10**9)),
     (QUESTION, SamplingParams(best_of=2**31 - 1)),
 ]
 
@@ -147,7 +138,7 @@ def test_requests_are_refused_in_a_sentence_of_a_few_lines(
     goes_on(llm, answer)
 
 
-@pytest.mark.parametrize("error", [TypeError, KeyError, MemoryError, RecursionError, OSError, StopIteration])
+@pytest.mark.parametrize("error", [KeyError, MemoryError, StopIteration])
 @pytest.mark.parametrize("what", ["encode", "add", "chat"])
 def test_any_error_of_a_request_is_its_own(
     llm: LLM, answer: list[list[int]], what: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -176,11 +167,7 @@ def test_add_request_says_what_it_takes(llm: LLM, answer: list[list[int]]) -> No
         (("q", 5, greedy(1)), {}, "a prompt must be text, a list of token ids or a dict, got 5"),
         (("q", [1, "2"], greedy(1)), {}, r"a prompt must be text, .* got \[1, '2'\]"),
         ((5, "text", greedy(1)), {}, "request_id=5: must be a string"),
-        (([], "text", greedy(1)), {}, r"request_id=\[\]: must be a string"),
-        (("q", "text", greedy(1)), {"priority": 1.5}, "priority=1.5: must be a whole number"),
         (("q", "text", greedy(1)), {"arrival_time": HUGE}, "arrival_time=<a whole number of about .* digits>"),
-        (("q", "text", greedy(1)), {"cache_salt": 5}, "cache_salt=5"),
-        (("q", "\ud800", greedy(1)), {}, "half of a surrogate pair"),
         (("q", "\ud800", greedy(1), [1]), {}, "half of a surrogate pair"),
         (("q", "text", Hostile()), {}, "sampling_params must be SamplingParams, got <"),
     ]
@@ -209,7 +196,6 @@ def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
 BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
 NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
-    ({"min_tokens": HUGE, "max_tokens": None, "stop_token_ids": list(range(VOCAB))}, "min_tokens=<a whole number"),
     ({"min_tokens": 3, "stop_token_ids": list(range(VOCAB))}, "min_tokens=3: each of the 300 tokens .* ends the text"),
     (
         {"min_tokens": 3, "stop_token_ids": [7], "logit_bias": {t: b for t, b in BAN_ALL.items() if t != 7}},
@@ -260,18 +246,11 @@ def test_the_last_token_can_be_forced(llm: LLM, answer: list[list[int]]) -> None
 
 ENGINE_ARGUMENTS: list[dict[str, Any]] = [
     {"swap_space": 1e300},
-    {"swap_space": HUGE},
     {"max_num_batched_tokens": 10**24},
-    {"max_model_len": 10**24},
-    {"max_num_seqs": 10**24},
-    {"kvcache_block_size": 10**24},
     {"num_gpu_blocks": 10**24},
     {"enable_cpu_offload": True, "num_cpu_blocks": 10**24},
-    {"long_prefill_token_threshold": 10**24},
     {"max_logprobs": HUGE},
-    {"seed": HUGE},
     {"dtype": "x" * 50_000},
-    {"trace": "x" * 50_000},
     {"trace": "a\0b"},
     {"x" * 50_000: 1},
 ]

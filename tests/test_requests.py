@@ -14,7 +14,6 @@ from content_model import VOCAB, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.request import RequestStatus
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -229,15 +228,6 @@ def test_ignore_eos_goes_past_end_tokens_and_not_past_stop_tokens() -> None:
     assert bench.tokens("stops") == free[: free.index(stop) + 1] and bench.reason("stops") == ("stop", stop)
 
 
-def test_max_tokens_ends_a_request() -> None:
-    for max_tokens in (1, 2, 7):
-        bench = Bench()
-        bench.add("a", prompt_of(5), max_tokens)
-        bench.run()
-        assert bench.tokens("a") == expected_output(prompt_of(5), max_tokens)
-        assert bench.reason("a") == ("length", None)
-
-
 @pytest.mark.parametrize("length, generated", [(15, 5), (19, 1), (20, 1)])
 @pytest.mark.parametrize("max_tokens", [None, 100])
 def test_max_model_len_ends_a_request_with_length(length: int, generated: int, max_tokens: int | None) -> None:
@@ -347,16 +337,6 @@ def test_requests_that_wait_show_it() -> None:
     assert b.first_scheduled_time is not None and b.queue_time is not None
     assert b.first_scheduled_time >= a.finished_time
     assert b.queue_time >= a.finished_time - a.first_scheduled_time, "it waits at least as long as the other runs"
-
-
-def test_finished_sequences_say_so() -> None:
-    bench = Bench()
-    bench.add("a", prompt_of(3), 2)
-    waiting = bench.scheduler.waiting[0]
-    assert waiting.status is RequestStatus.WAITING
-    seen = [(waiting.status, outputs[0].finished) for outputs in bench.steps()]
-    assert seen == [(RequestStatus.RUNNING, False), (RequestStatus.FINISHED, True)]
-    assert waiting.finished and not waiting.sequences[0].block_table
 
 
 class Unspeakable(SpelledOut):

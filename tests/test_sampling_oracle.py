@@ -151,7 +151,6 @@ def test_everything_together_in_the_order_of_the_docstring() -> None:
 # params of this engine -> arguments of Transformers' generate
 GENERATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
-    ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
     (
         {"logit_bias": {5: 3.0, 60: -2.0, 33: -math.inf}},
         {"sequence_bias": [[[5], 3.0], [[60], -2.0], [[33], -math.inf]]},
