@@ -28,15 +28,6 @@ def test_the_prompt_is_computed_once_for_all(length: int, device: int, host: int
     assert bench.manager.num_used == 0
 
 
-def test_one_sequence_of_a_group_is_what_the_request_gives_alone() -> None:
-    bench = Bench()
-    sampled(bench, "alone", prompt_of(9), 8)
-    sampled(bench, "group", prompt_of(9), 8, n=3)
-    bench.run()
-    assert outputs(bench, "group")[0] == outputs(bench, "alone")[0]
-    assert len({tuple(tokens) for tokens in outputs(bench, "group")}) == 3
-
-
 @pytest.mark.parametrize("device, host", [(64, 0), (0, 64), (3, 64)])
 def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     bench = Bench(device, host)

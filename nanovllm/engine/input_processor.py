@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nanovllm.data.adapter import Adapter, Adapters
-from nanovllm.data.grammar import GrammarCompiler
+from nanovllm.engine.grammar_interface import GrammarCompiler
 from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits

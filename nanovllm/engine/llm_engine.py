@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from nanovllm.data.adapter import Adapters
 from nanovllm.data.batch import Batch, StepResult
-from nanovllm.data.grammar import GrammarCompiler
 from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.grammar_interface import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestFactory
 from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of

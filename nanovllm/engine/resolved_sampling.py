@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from nanovllm.data.batch import DrawParams, LogitAdjustments, PackedMask, token_array
-from nanovllm.data.grammar import Grammar, GrammarCompiler
+from nanovllm.engine.grammar_interface import Grammar, GrammarCompiler
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 from nanovllm.sampling_rules import takes_prompt

@@ -28,7 +28,7 @@ LIMITS: Mapping[str, Any] = MappingProxyType({"max_lexer_states": 20_000, "verbo
 
 
 class GrammarCompiler:
-    """Compiles the structured outputs of one engine's requests. See `engine.grammar.GrammarCompiler`."""
+    """Compiles the structured outputs of one engine's requests. See `engine.grammar_interface.GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -167,7 +167,7 @@ class MatchedGrammar:
 
 
 class MatcherState:
-    """The state of one sequence's output, see `engine.grammar.GrammarState`.
+    """The state of one sequence's output, see `engine.grammar_interface.GrammarState`.
 
     It outlives preemption, which loses K/V and no tokens.
     """
@@ -205,7 +205,7 @@ class MatcherState:
 
 
 class PendingMask:
-    """A mask that another thread makes, see `engine.batch.TokenMask`. It is pickled as the finished mask."""
+    """A mask that another thread makes, see `data.batch.TokenMask`. It is pickled as the finished mask."""
 
     def __init__(self, made: Future[PackedMask]) -> None:
         self._made = made

@@ -1,4 +1,4 @@
-"""What the engine needs of structured outputs: for each sequence the mask of the tokens that may come next."""
+"""The interface of grammars, which keep outputs to a structure: for each sequence the tokens that may come next."""
 
 from __future__ import annotations
 
