@@ -149,7 +149,7 @@ def test_without_tokenizer_or_template(bare: LLM, tmp_path: Path) -> None:
         bare.chat(CONVERSATION)
     with pytest.raises(RequestError, match="no tokenizer files"):
         bare.get_tokenizer()
-    with pytest.raises(RequestError, match=r"stop=\['x'\]: stop strings need a tokenizer"):
+    with pytest.raises(RequestError, match=r"stop=\['x'\]: needs a tokenizer"):
         bare.generate([[1]], SamplingParams(stop="x"), use_tqdm=False)
     make_checkpoint(tmp_path, vocab=VOCAB)
     write_byte_level(tmp_path)

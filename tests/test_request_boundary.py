@@ -196,14 +196,14 @@ def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
 BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
 NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
-    ({"min_tokens": 3, "stop_token_ids": list(range(VOCAB))}, "min_tokens=3: each of the 300 tokens .* ends the text"),
+    ({"min_tokens": HUGE, "max_tokens": None, "stop_token_ids": list(range(VOCAB))}, "min_tokens=<a whole number"),
     (
         {"min_tokens": 3, "stop_token_ids": [7], "logit_bias": {t: b for t, b in BAN_ALL.items() if t != 7}},
-        "min_tokens=3 ban all 300 tokens",
+        "min_tokens=3, before which no end token comes, ban all 300 tokens",
     ),
     (
         {"min_tokens": 3, "stop_token_ids": list(range(VOCAB)), "n": 2, "use_beam_search": True, "temperature": 0.0},
-        "min_tokens=3: each of the 300 tokens",
+        "min_tokens=3, .* ban all 300 tokens",
     ),
 ]
 

@@ -81,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [
     (
         {"bad_words": ["cat"]},
         SamplingFacts(VOCAB, EOS),
-        "bad_words=['cat']: bad words need a tokenizer",
+        "bad_words=['cat']: needs a tokenizer",
     ),
     ({"bad_words": ["x", "  "]}, FACTS, "bad_words='  ': must hold words of at least one token"),
     (

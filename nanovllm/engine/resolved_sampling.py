@@ -59,7 +59,8 @@ class SamplingFacts:
 
 def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
     """Resolve `params`. Raises RequestError for values that this model or tokenizer cannot honour."""
-    _check_stop(params.stop, facts)
+    _check_tokenizer("stop", params.stop, "stop_token_ids", facts)
+    _check_tokenizer("bad_words", params.bad_words, "a bias of -inf in logit_bias", facts)
     _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
     _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), facts.vocab_size)
@@ -109,9 +110,7 @@ def _grammar(
     if params.structured_outputs is None:
         return None
     if facts.grammars is None:
-        raise RequestError(
-            "structured_outputs need nanovllm.features.structured_outputs, which this installation does not have: leave them out"  # noqa: E501
-        )
+        raise RequestError("structured_outputs: the engine was made without them; leave them out")
     return facts.grammars.compile(params.structured_outputs, end_tokens, allowed)
 
 
@@ -128,11 +127,11 @@ def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | N
     return min(count, facts.vocab_size)
 
 
-def _check_stop(stop: Sequence[str], facts: SamplingFacts) -> None:
-    if stop and facts.tokenizer is None:
+def _check_tokenizer(name: str, texts: Sequence[str], instead: str, facts: SamplingFacts) -> None:
+    if texts and facts.tokenizer is None:
         raise RequestError(
-            f"stop={quoted(list(stop))}: stop strings need a tokenizer, and the model directory has "
-            "no tokenizer files: give stop_token_ids, or add the tokenizer's files"
+            f"{name}={quoted(list(texts))}: needs a tokenizer, and the model directory has no tokenizer files: give "
+            f"token ids with {instead}, or add the tokenizer's files"
         )
 
 
@@ -149,16 +148,11 @@ def _check_some_token_is_left(
     banned = {token for token, bias in params.logit_bias.items() if bias == -inf}
     banned.update(word[0] for word in bad_words if len(word) == 1)
     allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-    if len(end_tokens) >= vocab_size:
-        raise RequestError(
-            f"min_tokens={quoted(params.min_tokens)}: each of the {vocab_size} tokens of the model ends the text, "
-            "so that none can come before that many; give fewer stop_token_ids, or min_tokens=0"
-        )
     if all(token in banned or token in end_tokens for token in allowed):
         which = f"{vocab_size}" if params.allowed_token_ids is None else "allowed"
         raise RequestError(
-            f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {which} tokens of the model"
-            ": leave at least one that can be chosen"
+            f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)}, before which no end token comes, ban "
+            f"all {which} tokens of the model: leave at least one that can be chosen"
         )
 
 
@@ -167,11 +161,6 @@ def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[
 
     As in vLLM, the form with a space counts only if it has as many tokens and another first token.
     """
-    if words and facts.tokenizer is None:
-        raise RequestError(
-            f"bad_words={quoted(list(words))}: bad words need a tokenizer, and the model directory has "
-            "no tokenizer files: give token ids with a bias of -inf in logit_bias, or add the tokenizer's files"
-        )
     found: list[tuple[int, ...]] = []
     for word in words:
         at_start, after_space = (_encode(prefix + word.lstrip(), facts) for prefix in ("", " "))
