@@ -1,4 +1,4 @@
-"""The offline face: vLLM's basic scripts, conversations, streams, refusals by name, what a person sees meanwhile."""
+"""The offline face: vLLM's basic scripts, conversations, streams, refusals by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from checkpoints import edit_config, make_checkpoint
-from engines import random_prompt
 from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
 
 from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
@@ -275,24 +274,3 @@ def test_a_stream_whose_request_is_aborted_elsewhere_says_so(llm: LLM) -> None:
     llm.engine.abort_request(next(stream).request_id)
     with pytest.raises(EngineError, match="ended by another"):
         next(stream)
-
-
-# ---- what a person sees, and what is counted
-
-
-def test_the_bar_shows_rates_and_how_far_a_long_prefill_is(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nanovllm.features.progress_bar.REDRAW", 0.0)
-    monkeypatch.setattr("nanovllm.features.progress_bar.DELAY", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with LLM(model_dir, num_gpu_blocks=80, kvcache_block_size=64, max_num_batched_tokens=1024) as chunked:
-        capsys.readouterr()
-        chunked.generate(random_prompt(4096, VOCAB, 1), SamplingParams(max_tokens=4, ignore_eos=True))
-        shown = capsys.readouterr().err
-        for part in ("prefill 1,024 of 4,096 tokens (25%)", "(75%)", " tok/s in", " tok/s out", "0:00"):
-            assert part in shown, part
-        last = shown.rsplit("\r\x1b[K", 1)[1]
-        assert "prefill" not in last and last.startswith("1 prompt, 4,096 tokens computed, 4 generated in ")
-        chunked.generate("Hello", GREEDY, use_tqdm=False)
-        assert capsys.readouterr().err == ""

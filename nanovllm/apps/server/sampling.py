@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm.apps.server.http_errors import invalid
@@ -10,32 +10,9 @@ from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest, Sampli
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-# Fields that are parameters of the same name. Those that are None keep the model's default.
-SAME_NAME = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-)
+# Fields that are parameters of the same name and meaning. Those that are None keep the model's default.
+PARAMETERS = {parameter.name for parameter in fields(SamplingParams)} - {"logit_bias", "structured_outputs"}
+SAME_NAME = tuple(name for name in SamplingFields.model_fields if name in PARAMETERS)
 
 
 def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
