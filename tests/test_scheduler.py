@@ -128,6 +128,26 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> Non
 # ---- order and preemption
 
 
+def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
+    bench = Bench(10, caching=False)
+    bench.add("runs", prompt_of(20), 4)
+    bench.step()
+    bench.add("large", prompt_of(24, 1), 1)
+    bench.add("small", prompt_of(4, 2), 1)
+    bench.step()
+    assert set(bench.chunks()) == {"runs"}
+    bench.run()
+    assert bench.order == ["runs", "large", "small"]
+
+
+def test_a_request_takes_no_blocks_in_a_step_that_has_no_tokens_for_it() -> None:
+    bench = Bench(budget=8)
+    bench.add("a", prompt_of(8), 1)
+    bench.add("b", prompt_of(8, 1), 1)
+    bench.step()
+    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_used == 0
+
+
 def test_priority_then_arrival_decides_who_runs_first() -> None:
     bench = Bench(max_num_seqs=1)
     arrivals = {"late": (1, 3.0), "early": (1, 2.0), "urgent": (0, 9.0), "last": (5, 1.0), "tied": (1, 2.0)}
