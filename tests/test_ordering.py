@@ -23,7 +23,7 @@ from nanovllm.device import PitchedCopy, memory
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
-from nanovllm.kvcache import offload_engine, transfer_order
+from nanovllm.kvcache import pools, transfer_order
 
 BLOCK, VOCAB = 16, 97
 SHAPE = (4, 2, 1, BLOCK, 16)  # four pieces
@@ -296,7 +296,7 @@ def test_every_wait_and_record_taken_out_is_noticed(
 ) -> None:
     if is_cpu_attention(source):
         add_cpu_attention_streams(monkeypatch)
-    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
+    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
     with pytest.raises(EngineError) as failed:
         stress(model_dir, 1.0 if is_cpu_attention(source) else None)
     assert isinstance(failed.value.__cause__, OrderingError), source
@@ -304,7 +304,7 @@ def test_every_wait_and_record_taken_out_is_noticed(
 
 def test_cpu_attention_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wait,) = [call for call in order_calls() if call[2].startswith("self._cpu_attention.wait(self._host_ready")]
-    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(*wait[:2]).TransferOrder)
+    monkeypatch.setattr(pools, "TransferOrder", without_call(*wait[:2]).TransferOrder)
     with pytest.raises(EngineError) as failed:
         stress(model_dir, 1.0)
     assert isinstance(failed.value.__cause__, OrderingError)
@@ -336,7 +336,7 @@ def test_the_paged_cache_notices_every_missing_order_of_moves(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(MOVE_CALLS) == 4
-    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
+    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
     with pytest.raises(EngineError) as failed:
         stress_resident(model_dir)
     assert isinstance(failed.value.__cause__, OrderingError), source

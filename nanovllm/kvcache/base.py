@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.tiers import BlockMove
-from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
@@ -70,12 +70,12 @@ class KVCacheBase(ABC):
     attended_pool: AttendedPool | None = None  # None where a step attends to blocks of other memory as well
 
     def __init__(
-        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, num_gpu_blocks: int
+        self, pools: KVPools, geometry: AttentionGeometry, backend: AttentionBackend, num_gpu_blocks: int
     ) -> None:
         """num_gpu_blocks: the device budget, resident blocks and ring together."""
-        self.engine = engine
-        self.layout = engine.layout
-        self._device = engine.device
+        self.pools = pools
+        self.layout = pools.layout
+        self._device = pools.device
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
@@ -94,23 +94,20 @@ class KVCacheBase(ABC):
 
     def abandon_step(self) -> None:
         """After a failed forward pass: make the cache usable again. The blocks that the step wrote are undefined."""
-        self.engine.abandon()
+        self.pools.abandon()
 
     def stats(self) -> KVStats:
-        engine = self.engine
+        pools = self.pools
         return KVStats(
             block_size=self.layout.block_size,
             bytes_per_block=self.layout.block_bytes,
             num_gpu_blocks=self._num_gpu_blocks,
-            resident_blocks=engine.split.resident_blocks,
-            ring_slots=engine.split.ring_slots,
-            num_cpu_blocks=engine.num_host_blocks,
-            num_swap_blocks=len(engine.swap),
-            device_bytes=engine.resident.nbytes + engine.ring.nbytes,
-            host_bytes=engine.host.nbytes,
-            swap_bytes=engine.swap.nbytes,
-            transfers=engine.transfers,
-            layerwise_memory=engine.layerwise_memory,
-            layer_buffer_bytes=engine.layer_buffer.nbytes,
-            blocks_in_flight=engine.blocks_in_flight,
+            resident_blocks=pools.split.resident_blocks,
+            ring_slots=pools.split.ring_slots,
+            num_cpu_blocks=pools.num_host_blocks,
+            num_swap_blocks=len(pools.swap),
+            device_bytes=pools.resident.nbytes,
+            host_bytes=pools.host.nbytes,
+            swap_bytes=pools.swap.nbytes,
+            transfers=pools.transfers,
         )

@@ -9,6 +9,7 @@ for CPU attention go to `CpuAttention`, if there is one: in order with the other
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.tiers import BlockMove
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, StepTraffic
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockRead,
@@ -84,6 +85,7 @@ class OffloadedKVCache(KVCacheBase):
         cpu_attention: CpuAttention | None = None,
     ) -> None:
         super().__init__(engine, geometry, backend, num_gpu_blocks)
+        self.engine = engine
         self.cpu_attention = cpu_attention
         self._stores_scales = has_scales(engine.ring.dtype)
         self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window
@@ -151,6 +153,16 @@ class OffloadedKVCache(KVCacheBase):
     def end_step(self) -> None:
         if self.cpu_attention is not None:
             self.cpu_attention.end_step()
+
+    def stats(self) -> KVStats:
+        engine, stats = self.engine, super().stats()
+        return replace(
+            stats,
+            device_bytes=stats.device_bytes + engine.ring.nbytes,
+            layerwise_memory=engine.layerwise_memory,
+            layer_buffer_bytes=engine.layer_buffer.nbytes,
+            blocks_in_flight=engine.blocks_in_flight,
+        )
 
     def _write(
         self, read: BlockRead, block: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]

@@ -1,4 +1,4 @@
-"""KV memory on both tiers, and every copy between them.
+"""KV memory with offload: the pools, a ring of slots on the device, and the copies of single layers between them.
 
 The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds the
 other blocks. A forward pass announces the host blocks that it will attend to, layer after layer, before it begins
@@ -13,19 +13,16 @@ slots are numbered after the ring's and ordered in the same way; `features/layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nanovllm.data.tiers import BlockMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.transfer_order import TransferOrder
-from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.kvcache.pools import KVPools
+from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout
 
@@ -45,11 +42,8 @@ class BlockTokens:
 RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together; layers share these
 
 
-class OffloadEngine:
-    """Owns the resident pool, the ring, the layer buffer, the host pool and the swap pool.
-
-    Without offload there is a resident pool and a swap pool only.
-    """
+class OffloadEngine(KVPools):
+    """The pools of a KV cache with offload, the ring and the layer buffer. `TransferOrder` orders all copies."""
 
     def __init__(
         self,
@@ -63,40 +57,22 @@ class OffloadEngine:
         group_slots: int | None = None,
     ) -> None:
         """group_slots: the most host blocks in a group; None means `DeviceSplit.group_slots`."""
-        self.device = device
-        self.layout = layout
-        self.split = split
-        self.num_host_blocks = num_host_blocks
-        self.layerwise_memory = layerwise_memory
-        self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
-        self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
-        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
-        self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
-        self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
         self.group_slots = group_slots or split.group_slots(layout.block_layer_bytes)
         self._num_groups = min(split.ring_slots, max(1, split.ring_slots // self.group_slots))
+        super().__init__(device, layout, dtype, split, num_host_blocks, num_swap_blocks, self._num_groups)
+        self.layerwise_memory = layerwise_memory
+        self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
+        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
         self._blocks_in_reach = max(1, device.rows_in_reach(self.host))
-        self.order = TransferOrder(device, self._num_groups)
-        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
         self._blocks: dict[tuple[int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
         self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
         self._next = 0  # index of the group to attend to next
-
-    @property
-    def transfers(self) -> TransferCount:
-        """Copies and bytes since the engine was created, counted where they are issued."""
-        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
     @property
     def blocks_in_flight(self) -> tuple[int, ...]:
         """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
         groups = self._groups[self._next : self._next + self._num_groups]
         return tuple(use.physical_id for _, uses in groups for use in uses)
-
-    def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
-        """Count copies, or host blocks, one layer of each, that the CPU attended to."""
-        self._counts[kind][0] += number
-        self._counts[kind][1] += num_bytes
 
     # ---- the ring
 
@@ -145,9 +121,9 @@ class OffloadEngine:
             self.load_to_slot_layer(group, *self._groups[following])
 
     def abandon(self) -> None:
-        """After a failed pass: let copies under way finish, and forget the rest of the pass."""
+        """See `KVPools`."""
         self._groups, self._next = (), 0
-        self.order.reset()
+        super().abandon()
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
@@ -180,74 +156,47 @@ class OffloadEngine:
         self._copy(group, layer, uses, "d2h", self.order.before_store(group))
 
     def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
-        """Copy the stored tokens of the uses to the slots of the group, or their new tokens from there."""
-        layout, in_buffer = self.layout, group - self._num_groups
+        """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""
+        in_buffer = group - self._num_groups
         memory, first_slot = (self.layer_buffer, in_buffer) if in_buffer >= 0 else (self.ring, group * self.group_slots)
         tokens = [use.stored_tokens if kind == "h2d" else use.new_tokens for use in uses]
         blocks = [use.physical_id - self.split.resident_blocks for use in uses]
-        # Uses with equal keys are copied together: full blocks that are neighbours on the host, within reach of a copy.
-        keys: list[tuple[int, ...]] = []
-        for index, block in enumerate(blocks):
-            is_full = tokens[index] == layout.block_size
-            keys.append((block - index, block // self._blocks_in_reach) if is_full else (index,))
-        for _, run in groupby(range(len(uses)), keys.__getitem__):
-            first, *others = run
-            if not tokens[first]:
-                continue
-            slot, host, number = memory[first_slot + first], self.host[blocks[first], layer], 1 + len(others)
-            if tokens[first] == layout.block_size:  # all of it is contiguous
-                slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes  # from one block to the next
-                width, height = layout.block_layer_bytes, number
-            else:  # tokens are contiguous within a head, so each head of K and V is one row
-                first_token = 0 if kind == "h2d" else uses[first].stored_tokens
-                slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
-                slot_pitch = host_pitch = layout.head_pitch
-                width, height = tokens[first] * layout.row_bytes, layout.rows_per_token
-            ends = (slot, host, slot_pitch, host_pitch) if kind == "h2d" else (host, slot, host_pitch, slot_pitch)
-            self.device.copy_2d(PitchedCopy(*ends, width, height, kind), stream)
-            self.count(kind, number, width * height)
+        for first, count in self._runs(blocks, tokens):
+            first_token = 0 if kind == "h2d" else uses[first].stored_tokens
+            host = self.host[blocks[first], layer]
+            self._copy_run(memory[first_slot + first], host, first_token, tokens[first], count, kind, stream)
 
-    # ---- copies of all layers of a block: moves between the tiers, copy-on-write, swapping
+    def _runs(self, blocks: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The uses that have tokens, as (first, number) of those that one call copies.
 
-    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
-        with self.order.moves(bool(moves)) as stream:
-            for move in moves:
-                self._move(move, stream)
-
-    def _move(self, move: BlockMove, stream: Stream) -> None:
-        layout, first_host = self.layout, self.split.resident_blocks
-        to_host, from_host = move.dst >= first_host, move.src >= first_host
-        kinds: dict[tuple[bool, bool], CopyKind] = {
-            (True, False): "h2d",
-            (False, True): "d2h",
-            (False, False): "d2d",
-            (True, True): "h2h",
-        }
-        to, what, kind = self._block(move.dst), self._block(move.src), kinds[from_host, to_host]
-        if move.num_tokens is None:
-            dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
-            width, height = layout.block_layer_bytes, layout.num_layers  # one strided copy for all layers
-            number = self.device.copy_2d(PitchedCopy(to, what, dpitch, spitch, width, height, kind), stream)
-            self.count(kind, number, width * height)
-            return
-        # The heads of K and V are equally far apart within a layer only: one strided copy for each.
-        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
-        for layer in range(layout.num_layers):
-            self.device.copy_2d(PitchedCopy(to[layer], what[layer], pitch, pitch, width, height, kind), stream)
-        self.count(kind, 1, layout.num_layers * width * height)
-
-    def _block(self, physical_id: int) -> Tensor:
-        """`[layers, 2, kv_heads, block_size, head_dim]`, each layer contiguous.
-
-        Physical block ids count the resident blocks first, then the host blocks, then the swap blocks, which need the
-        same orderings as host blocks.
+        These are full blocks that are neighbours on the host, within reach of a copy, or a single use.
         """
-        if physical_id < self.split.resident_blocks:
-            return self.resident[:, physical_id]
-        physical_id -= self.split.resident_blocks
-        return self.host[physical_id] if physical_id < len(self.host) else self.swap[physical_id - len(self.host)]
+        first = 0
+        while first < len(blocks):
+            end = first + 1
+            while (
+                end < len(blocks)
+                and tokens[end] == tokens[first] == self.layout.block_size
+                and blocks[end] == blocks[end - 1] + 1
+                and blocks[end] // self._blocks_in_reach == blocks[first] // self._blocks_in_reach
+            ):
+                end += 1
+            if tokens[first]:
+                yield first, end - first
+            first = end
 
-    def synchronize(self) -> None:
-        """Block the host until no copy is under way."""
-        self.order.synchronize()
+    def _copy_run(
+        self, slot: Tensor, host: Tensor, first_token: int, tokens: int, count: int, kind: CopyKind, stream: Stream
+    ) -> None:
+        """Copy tokens of `count` neighbouring blocks between their slots and one layer of them on the host."""
+        layout = self.layout
+        if tokens == layout.block_size:  # a layer of a block is contiguous
+            slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes
+            width, height = layout.block_layer_bytes, count
+        else:  # tokens are contiguous within a head, so each head of K and V is one row
+            slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
+            slot_pitch = host_pitch = layout.head_pitch
+            width, height = tokens * layout.row_bytes, layout.rows_per_token
+        ends = (slot, host, slot_pitch, host_pitch) if kind == "h2d" else (host, slot, host_pitch, slot_pitch)
+        self.device.copy_2d(PitchedCopy(*ends, width, height, kind), stream)
+        self.count(kind, count, width * height)

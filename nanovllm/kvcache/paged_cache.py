@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.data.tiers import BlockMove
 from nanovllm.device import Device
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, StepTraffic
-from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
@@ -33,9 +33,9 @@ class PagedKVCache(KVCacheBase):
         num_blocks: int,
         num_swap_blocks: int = 0,
     ) -> None:
-        engine = OffloadEngine(device, layout, dtype, DeviceSplit(0, num_blocks), 0, num_swap_blocks)
-        super().__init__(engine, geometry, backend, num_blocks)
-        self._pool = engine.resident
+        pools = KVPools(device, layout, dtype, DeviceSplit(0, num_blocks), num_swap_blocks=num_swap_blocks)
+        super().__init__(pools, geometry, backend, num_blocks)
+        self._pool = pools.resident
         self.attended_pool = AttendedPool(self._pool, geometry, backend)
         self._sequences: Sequence[SequenceMetadata] = ()  # of the current step
         # Of the current step: the slot mapping, and the attention metadata by sliding window. Built by the first layer
@@ -45,7 +45,7 @@ class PagedKVCache(KVCacheBase):
         self._few_rows: dict[int | None, PagedStep] = {}  # faster attention for steps of few rows on the CPU
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
-        self.engine.move_blocks(moves)
+        self.pools.move_blocks(moves)
         self._sequences, self._slots = sequences, None
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 

@@ -11,10 +11,7 @@ from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata, first_vi
 
 @dataclass(slots=True)
 class BlockRead(BlockTokens):
-    """A block that sequences of the step attend to, on either tier.
-
-    stored_tokens: in the block before the step; new_tokens: that the step writes, all of the only reader.
-    """
+    """A block that sequences of the step attend to, on either tier. A block with new tokens has one reader."""
 
     first_position: int
     readers: list[int]  # indices of the sequences
@@ -138,34 +135,45 @@ class _Grouping:
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each reader: last group, next position
 
     def append(self, kind: type[BlockGroup], read: BlockRead, max_reads: int | None = None) -> None:
-        """Append the block to the last group of its kind, provided that every sequence still reads its blocks in order
-        and contiguously within the group, and that the group stays within `max_reads`. Otherwise open a new group."""
+        """Add the block to the last group of its kind, or to a new one if that is full or breaks a reader's order."""
         at = self.last.get(kind, -1)
-        progress = [self.progress[reader] for reader in read.readers if reader in self.progress]
-        fits = all(last < at or (last == at and end == read.first_position) for last, end in progress)
-        if at < 0 or len(self.items[at].reads) == max_reads or not fits:
+        if at < 0 or len(self.items[at].reads) == max_reads or not self._may_join(at, read):
             at = self.last[kind] = len(self.items)
             self.items.append(kind())
         self.items[at].reads.append(read)
         self.progress.update(dict.fromkeys(read.readers, (at, read.first_position + self.block_size)))
 
+    def _may_join(self, at: int, read: BlockRead) -> bool:
+        """Whether no reader is in a later group already, and the readers that are in this group read on in it."""
+        for reader in read.readers:
+            last, next_position = self.progress.get(reader, (-1, 0))
+            if last > at or (last == at and next_position != read.first_position):
+                return False
+        return True
+
 
 def _locate(group: BlockGroup, sequences: Sequence[SequenceMetadata], block_size: int, resident_blocks: int) -> None:
-    """Set where the blocks of the group are, and the part of each sequence that is in it.
-
-    A part has all query rows of the sequence: the causal mask excludes rows before the blocks.
-    """
-    first_host_id = resident_blocks if isinstance(group, CpuAttentionGroup) else 0
-    in_ring = isinstance(group, RingGroup)
-    group.indices = range(len(group.reads)) if in_ring else [read.physical_id - first_host_id for read in group.reads]
-    group.written = [at for at in zip(group.indices, group.reads, strict=True) if at[1].new_tokens]
-    by_reader: dict[int, tuple[int, list[int]]] = {}  # first position, indices in the pool
-    for index, read in zip(group.indices, group.reads, strict=True):
+    """Set where the blocks of the group are in its pool, and what each sequence attends to there."""
+    if isinstance(group, RingGroup):
+        group.indices = range(len(group.reads))
+    else:
+        first_id = resident_blocks if isinstance(group, CpuAttentionGroup) else 0  # of the pool
+        group.indices = [read.physical_id - first_id for read in group.reads]
+    blocks = list(zip(group.indices, group.reads, strict=True))
+    group.written = [(index, read) for index, read in blocks if read.new_tokens]
+    of_readers: dict[int, list[tuple[int, BlockRead]]] = {}
+    for index, read in blocks:
         for reader in read.readers:
-            by_reader.setdefault(reader, (read.first_position, []))[1].append(index)
-    parts = []
-    for reader, (first, blocks) in by_reader.items():
-        seq = sequences[reader]
-        kv_end = min(seq.total_len, first + len(blocks) * block_size)
-        parts.append(SequenceMetadata(seq.query_start, seq.query_len, seq.context_len, first, kv_end, blocks))
-    group.table = AttentionMetadata(parts)
+            of_readers.setdefault(reader, []).append((index, read))
+    group.table = AttentionMetadata([_part(sequences[reader], of, block_size) for reader, of in of_readers.items()])
+
+
+def _part(seq: SequenceMetadata, blocks: Sequence[tuple[int, BlockRead]], block_size: int) -> SequenceMetadata:
+    """The sequence's attention over neighbouring blocks, given with their indices in the pool.
+
+    It has all query rows of the sequence: the causal mask excludes rows before the blocks.
+    """
+    first = blocks[0][1].first_position
+    kv_end = min(seq.total_len, first + len(blocks) * block_size)
+    indices = [index for index, _ in blocks]
+    return SequenceMetadata(seq.query_start, seq.query_len, seq.context_len, first, kv_end, indices)

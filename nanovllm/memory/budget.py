@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.memory.layerwise import chunk_by_chunk
@@ -71,24 +72,10 @@ class TransferCount:
         return self.h2d_copies + self.d2h_copies > 0
 
     def __add__(self, other: TransferCount) -> TransferCount:
-        return TransferCount(
-            self.h2d_copies + other.h2d_copies,
-            self.h2d_bytes + other.h2d_bytes,
-            self.d2h_copies + other.d2h_copies,
-            self.d2h_bytes + other.d2h_bytes,
-            self.cpu_attention_blocks + other.cpu_attention_blocks,
-            self.cpu_attention_bytes + other.cpu_attention_bytes,
-        )
+        return TransferCount(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: TransferCount) -> TransferCount:
-        return TransferCount(
-            self.h2d_copies - other.h2d_copies,
-            self.h2d_bytes - other.h2d_bytes,
-            self.d2h_copies - other.d2h_copies,
-            self.d2h_bytes - other.d2h_bytes,
-            self.cpu_attention_blocks - other.cpu_attention_blocks,
-            self.cpu_attention_bytes - other.cpu_attention_bytes,
-        )
+        return TransferCount(*map(operator.sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from nanovllm.device import PitchedCopy, create_device
 from nanovllm.device.cuda import CudaDevice, CudaStream
 from nanovllm.engine import prefix_cache
 from nanovllm.errors import EngineError
-from nanovllm.kvcache import offload_engine
+from nanovllm.kvcache import pools
 
 BLOCK, VOCAB = 16, 97
 ENGINES = ((2, 4, 14), (8, 9, 9))  # slots of the ring, num_gpu_blocks, num_cpu_blocks
@@ -162,7 +162,7 @@ def test_a_missing_wait_changes_the_logits(
     """For some kind of late work and some seed."""
     share = 1.0 if is_cpu_attention(source) else None
     expected = {sizes: known_logits(model_dir, known, sizes, share) for sizes in ENGINES}
-    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
+    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
     tries = [(sizes, kind, seed) for seed in SEEDS for kind in LATE for sizes in ENGINES]
     assert not all(
         equal(logits_of(model_dir, sizes, share, kind, seed), expected[sizes]) for sizes, kind, seed in tries

@@ -1,0 +1,93 @@
+"""The pools of KV blocks, on the device and on the host, and the copies of whole blocks between them.
+
+Physical block ids number the resident blocks of the device first, then the host blocks, then the swap blocks, which are
+host memory too and need the same orderings, but are never attended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nanovllm.data.tiers import BlockMove
+from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.kvcache.transfer_order import TransferOrder
+from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.memory.layout import KVLayout
+
+MOVE_KINDS: tuple[tuple[CopyKind, CopyKind], ...] = (("d2d", "d2h"), ("h2d", "h2h"))  # [from the host?][to the host?]
+
+
+class KVPools:
+    """Owns the resident, the host and the swap pool. All that a KV cache without offload needs."""
+
+    def __init__(
+        self,
+        device: Device,
+        layout: KVLayout,
+        dtype: torch.dtype,
+        split: DeviceSplit,
+        num_host_blocks: int = 0,
+        num_swap_blocks: int = 0,
+        num_groups: int = 0,
+    ) -> None:
+        """num_groups: of ring slots; see `TransferOrder`."""
+        self.device = device
+        self.layout = layout
+        self.split = split
+        self.num_host_blocks = num_host_blocks
+        self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
+        self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
+        self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self.order = TransferOrder(device, num_groups)
+        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
+
+    @property
+    def transfers(self) -> TransferCount:
+        """Copies and bytes since the engine was created, counted where they are issued."""
+        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
+
+    def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
+        """Count copies, or host blocks, one layer of each, that the CPU attended to."""
+        self._counts[kind][0] += number
+        self._counts[kind][1] += num_bytes
+
+    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
+        """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
+        with self.order.moves(bool(moves)) as stream:
+            for move in moves:
+                self._move(move, stream)
+
+    def _move(self, move: BlockMove, stream: Stream) -> None:
+        layout, first_host = self.layout, self.split.resident_blocks
+        dst, src = self._block(move.dst), self._block(move.src)
+        kind = MOVE_KINDS[move.src >= first_host][move.dst >= first_host]
+        if move.num_tokens is None:  # one strided copy for all layers
+            dpitch, spitch = (block.stride(0) * block.element_size() for block in (dst, src))
+            width, height = layout.block_layer_bytes, layout.num_layers
+            number = self.device.copy_2d(PitchedCopy(dst, src, dpitch, spitch, width, height, kind), stream)
+            self.count(kind, number, width * height)
+            return
+        # The heads of K and V are equally far apart within a layer only: one strided copy for each layer.
+        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
+        for layer in range(layout.num_layers):
+            self.device.copy_2d(PitchedCopy(dst[layer], src[layer], pitch, pitch, width, height, kind), stream)
+        self.count(kind, 1, layout.num_layers * width * height)
+
+    def _block(self, physical_id: int) -> Tensor:
+        """`[layers, 2, kv_heads, block_size, head_dim]`, each layer contiguous."""
+        if physical_id < self.split.resident_blocks:
+            return self.resident[:, physical_id]
+        physical_id -= self.split.resident_blocks
+        return self.host[physical_id] if physical_id < len(self.host) else self.swap[physical_id - len(self.host)]
+
+    def abandon(self) -> None:
+        """After a failed pass: let copies under way finish, and forget the rest of the pass."""
+        self.order.reset()
+
+    def synchronize(self) -> None:
+        """Block the host until no copy is under way."""
+        self.order.synchronize()
