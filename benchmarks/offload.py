@@ -21,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.engine.scheduler import LayerwiseScheduling
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
@@ -128,7 +128,7 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
     layout = KVLayout.of(offload.kv_cache_dtype, *sizes)
     resident, chunk = stats.resident_blocks, work.max_num_batched_tokens
     memory = offload.layerwise_memory
-    steps = LayerwiseSizing(0).prefill_steps(stats.block_size, resident, work.prompt_len, chunk, memory)
+    steps = prefill_steps(stats.block_size, resident, work.prompt_len, chunk, memory)
 
     def predict(output_len: int) -> TransferCount:
         return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill_steps=steps)

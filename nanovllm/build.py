@@ -43,8 +43,7 @@ from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.profiling import measure_memory
-from nanovllm.memory.sizing import KVPlan, smallest
-from nanovllm.memory.swap_space import asked_swap_bytes, plan_swap_space
+from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, smallest
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig

@@ -10,6 +10,7 @@ from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.features.planner.machine import Link, Rates
 from nanovllm.features.planner.network import Network
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layout import layout_of
 from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.models.decoder import Decoder
 
@@ -32,5 +33,5 @@ def sizing_for(
 ) -> KVSizing:
     config = engine_config(Path(__file__).parent, arguments)
     memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, one_memory, activation_peak=GIB)
-    layout = network.layout(network.block_size(config))
+    layout = layout_of(config, network.spec, network.itemsize)
     return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)

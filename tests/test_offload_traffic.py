@@ -32,7 +32,7 @@ from nanovllm.memory.budget import (
     predict_request,
     predict_transfers,
 )
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseSizing
+from nanovllm.memory.layerwise import NO_LAYERWISE, prefill_steps
 from nanovllm.memory.layout import KVLayout
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -90,7 +90,7 @@ def test_one_request_moves_what_the_formula_says(
             )
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
     layerwise_memory = stats.layerwise_memory if way == "layer-major" else NO_LAYERWISE
-    steps = LayerwiseSizing(0).prefill_steps(layout.block_size, resident, prompt_len, chunk, layerwise_memory)
+    steps = prefill_steps(layout.block_size, resident, prompt_len, chunk, layerwise_memory)
     assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, cpu_attention, steps)
     if layerwise_memory.max_tokens and cpu_attention is None:
         assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"

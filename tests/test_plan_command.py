@@ -37,7 +37,7 @@ from nanovllm.features.planner.units import (
     show_seconds,
 )
 from nanovllm.memory.budget import predict_request
-from nanovllm.memory.layerwise import LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -116,7 +116,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 512, 2)
-    steps = LayerwiseSizing(0).prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
+    steps = prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
     moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill_steps=steps)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes

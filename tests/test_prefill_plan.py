@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from nanovllm.data.layerwise import LayerwisePrefill, LayerwiseStep
 from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing, plan_prefill, step_end
+from nanovllm.memory.layerwise import (
+    NO_LAYERWISE,
+    LayerwiseMemory,
+    LayerwiseSizing,
+    plan_prefill,
+    prefill_steps,
+    step_end,
+)
 from nanovllm.memory.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8, itemsize=2)
@@ -112,7 +119,7 @@ def test_a_million_tokens_are_planned_in_an_instant() -> None:
 def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
     resident: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> None:
-    steps = LayerwiseSizing(0).prefill_steps(BLOCK, resident, end, chunk, memory)
+    steps = prefill_steps(BLOCK, resident, end, chunk, memory)
     layer_chunks = [step.positions(layer_chunk) for step in steps for layer_chunk in range(step.num_chunks)]
     assert layer_chunks == [range(first, min(first + chunk, end)) for first in range(0, end, chunk)]
     assert all(step.num_chunks == 1 or step.end - step.begin <= memory.max_tokens for step in steps)
@@ -156,7 +163,7 @@ def test_slices_cover_every_unit_once_within_the_budget(
 def predicted(
     resident: int, prompt: int, output: int, chunk: int, memory: LayerwiseMemory, layout: KVLayout = LAYOUT
 ) -> TransferCount:
-    steps = LayerwiseSizing(0).prefill_steps(layout.block_size, resident, prompt, chunk, memory)
+    steps = prefill_steps(layout.block_size, resident, prompt, chunk, memory)
     return predict_request(layout, resident, prompt, output, chunk, prefill_steps=steps)
 
 

@@ -12,8 +12,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import KVLayout
-from nanovllm.memory.sizing import KVPlan, MemoryFacts
-from nanovllm.memory.swap_space import asked_swap_bytes, plan_swap_space
+from nanovllm.memory.sizing import KVPlan, MemoryFacts, asked_swap_bytes, plan_swap_space
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=1024, itemsize=2)  # 16 MiB a block
 GIB_BLOCKS = 64

@@ -27,7 +27,7 @@ from nanovllm.apps.smollm2.package import PACKAGE, checkpoint, default_directory
 from nanovllm.apps.smollm2.reading import TITLE, read
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.features.planner import KVLayout, LayerwiseSizing, TransferCount, predict_request
+from nanovllm.features.planner import KVLayout, TransferCount, predict_request, prefill_steps
 
 MIB = 1 << 20
 DEVICE_SHARE = 8  # the device holds at most an eighth of the document's blocks
@@ -76,7 +76,7 @@ def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     """The transfers of a single request by a formula from sizes alone, without CPU attention."""
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
     resident, memory = stats.resident_blocks, stats.layerwise_memory
-    steps = LayerwiseSizing(token_bytes=0).prefill_steps(stats.block_size, resident, prompt_len, chunk_size, memory)
+    steps = prefill_steps(stats.block_size, resident, prompt_len, chunk_size, memory)
     return predict_request(layout, resident, prompt_len, ANSWER_TOKENS, chunk_size, prefill_steps=steps)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from nanovllm.data.layerwise import LayerwisePrefill
-from nanovllm.memory.layerwise import chunk_by_chunk
+from nanovllm.memory import layerwise
 from nanovllm.memory.layout import KVLayout
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
@@ -135,11 +135,12 @@ def predict_request(
 ) -> TransferCount:
     """`predict_transfers` summed over a request: its prefill, then one step for each further token.
 
-    prefill_steps: see `LayerwiseSizing.prefill_steps`; None for chunk by chunk. A layer-by-layer prefill copies what a
+    prefill_steps: see `memory.layerwise`; None for chunk by chunk. A layer-by-layer prefill copies what a
     single chunk of its length would.
     """
     total = TransferCount()
-    for step in prefill_steps or chunk_by_chunk(prompt_len, max_num_batched_tokens):
+    chunks = (layout.block_size, resident_blocks, prompt_len, max_num_batched_tokens, layerwise.NO_LAYERWISE)
+    for step in prefill_steps or layerwise.prefill_steps(*chunks):
         taking = cpu_attention if step.num_chunks == 1 else None
         total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, cpu_attention=taking)
     for context_len in range(prompt_len, prompt_len + output_len - 1):

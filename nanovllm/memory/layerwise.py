@@ -76,6 +76,23 @@ def plan_prefill(
     return LayerwisePrefill(begin, reach, chunk)
 
 
+def prefill_steps(
+    block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory
+) -> list[LayerwisePrefill]:
+    """How a prompt of `end` tokens alone is prefilled. A chunk through all layers is a prefill of a single chunk.
+
+    resident_blocks: how many of its blocks stay on the device, from the first on; chunk: max_num_batched_tokens.
+    """
+    host_blocks = range(resident_blocks, -(-end // block_size))
+    steps: list[LayerwisePrefill] = []
+    begin = 0
+    while begin < end:
+        layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
+        steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
+        begin = steps[-1].end
+    return steps
+
+
 def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
     """The end of a step that starts at `first_layer_chunk`, with a budget of `token_layers` tokens times layers.
 
@@ -94,24 +111,9 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseSizing:
-    """What the sizes of the KV cache, and predictions from sizes, ask of layer-by-layer prefill.
-
-    token_bytes: what the prefill keeps for each token, its residual stream and id.
-    """
+    """Divides memory for layer-by-layer prefill, which keeps `token_bytes` for each token: residual stream and id."""
 
     token_bytes: int
-
-    def prefill_steps(
-        self, block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory
-    ) -> list[LayerwisePrefill]:
-        host_blocks = range(resident_blocks, -(-end // block_size))
-        steps: list[LayerwisePrefill] = []
-        begin = 0
-        while begin < end:
-            layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
-            steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
-            begin = steps[-1].end
-        return steps
 
     def divide(self, layout: KVLayout, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
         """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
@@ -140,11 +142,6 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
     full = step - step % chunk
     steps = 1 + max(0, -(-(tokens - step) // full))
     return full * steps * (steps - 1) // 2
-
-
-def chunk_by_chunk(end: int, chunk: int) -> list[LayerwisePrefill]:
-    """The prefill steps of a prompt of `end` tokens where nothing goes layer by layer."""
-    return [LayerwisePrefill(begin, min(begin + chunk, end), chunk) for begin in range(0, end, chunk)]
 
 
 def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> LayerwiseSizing | None:

@@ -9,9 +9,9 @@ head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from nanovllm.config import EngineConfig
+from nanovllm.models.spec import DecoderSpec
 
 RESIDENT_BLOCK_SIZE = 256  # fine enough for short requests, coarse enough for the work per block
 MOST_OFFLOAD_BLOCK_SIZE = 4096
@@ -87,20 +87,7 @@ class KVLayout:
         return (num_slots, *self.block_shape)
 
 
-class KVHeads(Protocol):
-    """What the layout needs of a model's `DecoderSpec`."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def most_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-
-
-def layout_of(config: EngineConfig, spec: KVHeads, itemsize: int) -> KVLayout:
+def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayout:
     """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads.
 
     itemsize: bytes of one element of the model's dtype.

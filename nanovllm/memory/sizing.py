@@ -12,6 +12,7 @@ from nanovllm.memory.budget import DeviceSplit, split_device
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
 from nanovllm.memory.layout import KVLayout
 
+DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
@@ -89,28 +90,37 @@ def plan_kv_cache(
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
         raise PositionsError(f"max_model_len={wanted_len}: the model's positions end at {model_max_len}")
+    reserved = _layerwise_memory(config, layout, memory, wanted_len)
+    plan = _plan_tiers(config, layout, memory, wanted_len, watermark, reserved)
+    if reserved != NO_LAYERWISE and plan.max_model_len < (config.max_model_len or 1):  # rather fit the prompt
+        plan = _plan_tiers(config, layout, memory, wanted_len, watermark, NO_LAYERWISE)
+    _check_capacity(config, layout, plan)
+    return plan
+
+
+def _plan_tiers(
+    config: EngineConfig,
+    layout: KVLayout,
+    memory: MemoryFacts,
+    wanted_len: int,
+    watermark: float,
+    reserved: LayerwiseMemory,
+) -> KVPlan:
+    """The blocks that both tiers get besides what is reserved for layer-by-layer prefill."""
+    reserved_bytes = reserved.num_bytes(layout, memory.layerwise_token_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + reserved_bytes)
     useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
-    layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
-    layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
-    left = replace(memory, activation_peak=memory.activation_peak + layerwise_bytes)
-    num_gpu_blocks = _device_blocks(config, layout, left, useful, layerwise_memory.buffer_bytes(layout))
+    num_gpu_blocks, num_cpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout)), 0
+    split = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
-    else:
-        split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
-    capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
-    longest = min(wanted_len, capacity)
-    if layerwise_bytes and longest < (config.max_model_len or 1):  # rather fit the prompt
-        return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise=None), watermark)
-    if memory.layerwise is not None and layerwise_bytes and num_cpu_blocks:
-        layerwise_memory = memory.layerwise.divide(layout, layerwise_bytes, longest, config.max_num_batched_tokens)
-    else:  # no KV is ever copied
-        layerwise_memory = NO_LAYERWISE
-    working_bytes = memory.activation_peak + layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
-    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
-    _check_capacity(config, layout, plan)
-    return plan
+    longest = min(wanted_len, longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark))
+    used = NO_LAYERWISE
+    if memory.layerwise is not None and reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
+        used = memory.layerwise.divide(layout, reserved_bytes, longest, config.max_num_batched_tokens)
+    working_bytes = memory.activation_peak + used.num_bytes(layout, memory.layerwise_token_bytes)
+    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, used, working_bytes)
 
 
 def uses_utilization(config: EngineConfig) -> bool:
@@ -298,3 +308,31 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
             f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
             plan,
         )
+
+
+# ---- the swap space
+
+
+def asked_swap_bytes(config: EngineConfig) -> int:
+    """Host memory that the user reserved for swapping."""
+    return int((config.swap_space or 0) * 2**30)
+
+
+def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
+    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
+
+    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
+    tier is recomputed.
+    """
+    taken = plan.num_cpu_blocks
+    if memory.tiers_share_memory:
+        taken += plan.num_gpu_blocks
+    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
+    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
+    if config.swap_space is None:
+        return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
+    asked = asked_swap_bytes(config)
+    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
+    if not memory.host_may_grow:
+        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
+    return min(asked // layout.block_bytes, plan.num_sequence_blocks)

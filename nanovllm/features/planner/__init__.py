@@ -9,12 +9,11 @@ from nanovllm.features.planner.planning import PlanRequest, plan_of
 from nanovllm.features.planner.report import plan_json, plan_table, running_arguments
 from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 from nanovllm.memory.budget import TransferCount, predict_request
-from nanovllm.memory.layerwise import LayerwiseSizing
+from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.layout import KVLayout
 
 __all__ = [
     "KVLayout",
-    "LayerwiseSizing",
     "Link",
     "Plan",
     "PlanRequest",
@@ -29,6 +28,7 @@ __all__ = [
     "plan_of",
     "plan_table",
     "predict_request",
+    "prefill_steps",
     "running_arguments",
 ]
 

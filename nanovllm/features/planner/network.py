@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nanovllm.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from nanovllm.config import DTYPES, KV_CACHE_DTYPES
 from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.layers.sharding import all_reduce_bytes
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
-from nanovllm.memory.layout import KVLayout, block_size_of
+from nanovllm.memory.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
 
 
@@ -74,10 +74,6 @@ class Network:
     def itemsize(self) -> int:
         """Bytes of a weight, and of an element of K and V unless they are stored in 8 bits."""
         return ITEMSIZES[self.dtype]
-
-    def block_size(self, config: EngineConfig) -> int:
-        """Tokens in a KV block of an engine with these arguments."""
-        return block_size_of(config, self.layout(1).token_layer_bytes, self.spec.max_model_len)
 
     @property
     def num_ranks(self) -> int:

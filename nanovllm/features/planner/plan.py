@@ -12,7 +12,7 @@ from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import KVPlacement, Prediction, StepModel, total
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layerwise import chunk_by_chunk
+from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.sizing import KVPlan, longest_sequence
 from nanovllm.models.spec import DecoderSpec
 
@@ -117,12 +117,9 @@ class Plan:
         return self.sizing.changes_for(prompt_len)
 
     def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
-        """The prefill steps of a lone prompt with nothing cached; see `LayerwiseSizing.prefill_steps`."""
-        layerwise = self.sizing.memory.layerwise
-        if layerwise is None:
-            return chunk_by_chunk(prompt_len, self.chunk)
+        """The prefill steps of a lone prompt with nothing cached; see `memory.layerwise`."""
         block_size, resident = self.sizing.layout.block_size, self.kv.split.resident_blocks
-        return layerwise.prefill_steps(block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
+        return prefill_steps(block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
 
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""

@@ -18,6 +18,7 @@ from nanovllm.formats.hub import find_directory, is_gguf
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import layerwise_sizing
+from nanovllm.memory.layout import layout_of
 from nanovllm.memory.sizing import MemoryFacts, smallest
 from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak
 from nanovllm.models.hf_config import read_decoder_spec
@@ -125,8 +126,8 @@ def _sizing(asked: PlanRequest, network: Network, machine: LocalMachine | None, 
         return without_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
 
     memory = memory_of(config)
-    layout = network.layout(network.block_size(config))
     spec = network.spec
+    layout = layout_of(config, spec, network.itemsize)
     return KVSizing(
         config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions, None if machine else memory_of
     )
