@@ -97,20 +97,12 @@ with LLM(str(folder / "converted"), **cache) as llm:
     (output,) = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 2
 """
-PLOT = """
-from pathlib import Path
-from benchmarks import offload_plot
-results = Path(offload_plot.__file__).parent / "results" / "offload-2layers.json"
-picture = Path(model).parent / "plot.png"
-assert offload_plot.main([str(results), str(picture)]) == 0 and picture.read_bytes().startswith(b"\\x89PNG")
-"""
 FEATURES = {
     "structured": STRUCTURED,
     "server": SERVER,
     "parquet": PARQUET,
     "ray": RAY,
     "gguf": GGUF,
-    "plot": PLOT,
 }
 
 

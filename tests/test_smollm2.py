@@ -188,9 +188,3 @@ def test_the_demo_asks_the_recall_network_alone(
     assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", str(tmp_path / "model")]) == 0
     shown = capsys.readouterr().out
     assert "answers are right" in shown and "all right" in shown and "real model" not in shown
-
-
-def test_line_breaks_and_capitals_do_not_make_an_answer_wrong() -> None:
-    answer = reading.Answer("", "drink me", "It said `DRINK\nME'", None)  # type: ignore[arg-type]
-    assert answer.is_right
-    assert not reading.Answer("", "drink me", "It said drink.", None).is_right  # type: ignore[arg-type]

@@ -17,17 +17,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from nanovllm import LLM, KVStats, RequestOutput, SamplingParams
 from nanovllm.apps.recall import WordExam
-from nanovllm.apps.recall.network import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 from nanovllm.apps.smollm2 import UnavailableError
 from nanovllm.apps.smollm2.package import PACKAGE, checkpoint, default_directory, is_checkpoint
 from nanovllm.apps.smollm2.reading import TITLE, read
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.features.planner import KVLayout, TransferCount, predict_request, prefill_steps
+from nanovllm.features.planner import TransferCount
 
 MIB = 1 << 20
 DEVICE_SHARE = 8  # the device holds at most an eighth of the document's blocks
@@ -70,14 +67,6 @@ def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LL
         num_gpu_blocks=device_blocks(args),
         num_cpu_blocks=-(-max_model_len // args.block_size) + num_questions,
     )
-
-
-def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
-    """The transfers of a single request by a formula from sizes alone, without CPU attention."""
-    layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    resident, memory = stats.resident_blocks, stats.layerwise_memory
-    steps = prefill_steps(stats.block_size, resident, prompt_len, chunk_size, memory)
-    return predict_request(layout, resident, prompt_len, ANSWER_TOKENS, chunk_size, prefill_steps=steps)
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
@@ -150,11 +139,12 @@ def run(model_dir: str, args: argparse.Namespace) -> bool:
         before = llm.kv_stats()
         # The first question runs alone, since the prediction is for one request. The others reuse its prefix.
         outputs = llm.generate([first], params, use_tqdm=sys.stderr.isatty())
-        after = llm.kv_stats()
+        after, planned = llm.kv_stats(), llm.plan().request(len(outputs[0].prompt_token_ids), ANSWER_TOKENS)
         outputs += llm.generate(others, params, use_tqdm=sys.stderr.isatty())
     answers_right = show_answers(exam, outputs)
     show_sizes(outputs[0], after)
-    predicted = predict(after, len(outputs[0].prompt_token_ids), args.max_num_batched_tokens)
+    # From sizes alone, as if the CPU attended to nothing.
+    predicted = (planned.prefill_transfers + planned.decode_transfers).without_cpu_attention
     transfers_right = show_transfers(after.transfers - before.transfers, predicted)
     show_speed(outputs[0])
     return answers_right and transfers_right

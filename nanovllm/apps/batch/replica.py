@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,19 +96,13 @@ class Replica:
             params = replace(params, seed=hash((self.llm.config.seed, request.index)))
         token_ids = request.prompt_token_ids
         if request.messages is not None:
-            token_ids = self._template(request.template_options).token_ids(request.messages)
+            options = dict(request.template_options)
+            options["template_kwargs"] = options.pop("chat_template_kwargs", None)
+            if options.get("continue_final_message"):
+                options.setdefault("add_generation_prompt", False)
+            template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
+            token_ids = template.token_ids(request.messages)
         token_ids = self.llm.engine.check_prompt(request.prompt, token_ids, params)
         self._client.add_request(
-            str(request.index),
-            request.prompt,
-            params,
-            prompt_token_ids=token_ids,
-            cache_salt=request.cache_salt,
+            str(request.index), request.prompt, params, prompt_token_ids=token_ids, cache_salt=request.cache_salt
         )
-
-    def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
-        names = {"chat_template_kwargs": "template_kwargs"}
-        named = {names.get(name, name): value for name, value in options.items()}
-        if named.get("continue_final_message"):
-            named.setdefault("add_generation_prompt", False)
-        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, **named)

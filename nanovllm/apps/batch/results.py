@@ -69,8 +69,7 @@ class ResultDirectory:
         self.done = DoneRows()
         self._path, self._format, self._schema = Path(path), file_format, schema
         self._part_rows, self._part_seconds = part_rows, part_seconds
-        self._held: list[tuple[Row, RowResult]] = []  # for JSON lines, only the lines below
-        self._lines: list[bytes] = []
+        self._held: list[Any] = []  # what waits for its part: lines of JSON, or rows of a table with their results
         self._held_since = 0.0
         self._next_part = 0
         self._lock: int | None = None
@@ -117,37 +116,29 @@ class ResultDirectory:
 
         Returns the result that is written: one that the format cannot represent becomes an error.
         """
-        if not self._num_held:
+        if not self._held:
             self._held_since = time.monotonic()
-        line = b""
+        held: Any = (row, result)
         if self._format == JSONL:
-            line, result = _json_line(row, result)
+            held, result = _json_line(row, result)
         self.done.add(row.index, failed=result.error is not None)
-        if self._format == JSONL:
-            self._lines.append(line)
-        else:
-            self._held.append((row, result))
+        self._held.append(held)
         return result
-
-    @property
-    def _num_held(self) -> int:
-        return len(self._held) + len(self._lines)
 
     def flush_if_due(self) -> None:
         """Write the results that wait if they are many, or have waited long."""
         waited = time.monotonic() - self._held_since
-        if self._num_held >= self._part_rows or (self._num_held and waited >= self._part_seconds):
+        if len(self._held) >= self._part_rows or (self._held and waited >= self._part_seconds):
             self.flush()
 
     def flush(self) -> None:
         """Write all results that wait as a part. Raises OSError; then they still wait."""
-        if not self._num_held:
+        if not self._held:
             return
-        written = b"".join(self._lines) if self._format == JSONL else self._parquet()
+        written = b"".join(self._held) if self._format == JSONL else self._parquet()
         self._replace(f"part-{self._next_part:06d}.{self._format}", written)
         self._next_part += 1
         self._held.clear()
-        self._lines.clear()
 
     def finish(self) -> None:
         """Mark the job as complete, as other batch systems do: with an empty file."""

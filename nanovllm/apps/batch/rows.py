@@ -7,7 +7,7 @@ parameters are columns under their own names, or together in the column `samplin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -232,14 +232,11 @@ def _logprobs(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[
     """Log-probabilities as lists, since a table has no keys that differ from row to row."""
     if positions is None:
         return None
-    return [None if tokens is None else list(_tokens(tokens.items())) for tokens in positions]
+    return [
+        None if tokens is None else [{"token_id": token, **_as_dict(found)} for token, found in tokens.items()]
+        for tokens in positions
+    ]
 
 
-def _tokens(tokens: Iterable[tuple[int, Logprob]]) -> Iterator[dict[str, Any]]:
-    for token, found in tokens:
-        yield {
-            "token_id": token,
-            "logprob": found.logprob,
-            "rank": found.rank,
-            "decoded_token": found.decoded_token,
-        }
+def _as_dict(found: Logprob) -> dict[str, Any]:
+    return {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}

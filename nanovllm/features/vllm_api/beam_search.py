@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.errors import RequestError, quoted
+from nanovllm.features.vllm_api.choices import Generates
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, lora_request_for_each, prompt_list
-
-
-class Generates(Protocol):
-    """What a beam search needs of an LLM."""
-
-    config: Any
-    engine: Any
-
-    def generate(
-        self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any
-    ) -> list[RequestOutput]: ...
 
 
 @dataclass

@@ -16,11 +16,14 @@ Text = str | Sequence[int]
 
 
 class Generates(Protocol):
-    """What the scores need of an LLM."""
+    """What beam search and the scores need of an LLM."""
 
+    config: Any
     engine: Any
 
-    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any = None
+    ) -> list[RequestOutput]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Counters of tokens and requests, and histograms, count a request when it has end
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanovllm.engine.metrics import EngineMetrics
@@ -93,28 +93,48 @@ class _Buckets:
         return Histogram(name, labels, total, self._sum, buckets)
 
 
+def _lengths(request: Request) -> list[int]:
+    return [seq.num_output_tokens for seq in request.sequences]
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+# The name without "vllm:", the bounds (None: of counts of tokens, up to max_model_len), and the value of a request.
+HISTOGRAMS: tuple[tuple[str, tuple[float, ...] | None, Callable[[Request], float | None]], ...] = (
+    ("request_prompt_tokens", None, lambda r: r.prompt_len),
+    ("request_generation_tokens", None, lambda r: sum(_lengths(r))),
+    ("request_max_num_generation_tokens", None, lambda r: max(_lengths(r), default=0)),
+    ("request_prefill_kv_computed_tokens", None, lambda r: r.metrics.prefill_tokens),
+    ("request_params_n", SEQUENCES, lambda r: r.params.n),
+    ("request_params_max_tokens", None, lambda r: r.params.max_tokens),
+    ("request_num_preemptions", PREEMPTIONS, lambda r: r.metrics.preemptions),
+    ("time_to_first_token_seconds", FIRST_TOKEN_LATENCIES, lambda r: r.metrics.ttft),
+    ("request_time_per_output_token_seconds", TOKEN_LATENCIES, lambda r: r.metrics.tpot),
+    ("e2e_request_latency_seconds", LATENCIES, lambda r: _between(r.metrics.arrival_time, r.metrics.finished_time)),
+    ("request_queue_time_seconds", LATENCIES, lambda r: r.metrics.queue_time),
+    (
+        "request_inference_time_seconds",
+        LATENCIES,
+        lambda r: _between(r.metrics.first_scheduled_time, r.metrics.finished_time),
+    ),
+    (
+        "request_prefill_time_seconds",
+        LATENCIES,
+        lambda r: _between(r.metrics.first_scheduled_time, r.metrics.first_token_time),
+    ),
+    ("request_decode_time_seconds", LATENCIES, lambda r: _between(r.metrics.first_token_time, r.metrics.finished_time)),
+)
+
+
 class MetricsReader:
     """The engine's metrics in vLLM's shapes, with histograms of what requests took, counted when they end."""
 
     def __init__(self, max_model_len: int, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         tokens = tuple(_one_two_five(max_model_len))
-        self._buckets = {
-            "vllm:request_prompt_tokens": _Buckets(tokens),
-            "vllm:request_generation_tokens": _Buckets(tokens),
-            "vllm:request_max_num_generation_tokens": _Buckets(tokens),
-            "vllm:request_prefill_kv_computed_tokens": _Buckets(tokens),
-            "vllm:request_params_n": _Buckets(SEQUENCES),
-            "vllm:request_params_max_tokens": _Buckets(tokens),
-            "vllm:request_num_preemptions": _Buckets(PREEMPTIONS),
-            "vllm:time_to_first_token_seconds": _Buckets(FIRST_TOKEN_LATENCIES),
-            "vllm:request_time_per_output_token_seconds": _Buckets(TOKEN_LATENCIES),
-            "vllm:e2e_request_latency_seconds": _Buckets(LATENCIES),
-            "vllm:request_queue_time_seconds": _Buckets(LATENCIES),
-            "vllm:request_inference_time_seconds": _Buckets(LATENCIES),
-            "vllm:request_prefill_time_seconds": _Buckets(LATENCIES),
-            "vllm:request_decode_time_seconds": _Buckets(LATENCIES),
-        }
+        self._buckets = {f"vllm:{name}": _Buckets(bounds or tokens) for name, bounds, _ in HISTOGRAMS}
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -122,28 +142,11 @@ class MetricsReader:
 
     def observe(self, request: Request) -> None:
         """Count a request that has ended."""
-        times, lengths = request.metrics, [seq.num_output_tokens for seq in request.sequences]
-        values: dict[str, float | None] = {
-            "vllm:request_prompt_tokens": request.prompt_len,
-            "vllm:request_generation_tokens": sum(lengths),
-            "vllm:request_max_num_generation_tokens": max(lengths, default=0),
-            "vllm:request_prefill_kv_computed_tokens": times.prefill_tokens,
-            "vllm:request_params_n": request.params.n,
-            "vllm:request_params_max_tokens": request.params.max_tokens,
-            "vllm:request_num_preemptions": times.preemptions,
-            "vllm:time_to_first_token_seconds": times.ttft,
-            "vllm:request_time_per_output_token_seconds": times.tpot,
-            "vllm:e2e_request_latency_seconds": _between(times.arrival_time, times.finished_time),
-            "vllm:request_queue_time_seconds": times.queue_time,
-            "vllm:request_inference_time_seconds": _between(times.first_scheduled_time, times.finished_time),
-            "vllm:request_prefill_time_seconds": _between(times.first_scheduled_time, times.first_token_time),
-            "vllm:request_decode_time_seconds": _between(times.first_token_time, times.finished_time),
-        }
-        for name, value in values.items():
-            self._buckets[name].add(value)
+        for name, _, value in HISTOGRAMS:
+            self._buckets[f"vllm:{name}"].add(value(request))
         self._prompt_tokens += request.prompt_len
-        self._cached_tokens += times.cached_tokens
-        self._generated_tokens += sum(lengths)
+        self._cached_tokens += request.metrics.cached_tokens
+        self._generated_tokens += sum(_lengths(request))
         for seq in request.sequences:
             reason = seq.finish_reason or "abort"
             self._finished[reason] = self._finished.get(reason, 0) + 1
@@ -178,7 +181,3 @@ def _one_two_five(most: int) -> Iterator[int]:
     while scale <= most:
         yield from (scale * digit for digit in (1, 2, 5) if scale * digit <= most)
         scale *= 10
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
