@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nanovllm.apps.batch.results import ResultDirectory
 from nanovllm.apps.batch.router import Router
 from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
-from nanovllm.apps.batch.run import MOST_EMPTY_LIVES, MOST_LOSSES, BatchRun, Lost, Results
+from nanovllm.apps.batch.run import MOST_EMPTY_LIVES, MOST_LOSSES, Job, Lost, Results
 from nanovllm.data.progress import Progress
 from nanovllm.errors import EngineError
 
@@ -80,7 +80,7 @@ def run_job(
     output = ResultDirectory(str(path), "jsonl", None, part_rows=5)
     output.open({}, resume=True)
     with output:
-        BatchRun(
+        Job(
             rows=iter([row for row in rows(count) if row.index not in output.done]),
             row_format=RowFormat(),
             output=output,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -27,7 +25,6 @@ from nanovllm.apps.recall import (
     expected_answer,
     make_document,
     make_prompt,
-    make_words,
     notable_positions,
     write_demo_model,
     write_recall_checkpoint,
@@ -121,20 +118,6 @@ def test_one_damaged_row_changes_the_answer(recall: Recall, part: str, damage: s
     assert all(got != want for got, want in zip(recall.answers(positions, corrupt), right, strict=True))
 
 
-def test_config_is_a_plain_qwen3(tmp_path: Path) -> None:
-    write_recall_checkpoint(tmp_path, 500, 4096)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert (config.model_type, config.head_dim, config.hidden_size, config.tie_word_embeddings) == (
-        "qwen3",
-        128,
-        160,
-        False,
-    )
-    assert config.max_position_embeddings == 4096
-    assert config.eos_token_id == EOS_TOKEN_ID
-    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 1e12
-
-
 def test_same_seed_same_bytes_and_another_seed_other_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         write_demo_model(tmp_path / name, 300, ANSWER_TOKENS, seed)
@@ -156,12 +139,6 @@ def test_tokenizer_round_trip(tmp_path: Path, load: Callable[[Path], Any]) -> No
     assert sorted(tokenizer.all_special_ids) == list(range(FIRST_WORD_ID))
     assert tokenizer.eos_token_id == EOS_TOKEN_ID
     assert tokenizer("xyzzy")["input_ids"] == [tokenizer.unk_token_id]
-
-
-def test_words_are_distinct_and_readable() -> None:
-    words = make_words(140_000)
-    assert len(set(words)) == 140_000
-    assert all(word.isalpha() and word.islower() and len(word) == 6 for word in words)
 
 
 def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
@@ -203,7 +180,6 @@ def test_document_is_a_permutation_prefix_of_the_ordinary_words() -> None:
     ("arguments", "message"),
     [
         ({"vocab_size": 3, "max_position_embeddings": 16}, "vocab_size=3"),
-        ({"vocab_size": 16, "max_position_embeddings": 2}, "max_position_embeddings=2"),
         ({"vocab_size": 16, "max_position_embeddings": 16, "dtype": "int8"}, "dtype='int8'"),
     ],
 )
@@ -220,7 +196,7 @@ def test_tokenizer_refusals(tmp_path: Path, vocab_size: int) -> None:
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize(("position", "count"), [(0, 1), (-1, 1), (9, 2), (10, 1), (3, 0)])
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (9, 2), (3, 0)])
 def test_questions_without_an_answer_are_refused(position: int, count: int) -> None:
     document = make_document(100, 10)
     with pytest.raises(RequestError, match=f"position {position} of a document of 10"):

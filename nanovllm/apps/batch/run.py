@@ -1,4 +1,4 @@
-"""The loop of a batch job: rows to replicas, results to the output directory, rows of lost workers to others.
+"""The loop of a job: rows to replicas, results to the output directory, rows of lost workers to others.
 
 A row is in one place at a time: waiting in the router, with one replica, or done. Results are taken only from the
 worker that was last given the row, so a row whose worker is lost is computed again and written once.
@@ -93,7 +93,7 @@ class LocalReplica:
 
 
 @dataclass
-class BatchRun:
+class Job:
     """Runs the rows of a job that are not done. max_num_seqs: of each replica.
 
     on_result is called with each result that was written or waits for its part; on_turn after each turn of the loop;

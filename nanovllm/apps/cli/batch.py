@@ -16,7 +16,7 @@ from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.results import ResultDirectory
 from nanovllm.apps.batch.router import Router
 from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
-from nanovllm.apps.batch.run import BatchRun, LocalReplica, Replicas
+from nanovllm.apps.batch.run import Job, LocalReplica, Replicas
 from nanovllm.apps.cli.arguments import (
     PROGRESS,
     add_engine_flags,
@@ -296,7 +296,7 @@ def _run(
                         has_begun = True
                     display.refresh()
 
-                BatchRun(
+                Job(
                     rows=inputs.rows(done.__contains__, row_format.used_columns),
                     row_format=row_format,
                     output=output,
