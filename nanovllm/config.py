@@ -231,7 +231,7 @@ class EngineConfig:
     served_model_name: str | Sequence[str] | None = argument(
         None,
         Rule(_is_names, "must be None, a name or a list of names"),
-        "the model's name in metrics and in requests to the server; repeat it for several",
+        "the model's name in metrics and in requests to the server",
     )
     enable_lora: bool = argument(False, FLAG, "let requests use LoRA adapters")
     max_loras: int = argument(1, whole(1), "adapters on the device")

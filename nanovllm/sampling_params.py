@@ -133,8 +133,8 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = argument(
         False, one_of(True, False, "never"), "of beam search: true, false or never"
     )
-    stop: str | Sequence[str] = argument((), LIST, "text that ends the output; repeat it for several")
-    stop_token_ids: Sequence[int] = argument((), LIST, "token that ends the output; repeat it for several")
+    stop: str | Sequence[str] = argument((), LIST, "text that ends the output")
+    stop_token_ids: Sequence[int] = argument((), LIST, "token that ends the output")
     include_stop_str_in_output: bool = argument(False, FLAG, "keep the stop text")
     ignore_eos: bool = argument(False, FLAG, "continue after the model's end-of-sequence token")
     max_tokens: int | None = argument(
@@ -149,11 +149,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = argument(
         {},
         Rule(lambda x: x is None or isinstance(x, Mapping), "must be a dict from token id to a number"),
-        "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
+        "added to a token's logit, such as 42=-inf to ban it",
     )
-    bad_words: Sequence[str] = argument((), LIST, "text that is never generated; repeat it for several")
+    bad_words: Sequence[str] = argument((), LIST, "text that is never generated")
     allowed_token_ids: Sequence[int] | None = argument(
-        None, LIST, "the only tokens that are generated; repeat it for several"
+        None, LIST, "the only tokens that are generated"
     )
     structured_outputs: StructuredOutputsParams | None = argument(
         None,

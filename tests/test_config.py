@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
+from tools.arguments import DOCS, PAGES, page
 
 # The keyword arguments of LLM(model, ...).
 DEFAULTS = {
@@ -277,3 +278,9 @@ def test_kv_memory_in_bytes_is_checked_and_turns_offload_on(tmp_path: Path) -> N
         with pytest.raises(ConfigError) as refusal:
             engine_config(tmp_path, arguments)
         assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_documented_arguments_are_those_of_the_dataclass(name: str) -> None:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert page(text, PAGES[name]) == text, "write it again: python -m tools.arguments"

@@ -160,17 +160,19 @@ def _add_flags(
     hints = typing.get_type_hints(described)
     for field in fields(described):
         if field.name in names:
+            options = flag_options(hints[field.name])
+            default = (defaults or {}).get(field.name, field.default)
             group.add_argument(
                 flag_name(kind, field.name),
                 dest=f"{kind}.{field.name}",
                 default=argparse.SUPPRESS,
-                help=_help(field, (defaults or {}).get(field.name, field.default)),
-                **flag_options(hints[field.name]),
+                help=_help(field, default, may_repeat=options.get("action") in ("append", _Pairs)),
+                **options,
             )
 
 
-def _help(field: Field[Any], default: Any) -> str:
-    text = field.metadata["help"]
+def _help(field: Field[Any], default: Any, may_repeat: bool) -> str:
+    text = f"{field.metadata['help']}{'; repeat it for several' if may_repeat else ''}"
     return text if default in (MISSING, None, ()) else f"{text} (default: {default})"
 
 
