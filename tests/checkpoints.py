@@ -27,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from nanovllm.errors import ModelError
@@ -55,6 +57,7 @@ FAMILIES: dict[str, Tested] = {
         ({"layers": 3, "mlp_only_layers": [1]}, {"norm_topk_prob": False}, {"attention_bias": True}),
     ),
     "mixtral": Tested(MixtralConfig, MixtralForCausalLM, ({}, _WINDOW)),
+    "seed_oss": Tested(SeedOssConfig, SeedOssForCausalLM, ({}, {"attention_out_bias": True}, {"mlp_bias": True})),
     "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
 }
 MAX_POSITIONS = 256

@@ -96,7 +96,8 @@ def test_configs_are_completed_as_by_transformers(family: families.Family, data:
         "eos_token_id": st.sampled_from([None, 3, [3, 4]]),
     }
     known = {name: value for name, value in values.items() if family.reads(name)}
-    fields = data.draw(st.fixed_dictionaries({}, optional=known))
+    heads = {"num_attention_heads": known.pop("num_attention_heads")}  # hidden_size is a multiple of them
+    fields = data.draw(st.fixed_dictionaries(heads, optional=known))
     if "num_experts" in fields:  # the engine refuses a config with two counts
         fields.pop("num_local_experts", None)
     config_class = CONFIG_MAPPING[family.model_type]

@@ -84,7 +84,7 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_dropout", "resid_pdrop", "embd_pdrop"),
         *("attn_pdrop", "dropout", "use_cache", "cache_implementation", "_sliding_window_pattern"),
         *("gradient_checkpointing", "pretraining_tp", "output_router_logits", "router_aux_loss_coef"),
-        *("router_jitter_noise", "is_decoder", "tie_encoder_decoder"),
+        *("router_jitter_noise", "is_decoder", "tie_encoder_decoder", "residual_dropout"),
         # how Transformers runs it
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
         *("_attn_implementation_internal", "_output_attentions", "_post_init_done", "base_model_ep_plan"),

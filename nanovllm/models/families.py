@@ -233,6 +233,30 @@ _ENTRIES = (
         theta=1_000_000.0,
     ),
     Family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        lambda config: {
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_out_bias,
+            "mlp_bias": config.mlp_bias,
+        },
+        {
+            **_SILU,
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "eos_token_id": 2,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+        },
+        {"attention_out_bias": FLAG},
+    ),
+    Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
         lambda config: {

@@ -31,9 +31,8 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
     if family.local_theta is None:
         return spec(fields, family.theta), None
     full, local = _by_layer_type(fields)
-    return _scaled_before(spec(full, family.theta), positions), _scaled_before(
-        spec(local, family.local_theta), positions
-    )
+    ropes = spec(full, family.theta), spec(local, family.local_theta)
+    return _scaled_before(ropes[0], positions), _scaled_before(ropes[1], positions)
 
 
 def _scaled_before(spec: RopeSpec, positions: int) -> RopeSpec:
