@@ -14,12 +14,17 @@ import subprocess
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
+CXX_FLAGS = ["-O2", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
+# What Python calls, where the compiler's work is pybind11's templates and no loop is worth it.
+BINDINGS = re.compile(
+    r"(sgdma|cpu_attention(_kv8|_step|_task|_threads)?|cpu_kernels|cpu_(linear|packed|rows)_module)\.cpp$"
+)
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CPU_KERNELS = ("cpu_kernels", "cpu_threads", "cpu_linear", "cpu_rows", "cpu_layer", "cpu_packed")
@@ -63,6 +68,15 @@ class BuildExt(build_ext):
         if "NANOVLLM_CUDA" in os.environ:
             self.force = True
         super().run()
+
+    def build_extensions(self) -> None:
+        compile_file = self.compiler._compile
+
+        def compile_with_own_flags(obj: str, src: str, ext: str, cc_args: Any, flags: Any, pp_opts: Any) -> None:
+            compile_file(obj, src, ext, cc_args, [*flags, *(["-O1"] if BINDINGS.search(src) else [])], pp_opts)
+
+        self.compiler._compile = compile_with_own_flags
+        super().build_extensions()
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
@@ -116,7 +130,15 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Exte
     return [module]
 
 
-ParallelCompile(default=0).install()  # compiles the files of one extension on all cores
+def is_stale(obj: str, source: str) -> bool:
+    """Whether an object is older than its source or than anything that sources include."""
+    if "NANOVLLM_CUDA" in os.environ:  # may have changed, which no time stamp shows
+        return True
+    made = Path(obj).stat().st_mtime
+    return any(Path(path).stat().st_mtime > made for path in (source, __file__, *glob("csrc/*.h")))
+
+
+ParallelCompile(default=0, needs_recompile=is_stale).install()  # compiles the files of one extension on all cores
 setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", ["sgdma"]),

@@ -49,8 +49,16 @@ assert not found, found
 OFFLOADED = ("--enable-cpu-offload", "--num-cpu-blocks", "64", "--max-num-batched-tokens", "64")
 
 
-@pytest.mark.parametrize("options", [(), OFFLOADED], ids=("resident", "offloaded"))
-@pytest.mark.parametrize("kind", ["directory", "gguf"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("directory", OFFLOADED),
+        pytest.param("directory", (), marks=pytest.mark.slow),
+        ("gguf", ()),
+        pytest.param("gguf", OFFLOADED, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if kind == "gguf":
         pytest.importorskip("gguf", reason="the package gguf is not installed")

@@ -151,9 +151,8 @@ def test_kernels_compile_with_another_triton(arch: int, tmp_path: Path) -> None:
     check_fit(compiled(arch, "bfloat16", (128,), tmp_path, "--variants", triton=OTHER_TRITON), arch, FEW_SPILLED)
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype"), [(90, "bfloat16"), pytest.param(80, "float32", marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "dtype"), [(90, "bfloat16"), (80, "float32")], ids=str)
 def test_every_kernel_compiles_and_no_batch_compiles_one_again(arch: int, dtype: str, tmp_path: Path) -> None:
     """Rows, chunks, blocks, vocabulary: one kernel each serves every size, 1 and multiples of 16 among them.
 
