@@ -1,7 +1,6 @@
 """Prefill and decode with all of the KV cache on the device: random weights, random prompts, no checkpoint needed.
 
     python bench.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
-    python bench.py --preset h200
 
 Each prompt length is run --repeats times after --warmup runs that do not count. Figures are medians with extremes.
 Shares are relative to torch.mm and torch.sum in the same run. The defaults take about a minute on two cores.
@@ -16,7 +15,6 @@ from contextlib import ExitStack
 
 from benchmarks.engine import Work, engine_facts, generate, timing_of
 from benchmarks.options import Parser, add_device_option, add_trace_option, exit_status
-from benchmarks.presets import RESIDENT, parse_with_preset
 from benchmarks.resident import Engine, add_options, report
 from benchmarks.shapes import open_shape
 
@@ -45,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser, block_size=256)
     add_device_option(parser)
     add_trace_option(parser, "all runs")
-    return parse_with_preset(parser, argv, RESIDENT)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

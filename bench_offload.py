@@ -1,7 +1,6 @@
 """The cost of offload: the same prompt with its KV cache on the device and with most of it on the host.
 
-    python bench_offload.py [--prompt-len 4096 8192] [--device-share 1/8] [--output-json FILE] [--plot FILE.png]
-    python bench_offload.py --preset h200
+    python bench_offload.py [--prompt-len 4096 8192] [--device-share 1/8] [--output-json FILE]
 
 Engines with the same weights take turns in one process. The order is reversed in every second round, so that other load
 on the machine affects all of them alike:
@@ -15,8 +14,8 @@ With --kv-cache-dtype, offload also takes turns with itself with K and V in the 
 The last one runs twice: prefilled in the order that the planner chooses, and chunk by chunk. Ratios compare runs of the
 same round. A traced run then measures how much of the copies computation hid and what computation waited for. On a GPU,
 a run under torch's profiler measures the time in which no kernel ran. Unless --decode-steps is 0, decode follows by the
-share of host blocks that the CPU attends to (`benchmarks/decode_by_share.py`). --plot draws the results
-(`benchmarks/offload_plot.py`). Exit status 1 if outputs differ, or if counted bytes and copies differ from the formula.
+share of host blocks that the CPU attends to (`benchmarks/decode_by_share.py`). Exit status 1 if outputs differ, or if
+counted bytes and copies differ from the formula.
 The defaults take less than three minutes on one core.
 """
 
@@ -32,7 +31,6 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.engine import engine_facts
 from benchmarks.offload import OTHERS, Ceilings, Result, measure, show
-from benchmarks.offload_plot import draw
 from benchmarks.options import (
     Parser,
     add_device_option,
@@ -42,14 +40,11 @@ from benchmarks.options import (
     add_trace_option,
     add_weights_option,
     exit_status,
-    new_file,
     not_negative,
     positive,
     share,
 )
-from benchmarks.plotting import load_pyplot
-from benchmarks.presets import OFFLOAD, parse_with_preset
-from benchmarks.report import mib, peak_device_bytes, peak_rss_bytes, plain, print_facts, print_row, write_json
+from benchmarks.report import mib, peak_device_bytes, peak_rss_bytes, print_facts, print_row, write_json
 from benchmarks.shapes import Shape, open_shape
 from nanovllm.config import KV_CACHE_DTYPES
 
@@ -70,8 +65,6 @@ def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        load_pyplot()  # fail before the work, not after it
     with (
         open_shape(args.model, args.num_layers, args.dtype, args.load_format) as shape,
         TemporaryDirectory(prefix="nanovllm-bench-") as directory,
@@ -101,8 +94,6 @@ def run_all(args: argparse.Namespace, shape: Shape, trace: Path) -> int:
             print_row(f"peak {what} memory", mib(num_bytes), "of all engines together")
     if args.trace is not None:
         shutil.copyfile(trace, args.trace)
-    if args.plot is not None:
-        draw(plain(args, facts, **parts), trace, args.plot)
     return 0 if all(is_right(result, device, not args.no_cpu_attention) for result in results) else 1
 
 
@@ -123,8 +114,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_engine_options(parser, block_size=128, max_batched=4096)
     add_device_option(parser)
     add_trace_option(parser, "one more run of the longest prompt under offload")
-    add("--plot", type=new_file, help="file for a picture of the results; takes matplotlib")
-    return parse_with_preset(parser, argv, OFFLOAD)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """The work of bench.py through vLLM's offline API, with the same report, to compare the two on one machine.
 
     python bench_vllm.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
-    python bench_vllm.py --preset h200
 
 Run it in an environment with vLLM. It needs nanovllm's source tree but not its extensions. The device is the one for
 which the installed vLLM was built. The engine runs in this process, so that the peak memory is the engine's.
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.options import Parser, exit_status
-from benchmarks.presets import NETWORK, parse_with_preset
 from benchmarks.report import machine_facts
 from benchmarks.resident import Engine, add_options, longest, report
 from benchmarks.shapes import Shape, open_shape
@@ -92,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="bench_vllm.py", description="The work of bench.py through vLLM, with the same report.")
     add_options(parser, block_size=None)
-    return parse_with_preset(parser, argv, NETWORK)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,14 +32,16 @@ import torch
 
 from benchmarks import gpu_bars
 from benchmarks.options import Parser, positive
-from benchmarks.presets import PROMPT_32K, PROMPT_128K
 from benchmarks.report import ROOT, machine_facts, plain
 from benchmarks.tiny import write_tiny_config
 
 KEPT_OUTPUT = 30_000  # characters of a part's output that are kept, from its end
 STACKS_SECONDS = 5  # in which a part prints its stacks before it is killed
 DRY_SECONDS = 300  # for a part of a dry run, on test machines with few cores and other load
-PRESET = ("--preset", "h200")  # other options are those of the full table
+# Llama-3.1-8B as published; KV of 4 GiB and 16 GiB. The longer prompt and its output fit the model's 131,072 positions.
+PROMPT_32K, PROMPT_128K = 32768, 130048
+LLAMA = ("--device", "cuda", "--model", "llama-3.1-8b", "--num-layers", "all", "--block-size", "1024",
+         "--max-num-batched-tokens", "16384", "--warmup", "1")  # fmt: skip
 MODEL = "{model}"  # in arguments of a dry run: the directory of a tiny model
 TINY = ("--device", "cpu", "--model", MODEL, "--num-layers", "2", "--dtype", "float32", "--block-size", "16")
 TINY_RUN = (*TINY, "--max-num-batched-tokens", "128", "--output-len", "5", "--warmup", "0", "--repeats", "1")
@@ -68,7 +70,7 @@ class Part:
 def offload(name: str, prompt_len: int, seconds: int, likely: int, *options: str) -> Part:
     """A prompt on the device and offloaded, in turns."""
     runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1", "--decode-steps", "0")
-    command = ("bench_offload.py", *PRESET, *runs, "--against", "on-device", *options)
+    command = ("bench_offload.py", *LLAMA, *runs, "--against", "on-device", *options)
     return Part(name, command, seconds, likely, (*TINY_RUN, "--prompt-len", "600"))
 
 
@@ -112,7 +114,7 @@ PARTS = (
     ),
     Part(
         "resident",
-        ("bench.py", *PRESET, "--prompt-len", "2048", str(PROMPT_32K), "--repeats", "2"),
+        ("bench.py", *LLAMA, "--prompt-len", "2048", str(PROMPT_32K), "--output-len", "33", "--repeats", "2"),
         100,
         50,
         (*TINY_RUN, "--prompt-len", "64"),

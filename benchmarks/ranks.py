@@ -28,6 +28,7 @@ from benchmarks.options import Parser, add_device_option, add_json_option, add_m
 from benchmarks.report import machine_facts, print_row, write_json
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM
+from nanovllm.build import build_runner
 from nanovllm.config import EngineConfig
 from nanovllm.features.distributed import launch
 from nanovllm.features.distributed.group import ProcessGroup
@@ -76,7 +77,7 @@ def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dty
     ranks = []
     for rank in range(size):
         own, other = context.Pipe()
-        setup = launch.rank_setup(config, spec, rank, rank, size, LOOPBACK, port)
+        setup = launch.rank_setup(config, spec, build_runner, rank, rank, size, LOOPBACK, port)
         process = context.Process(target=time_sums, args=(other, setup, rows, spec.hidden_size, dtype), daemon=True)
         process.start()
         other.close()

@@ -21,7 +21,7 @@ import nanovllm
 from benchmarks.timing import Rates, Spread
 
 MIB = 1 << 20
-FILE_ARGUMENTS = ("output_json", "output_dir", "trace", "plot")
+FILE_ARGUMENTS = ("output_json", "output_dir", "trace")
 ROOT = Path(__file__).resolve().parent.parent
 
 

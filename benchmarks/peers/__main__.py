@@ -27,7 +27,6 @@ from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import GGUF_ENGINES, RUNNERS, Findings, Plan, Workshop, job_of, report_failure, take_turns
 from benchmarks.peers.env import TORCH
 from benchmarks.peers.failure import EngineFailure
-from benchmarks.peers.plot import draw
 from benchmarks.peers.summary import rows, verdicts
 from benchmarks.peers.table import markdown
 from benchmarks.report import machine_facts, write_json
@@ -97,7 +96,7 @@ def plan_of(args: argparse.Namespace, engines: Sequence[str]) -> Plan:
 
 
 def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
-    """Write tables, figures and picture; returns the tables."""
+    """Write tables and figures; returns the tables."""
     plan = plan_of(args, args.engines)
     facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
     isa = choose(None, "linear.bfloat16")
@@ -107,8 +106,6 @@ def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
     runs = [{"engine": engine, "prompt_len": n, "rounds": done} for (engine, n), done in findings.runs.items()]
     parts: dict[str, Any] = {"rows": found, "bars": judged, "failures": findings.failures, "runs": runs}
     write_json(args.output_dir / "peers.json", args, facts, model=shape.facts(), ceilings=findings.ceilings, **parts)
-    if not draw(shape, plan, findings, found, args.output_dir / "peers.png"):
-        text += "\nNo plot: matplotlib cannot be imported here.\n"
     return text
 
 
@@ -127,7 +124,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--gguf-type", choices=TYPES, help="run nanovllm and llama.cpp on the random checkpoint in this type of GGUF")
     add("--work-dir", type=Path, default=WORK_DIR, help="of environments and checkpoint (default: %(default)s)")
-    add("--output-dir", type=Path, default=Path("benchmarks/results"), help="for peers.json, peers.md and peers.png")
+    add("--output-dir", type=Path, default=Path("benchmarks/results"), help="for peers.json and peers.md")
     add("--torch", default=TORCH, help="pip arguments that install torch (default: %(default)s)")
     add("--seed", type=not_negative, default=0, help="of weights and prompts")
     args = parser.parse_args(argv)
