@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,44 +42,14 @@ def test_without_a_gpu_it_says_so_in_a_sentence(
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("dry", [False, True])
-def test_every_part_can_be_started(
-    check: ModuleType, dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scripts and modules are there, and take the options that they are given."""
-    if not dry:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for each in check.PARTS:
-        arguments = each.arguments(dry, check.write_tiny_config(tmp_path / "model"), tmp_path / "figures.json")
-        if arguments[0] == "-m":
-            assert importlib.util.find_spec(arguments[1]) is not None
-        else:
-            assert (ROOT / arguments[0]).is_file()
-        if arguments[0] in ("bench_offload.py", "bench.py"):
-            importlib.import_module(arguments[0].removesuffix(".py")).parse_args(arguments[1:])
-    names = [each.name for each in check.PARTS]
-    assert len(names) == len(set(names))
-    assert names[:2] == ["facts", "build"], "what the machine is comes first"
-
-
-def test_the_guide_names_every_part_and_the_time_after_which_it_is_ended(check: ModuleType) -> None:
-    guide = (ROOT / "benchmarks" / "GPU.md").read_text()
-    rows = [line.strip("|").split("|") for line in guide.splitlines() if line.startswith("|")]
-    told = {cells[0].strip(): cells[-1].strip() for cells in rows if len(cells) == 4}
-    for each in check.PARTS:
-        assert told[each.name] == f"{each.seconds} s"
-    commands = [cells[1] for cells in rows if cells[0].strip() in ("first", "second", "third", "fourth")]
-    named = [name for command in commands for name in command.split('PART="')[1].split('"')[0].split()]
-    assert set(named) == {each.name for each in check.PARTS}
-
-
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: Path) -> None:
     outcomes = run(
         check,
         [
             part(check, "measures", WRITE, figures=True),
             part(check, "fails", "print('why'); raise SystemExit(3)"),
-            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(60)", seconds=3),
+            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(60)", seconds=5),
             part(check, "dies", "import os; os.kill(os.getpid(), 9)"),
             part(check, "ends", "print('all is well')"),
         ],
@@ -91,7 +59,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
     assert found == {
         "measures": (True, "", "measured"),
         "fails": (False, "exit status 3", "why"),
-        "hangs": (False, "stopped after 3 s", "begun"),
+        "hangs": (False, "stopped after 5 s", "begun"),
         "dies": (False, "exit status -9", ""),
         "ends": (True, "", "all is well"),
     }
@@ -106,33 +74,6 @@ def test_a_part_that_hangs_says_where(check: ModuleType, tmp_path: Path) -> None
     code += "threading.Thread(target=waits).start()\nsum(range(10**12))"
     (outcome,) = run(check, [part(check, "hangs", code, seconds=3)], tmp_path)
     assert "in waits" in outcome.output and "line 5 in <module>" in outcome.output
-
-
-@pytest.mark.slow
-def test_what_a_stopped_part_has_started_is_stopped_too(check: ModuleType, tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        "print(child.pid, flush=True); child.wait()"
-    )
-    (outcome,) = run(check, [part(check, "hangs", code, seconds=3)], tmp_path)
-    process = Path(f"/proc/{int(outcome.output.split()[0])}/stat")
-    end = time.monotonic() + 10
-    while process.exists() and process.read_text().rsplit(")", 1)[1].split()[0] != "Z" and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not process.exists() or process.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def test_figures_of_an_earlier_run_are_not_taken_for_new_ones(check: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "fails.json").write_text("{}")
-    (outcome,) = run(check, [part(check, "fails", "raise SystemExit(1)", figures=True)], tmp_path)
-    assert outcome.figures is None and not (tmp_path / "fails.json").exists()
-
-
-@pytest.mark.slow
-def test_figures_written_before_a_part_was_stopped_are_kept(check: ModuleType, tmp_path: Path) -> None:
-    code = f"{WRITE}; import time; sys.stdout.flush(); time.sleep(60)"
-    (outcome,) = run(check, [part(check, "hangs", code, seconds=3, figures=True)], tmp_path)
-    assert outcome.figures == {"gb_s": 1} and outcome.status is None
 
 
 def test_a_part_is_not_begun_with_less_time_than_it_takes(check: ModuleType, tmp_path: Path) -> None:
@@ -189,28 +130,6 @@ def test_the_report_holds_every_part_of_earlier_runs_too(
     assert check.main(["--output-dir", str(directory), "--skip", "tests"]) == 0
     assert [p["part"] for p in json.loads((directory / "gpu-check.json").read_text())["parts"]] == ["build", "tests"]
     assert check.main(["--output-dir", str(directory), "--only", "tests"]) == 1
-
-
-def test_a_part_that_does_not_exist_is_refused(check: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        check.main(["--output-dir", str(tmp_path), "--only", "everything"])
-    assert stopped.value.code == 2
-
-
-def test_parts_run_in_the_repository_with_its_package(check: ModuleType, tmp_path: Path) -> None:
-    code = "import nanovllm, os; print(os.path.dirname(nanovllm.__file__))"
-    (outcome,) = run(check, [part(check, "where", code)], tmp_path)
-    assert outcome.output.strip() == str(ROOT / "nanovllm")
-    assert Path(sys.executable).exists() and os.environ.get("NANOVLLM_CUDA") != "1"
-
-
-def test_a_copy_without_git_is_told_its_commit(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = importlib.import_module("benchmarks.report")
-    monkeypatch.setenv("NANOVLLM_COMMIT", "abc1234")
-    assert report.machine_facts("cpu")["commit"] == "abc1234"
-    monkeypatch.delenv("NANOVLLM_COMMIT")
-    monkeypatch.setattr(report, "ROOT", Path("/"))
-    assert report.machine_facts("cpu")["commit"] is None
 
 
 # ---- bars

@@ -59,15 +59,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return model
 
 
-def test_events_around_a_call_alone_measure_the_host(gpu: Gpu) -> None:
-    """Why the rest is needed."""
-    begin, end = gpu.Event(), gpu.Event()
-    begin.record()
-    gpu.work()
-    end.record()
-    assert begin.elapsed_time(end) / 1e3 == pytest.approx(LAUNCH + RUN)
-
-
 def test_the_gpu_alone_is_measured(gpu: Gpu) -> None:
     assert queued_seconds(gpu.work, 20, gpu) == pytest.approx(RUN)
     assert len(gpu.slept) == 1 and gpu.slept[0] > 20 * LAUNCH

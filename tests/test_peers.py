@@ -271,5 +271,3 @@ def test_the_script_from_end_to_end(model: Path, tmp_path: Path, monkeypatch: An
     assert text.strip() in capsys.readouterr().out
     assert "| 512    | transformers  | 2.00    | 1.00   |" in text
     assert f"- vllm at 512: {FAILED}" in text
-
-

@@ -1,11 +1,11 @@
-"""The sweep's choice, its table, and a dry run of it and of the smoke test."""
+"""The sweep's choice and its table; the facts of a machine."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from triton_mode import DEVICE, TRITON_MARKS
 
-from benchmarks import sweep
 from benchmarks.kernels import Sizes
 from benchmarks.sweep import Problems, Sweep, Timing, cudnn_from_block, fastest, keep
 from nanovllm.ops import triton_prefill
@@ -74,35 +73,6 @@ class TestOnTheDevice:
         assert "its results are off by" in off.note and "shared memory" in failed.note
         assert capsys.readouterr().out.count("left out") == 2
         assert fastest([good, off, failed]) == good.config
-
-    @pytest.mark.slow
-    def test_a_dry_run_writes_figures_and_keeps_no_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sweep, "keep", lambda *_: pytest.fail("a dry run keeps nothing"))
-        path = tmp_path / "sweep.json"
-        assert sweep.main(["--dry", "--keep", "--output-json", str(path)]) == 0
-        (result,) = json.loads(path.read_text())["sweep"]
-        assert {"prefill", "decode", "backends", "entry"} <= set(result)
-        assert result["entry"]["prefill"] in [row["config"] for row in result["prefill"]]
-        assert set(result["entry"]) == set(asdict(TunedEntry(128, "bfloat16", SLOW, DECODE)))
-
-
-def test_a_check_of_the_smoke_test_that_fails_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks import smoke
-
-    def fails() -> None:
-        raise ValueError("wrong\nbytes")
-
-    monkeypatch.setattr(smoke.Smoke, "checks", lambda self: {"first": fails, "second": lambda: "fine"})
-    path = tmp_path / "smoke.json"
-    assert smoke.main(["--device", "cpu", "--output-json", str(path)]) == 1
-    checks = json.loads(path.read_text())["checks"]
-    assert [(c["check"], c["good"], c["note"]) for c in checks] == [
-        ("first", False, "ValueError: wrong"),
-        ("second", True, "fine"),
-    ]
-    assert "FAILED" in capsys.readouterr().out
 
 
 def test_the_facts_are_written_before_torch_is_imported(tmp_path: Path) -> None:
