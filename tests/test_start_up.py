@@ -49,16 +49,7 @@ assert not found, found
 OFFLOADED = ("--enable-cpu-offload", "--num-cpu-blocks", "64", "--max-num-batched-tokens", "64")
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("directory", OFFLOADED),
-        pytest.param("directory", (), marks=pytest.mark.slow),
-        ("gguf", ()),
-        pytest.param("gguf", OFFLOADED, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kind, options", [("directory", OFFLOADED), ("gguf", ())], ids=("directory", "gguf"))
 def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if kind == "gguf":
         pytest.importorskip("gguf", reason="the package gguf is not installed")

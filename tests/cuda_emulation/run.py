@@ -25,7 +25,14 @@ EXCEPTIONS = {
     "test_cuda_device.py::test_an_engine_sized_from_memory_fits_and_gives_it_back": "a prefill of 2,048 tokens",
 }
 CUDA_TESTS = ("cuda_device", "cuda_graphs", "pinned", "sgdma", "batch_copy", "host_attention", "cudnn_attention")
-MEASURED = ("device/cuda*.py", "device/pinned.py", "comm/*", "features/cuda_graphs/*", "ops/triton_*", "ops/*_attention.py")
+MEASURED = (
+    "device/cuda*.py",
+    "device/pinned.py",
+    "comm/*",
+    "features/cuda_graphs/*",
+    "ops/triton_*",
+    "ops/*_attention.py",
+)
 PYTEST = ("-m", "pytest", "-q", "--durations=10")
 
 

@@ -39,6 +39,7 @@ def test_a_run_counts_and_ends_in_time(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.strip() == str(count)
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_kept_and_run_again(cases: Path) -> None:
     def small(number: int) -> str:
         assert number < 1000 or limit_is_lifted
@@ -69,6 +70,7 @@ def test_a_slow_example_is_no_failure_without_pytest() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_different_failures_are_all_kept(cases: Path) -> None:
     def check(number: int) -> None:
         if number % 2:
@@ -79,12 +81,3 @@ def test_different_failures_are_all_kept(cases: Path) -> None:
     with pytest.raises(AssertionError, match="2 failures"):
         FuzzTarget("two", check, number=st.integers(0, 10**4)).run_for(3)
     assert len(list((cases / "two").glob("*.json"))) == 2
-
-
-def test_examples_fail_with_the_smallest() -> None:
-    def check(number: int) -> None:
-        assert number < 7, f"got {number}"
-
-    with pytest.raises(AssertionError, match="got 7"):
-        FuzzTarget("seven", check, number=st.integers(0, 1000)).run_examples(200)
-    FuzzTarget("none", lambda number: None, number=st.integers()).run_examples(20)
