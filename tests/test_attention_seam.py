@@ -17,7 +17,13 @@ from torch import Tensor
 from triton_mode import DEVICE, NARROW, TRITON_MARKS
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import (
+    MAX_DECODE_ROWS,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    SequenceMetadata,
+)
 from nanovllm.ops.backends import cuda_backends, first_right, select_backend
 from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.flash_attention import FlashAttention
@@ -91,7 +97,7 @@ FIXED = {
     "a group of seven": Shape(96, 1, 7, 32, 33, ((63, 3),)),
     "uneven blocks": Shape(112, 1, 4, 17, None, ((16, 1), (17, 1), (0, 1))),
     "partitions": Shape(64, 1, 1, 1100, 900, ((1040, 66), (1300, 1))),
-    "most of the few": Shape(64, 1, 1, 64, None, ((9, FEW_ROWS), (0, FEW_ROWS + 1))),
+    "most of the few": Shape(64, 1, 1, 64, None, ((9, MAX_DECODE_ROWS), (0, MAX_DECODE_ROWS + 1))),
 }
 
 NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
@@ -178,7 +184,7 @@ def test_a_window_smaller_than_the_mask_bound_is_cut_into_rows(monkeypatch: pyte
 @EVERY_BACKEND
 def test_strided_queries_are_taken_as_they_are(backend: AttentionBackend) -> None:
     """Rows of a wider tensor, as a merged projection gives them."""
-    case = make_case(backend, Shape(32, 2, 2, 16, None, ((9, 12), (40, 1), (3, FEW_ROWS + 1))), 1)
+    case = make_case(backend, Shape(32, 2, 2, 16, None, ((9, 12), (40, 1), (3, MAX_DECODE_ROWS + 1))), 1)
     wide = torch.full((case.q.shape[0], 7, 32), float("nan"), device=case.q.device)
     wide[:, 2:6] = case.q
     case.q = wide[:, 2:6]
@@ -186,7 +192,7 @@ def test_strided_queries_are_taken_as_they_are(backend: AttentionBackend) -> Non
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("new", [20, FEW_ROWS + 6])
+@pytest.mark.parametrize("new", [20, MAX_DECODE_ROWS + 6])
 def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> None:
     shape = Shape(64, 1, 2, 16, None, ((50, new),))
     case = make_case(backend, shape, 1)
@@ -201,7 +207,7 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> No
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("new", [8, FEW_ROWS + 6])
+@pytest.mark.parametrize("new", [8, MAX_DECODE_ROWS + 6])
 def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: int) -> None:
     """Blocks after a row's position, or left behind by its window, change nothing."""
     case = make_case(backend, Shape(16, 1, 1, 16, 10, ((40, new),)), 1)
@@ -235,7 +241,7 @@ def test_grouping_of_blocks_and_other_rows_change_no_bit(
 
 @EVERY_BACKEND
 def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> None:
-    case = make_case(backend, Shape(32, 1, 2, 32, None, ((20, FEW_ROWS + 6), (40, 3))), 1)
+    case = make_case(backend, Shape(32, 1, 2, 32, None, ((20, MAX_DECODE_ROWS + 6), (40, 3))), 1)
     together = case.attend(backend)
     order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1)).to(case.pool.device)
     where = order.argsort().tolist()

@@ -24,7 +24,7 @@ def torch_products(model_dir: Path, monkeypatch: pytest.MonkeyPatch, value: bool
             of_torch = torch.nn.functional.linear
             patch.setattr(linear_layer.F, "linear", lambda *args: (products.append(len(args[0])), of_torch(*args))[1])
             llm.generate(random_prompt(40, 97, 1), SamplingParams(max_tokens=3), use_tqdm=False)
-    assert all(rows > linear_layer.FEW_ROWS for rows in products)
+    assert all(rows > linear_layer.MAX_OWN_ROWS for rows in products)
     return len(products)
 
 

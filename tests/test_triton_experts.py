@@ -10,7 +10,7 @@ from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 from nanovllm.data.expert_spec import ExpertSpec
 from nanovllm.layers import experts as experts_module
 from nanovllm.layers.experts import Experts
-from nanovllm.ops.triton_experts import FEW_ROWS, grouped_linear, weighted_sum
+from nanovllm.ops.triton_experts import WEIGHT_BOUND_ROWS, grouped_linear, weighted_sum
 
 pytestmark = TRITON_MARKS
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,8 +41,8 @@ def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_both_tiles_are_tested() -> None:
-    assert FEW_ROWS * 5 >= 34
-    assert FEW_ROWS * 3 < 134
+    assert WEIGHT_BOUND_ROWS * 5 >= 34
+    assert WEIGHT_BOUND_ROWS * 3 < 134
 
 
 @EVERY_DTYPE

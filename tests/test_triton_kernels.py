@@ -19,7 +19,7 @@ from nanovllm.layers import sampler
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
-from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import MAX_DECODE_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
 from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
@@ -99,7 +99,7 @@ def test_alibi_slopes_lower_the_scores_of_distant_keys(dtype: torch.dtype) -> No
     assert (state.lse[:, 1:4].cpu() - lse).abs().max() < BOUNDS[dtype][1]
 
 
-@pytest.mark.parametrize("rows", fast_only([1, 17], (1, 2, 15, 16, 17, FEW_ROWS)))
+@pytest.mark.parametrize("rows", fast_only([1, 17], (1, 2, 15, 16, 17, MAX_DECODE_ROWS)))
 def test_every_number_of_few_query_rows(rows: int) -> None:
     case = Case(Shape(16, 1, 1, 64, None, ((50, rows),)), torch.float32, rows, DEVICE)
     case.check(case.attend(TritonAttention()))

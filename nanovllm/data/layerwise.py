@@ -1,6 +1,6 @@
-"""Layer-by-layer prefill as far as the core knows it: plain data, and the interface of its sizes. No torch.
+"""Layer-by-layer prefill as plain data. No torch.
 
-The side `nanovllm.features.layerwise_prefill` decides which prompts go layer by layer, and runs them.
+`memory.layerwise` says which prompts go that way; `features.layerwise_prefill` runs them.
 """
 
 from __future__ import annotations

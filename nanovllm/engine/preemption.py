@@ -31,7 +31,7 @@ class PreemptionStats:
 class Preemption:
     """Preempts requests: their blocks are freed, and they are recomputed as far as they leave the prefix cache.
 
-    The side `nanovllm.features.sequence_groups` extends this class by swapping.
+    `features.sequence_groups` extends this class by swapping.
     """
 
     def __init__(self, manager: BlockManager) -> None:

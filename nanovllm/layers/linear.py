@@ -13,7 +13,7 @@ from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.cpu_kernels import WeightPart
 
-FEW_ROWS = 24  # with at most so many rows, reading the weights determines the time of a product
+MAX_OWN_ROWS = 24  # with more rows torch may multiply, where bits may depend on the batch
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,8 +24,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, but with torch's product for more than FEW_ROWS rows, whose bits may depend on the number of rows."""
-    return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
+    """`linear`, but beyond MAX_OWN_ROWS torch's product, whose bits may depend on the number of rows."""
+    return F.linear(x, weight, bias) if x.shape[0] > MAX_OWN_ROWS else linear(x, weight, bias)
 
 
 class RowAdapters(Protocol):

@@ -18,7 +18,7 @@ from nanovllm.ops.row_kernels import filled
 from nanovllm.ops.upload import upload
 
 METADATA_FIELDS = 8  # of a sequence in a GPU's memory
-FEW_ROWS = 64  # GPU kernels treat a sequence with up to this many query rows as decode, with more as prefill
+MAX_DECODE_ROWS = 64  # GPU kernels treat a sequence with up to this many query rows as decode, with more as prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ class DeviceMetadata:
     """`AttentionMetadata` in a GPU's memory, in two groups: decode and prefill use different kernels."""
 
     blocks: Tensor  # int32
-    few: MetadataGroup  # up to FEW_ROWS query rows
+    few: MetadataGroup  # up to MAX_DECODE_ROWS query rows
     many: MetadataGroup
 
     @classmethod
     def of(cls, table: AttentionMetadata, device: torch.device) -> DeviceMetadata:
         """Upload the metadata in one copy on the current stream."""
-        is_few = table.rows[:, 1] <= FEW_ROWS
+        is_few = table.rows[:, 1] <= MAX_DECODE_ROWS
         groups = [_with_rows_before(table.rows[is_few]), _with_rows_before(table.rows[~is_few])]
         packed = torch.cat([*(rows.flatten() for rows in groups), table.blocks]).int()
         parts = upload(packed, device).split([*(rows.numel() for rows in groups), len(table.blocks)])

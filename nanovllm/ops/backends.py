@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import (
-    FEW_ROWS,
+    MAX_DECODE_ROWS,
     AttentionBackend,
     AttentionMetadata,
     AttentionState,
@@ -128,7 +128,7 @@ def difference_from_reference(
     if isinstance(backend, CudnnAttention):
         backend = backend.for_every_block()
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
-    many, whole = FEW_ROWS + 9, 2 * block_size
+    many, whole = MAX_DECODE_ROWS + 9, 2 * block_size
     sequences = (
         SequenceMetadata(0, many, 40, 0, many + 40, (2, 0)),
         SequenceMetadata(many, 1, 99, 0, 100, (1, 3)),

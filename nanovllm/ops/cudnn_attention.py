@@ -12,7 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import (
+    MAX_DECODE_ROWS,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    SequenceMetadata,
+)
 from nanovllm.ops.merge import merge_states_
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -56,7 +62,7 @@ class CudnnAttention:
         """Whether cuDNN attends the rows; independent of the blocks, so that their grouping changes nothing."""
         block_size = pool.shape[3]
         whole = seq.context_len % block_size == 0 and seq.query_len % block_size == 0
-        return whole and seq.query_len > FEW_ROWS and block_size >= self._from_block and q.dtype in DTYPES
+        return whole and seq.query_len > MAX_DECODE_ROWS and block_size >= self._from_block and q.dtype in DTYPES
 
     def _attend_sequence(
         self, q: Tensor, pool: Tensor, seq: SequenceMetadata, state: AttentionState, scale: float

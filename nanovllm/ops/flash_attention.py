@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import (
+    MAX_DECODE_ROWS,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    SequenceMetadata,
+)
 from nanovllm.ops.merge import merge_states_
 
 
@@ -61,7 +67,7 @@ class FlashAttention:
                 self._attend_sequence(q, pool, seq, state, scale, window)
 
     def _leaves(self, q: Tensor, seq: SequenceMetadata) -> bool:
-        return self.other is not None and (seq.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
+        return self.other is not None and (seq.query_len <= MAX_DECODE_ROWS or q.dtype not in self._dtypes)
 
     def _attend_sequence(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.ops.triton_decode import dot_precision
 from nanovllm.ops.triton_groups import group_of_tile, most_tiles
 
-FEW_ROWS = 16  # of an expert, on average: with at most so many, reading the weights determines the time
+WEIGHT_BOUND_ROWS = 16  # of an expert, on average: with at most so many, reading the weights determines the time
 COLUMNS_PER_PROGRAM = 1024
 
 
@@ -69,7 +69,7 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, rows: Tensor | None
     y = x.new_empty(entries, out_features)
     if not entries:
         return y
-    few = entries <= FEW_ROWS * num_experts
+    few = entries <= WEIGHT_BOUND_ROWS * num_experts
     block_m, block_n, block_k = (16, 64, 64) if few else (64, 64, 32)
     if x.dtype == torch.float32:
         block_k = 32

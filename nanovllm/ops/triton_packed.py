@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.ops.triton_kv import quantized
 
 SCHEMES = ("int4", "int8", "fp8")
-FEW_ROWS = 16  # rows of the smallest tile
+SMALLEST_TILE_ROWS = 16  # rows of the smallest tile
 MOST_COLUMNS = 128  # of a tile
 FP8_BLOCK = 128  # outputs that share a scale, if not all and not one
 # With few rows, reading the weights determines the time. More programs than this are not needed to use the bandwidth.
@@ -47,18 +47,18 @@ def packed_config(
 
     dtype: in which tiles of inputs and weights are multiplied.
     """
-    most = MOST_COLUMNS if rows <= FEW_ROWS or dtype.itemsize == 1 else MOST_COLUMNS // 2
+    most = MOST_COLUMNS if rows <= SMALLEST_TILE_ROWS or dtype.itemsize == 1 else MOST_COLUMNS // 2
     if dtype == torch.float32:  # for exactness only: larger tiles spill registers
         most = 32
     columns = min(most, group_size & -group_size) if group_size < in_features else most
-    if rows > FEW_ROWS and dtype.itemsize == 1:
+    if rows > SMALLEST_TILE_ROWS and dtype.itemsize == 1:
         return PackedConfig(128, 128, columns, 1, 8, 3)
-    if rows > FEW_ROWS:
+    if rows > SMALLEST_TILE_ROWS:
         size = 32 if dtype == torch.float32 else 64
         return PackedConfig(size, size, columns, 1, 4, 3)
     programs, steps = triton.cdiv(out_features, 32), triton.cdiv(in_features, columns)
     splits = min(MOST_SPLITS, steps, max(1, PROGRAMS // programs))
-    return PackedConfig(FEW_ROWS, 32, columns, splits, 4, 4)
+    return PackedConfig(SMALLEST_TILE_ROWS, 32, columns, splits, 4, 4)
 
 
 @triton.jit

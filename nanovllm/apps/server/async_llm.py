@@ -19,7 +19,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, prompt_parts
 
-if TYPE_CHECKING:  # for annotations only: LoRA is a side
+if TYPE_CHECKING:  # for annotations only: torch comes with it
     from nanovllm import LoRARequest
 
 logger = logging.getLogger(__name__)

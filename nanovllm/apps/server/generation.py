@@ -16,7 +16,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptParts
 
-if TYPE_CHECKING:  # for annotations only: LoRA is a side
+if TYPE_CHECKING:  # for annotations only: torch comes with it
     from nanovllm import LoRARequest
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError, quoted
 
-if TYPE_CHECKING:  # for annotations only: LoRA is a side
+if TYPE_CHECKING:  # for annotations only: torch comes with it
     from nanovllm import LoRARequest
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")

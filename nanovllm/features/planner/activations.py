@@ -20,7 +20,7 @@ BOOL, FP32, INT64, FP64 = 1, 4, 8, 8  # bytes
 def activation_peak(spec: DecoderSpec, itemsize: int, tokens: int, num_seqs: int, max_logprobs: int) -> int:
     """Bytes that a step of `tokens` tokens holds at its peak on a GPU, sampling for `num_seqs` sequences.
 
-    See `engine.profiling.activation_peak`. spec: without quantization; of tensor-parallel ranks, one's part, taken for
+    See `memory.profiling.activation_peak`. spec: without quantization; of tensor-parallel ranks, one's part, taken for
     the rank that samples. itemsize: of its dtype.
     """
     assert spec.quantization is None
