@@ -20,7 +20,7 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-CXX_FLAGS = ["-O2", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
+CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
 # What Python calls, where the compiler's work is pybind11's templates and no loop is worth it.
 BINDINGS = re.compile(
     r"(sgdma|cpu_attention(_kv8|_step|_task|_threads)?|cpu_kernels|cpu_(linear|packed|rows)_module)\.cpp$"
