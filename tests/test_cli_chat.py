@@ -183,13 +183,13 @@ def test_an_answer_is_bounded_by_default_and_starts_from_what_the_checkpoint_rec
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[SamplingParams] = []
-    add = EngineClient.add_request
+    add = EngineClient.add
 
-    def noted(self: EngineClient, name: str, text: Any, params: SamplingParams, **others: Any) -> None:
-        used.append(params)
-        add(self, name, text, params, **others)
+    def noted(self: EngineClient, request: Any) -> None:
+        used.append(request.params)
+        add(self, request)
 
-    monkeypatch.setattr(EngineClient, "add_request", noted)
+    monkeypatch.setattr(EngineClient, "add", noted)
     make_model(tmp_path)
     for recommended, options, expected in (
         ({}, [], (1024, 1.0)),

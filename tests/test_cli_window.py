@@ -38,11 +38,8 @@ class SlowestFirst:
         self.most = 0
         self.random = random.Random(0)
 
-    def check_prompt(self, prompt: str, token_ids: None, params: SamplingParams) -> list[int]:
-        return [1] * len(prompt)
-
     def make_request(self, request_id: str, prompt: PromptParts, params: SamplingParams, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(request_id=request_id, prompt=prompt.text)
+        return SimpleNamespace(request_id=request_id, prompt=prompt.text, prompt_len=len(prompt.text or ""))
 
     def add(self, request: SimpleNamespace) -> None:
         self.waiting[request.request_id] = request.prompt

@@ -432,20 +432,6 @@ class EngineClient:
             self._forget(request_id)
             raise
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: str | None,
-        params: SamplingParams,
-        *,
-        prompt_token_ids: Seq[int] | None = None,
-        cache_salt: str | None = None,
-        **arguments: Any,
-    ) -> None:
-        """Make a request and add it; arguments and errors as in `LLMEngine.add_request`."""
-        parts = PromptParts(prompt, prompt_token_ids, cache_salt)
-        self.add(self._engine.make_request(request_id, parts, params, **arguments))
-
     def step(self) -> list[RequestOutput]:
         """The next outputs of this client's requests; runs a step of the engine unless another client's step made some.
 

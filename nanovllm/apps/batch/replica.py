@@ -11,6 +11,7 @@ from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_r
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.prompts import PromptParts
 
 LONGEST = 2000  # characters of an error
 
@@ -102,7 +103,5 @@ class Replica:
                 options.setdefault("add_generation_prompt", False)
             template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
             token_ids = template.token_ids(request.messages)
-        token_ids = self.llm.engine.check_prompt(request.prompt, token_ids, params)
-        self._client.add_request(
-            str(request.index), request.prompt, params, prompt_token_ids=token_ids, cache_salt=request.cache_salt
-        )
+        prompt = PromptParts(request.prompt, token_ids, request.cache_salt)
+        self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))

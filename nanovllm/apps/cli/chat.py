@@ -33,6 +33,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:
     from nanovllm import LLM, LoRARequest
@@ -225,8 +226,8 @@ class Answers:
 
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
         llm, client = self._llm, EngineClient(self._llm.engine)
-        adapter = self._lora_request
-        client.add_request(next(self._ids), None, params, prompt_token_ids=token_ids, lora_request=adapter)
+        prompt, adapter = PromptParts(None, token_ids), self._lora_request
+        client.add(llm.engine.make_request(next(self._ids), prompt, params, lora_request=adapter))
         try:
             with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
                 while client.pending:

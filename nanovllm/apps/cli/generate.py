@@ -45,6 +45,7 @@ from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -189,12 +190,12 @@ class Requests:
         params = replace(self._params, **item.params)
         if self._stream:
             check_streamed(params)
-        token_ids = self.llm.engine.check_prompt(item.prompt, self._messages.token_ids(item), params)
         adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
-        arguments = {"prompt_token_ids": token_ids, "cache_salt": item.cache_salt, "lora_request": adapter}
-        self._client.add_request(str(index), item.prompt, params, **arguments)
+        prompt = PromptParts(item.prompt, self._messages.token_ids(item), item.cache_salt)
+        request = self.llm.engine.make_request(str(index), prompt, params, lora_request=adapter)
+        self._client.add(request)
         self.running[str(index)] = (index, item)
-        self.num_tokens += len(token_ids)
+        self.num_tokens += request.prompt_len
 
     def remove(self, output: RequestOutput) -> tuple[int, PromptItem]:
         """Remove a finished request. Returns its index and prompt."""
