@@ -13,7 +13,7 @@ import argparse
 
 import ray
 
-from nanovllm.apps.batch import LLMPredictor
+from nanovllm import LLMPredictor
 
 ENGINE = {"num_gpu_blocks": 64, "sampling_params": {"max_tokens": 40}}  # as of LLM, and the parameters of all rows
 
