@@ -33,9 +33,12 @@ def refusal(error: type[Exception], name: str, value: object, text: str) -> Exce
     return error(f"{name}={quoted(value)}: {text}")
 
 
-def argument(default: Any, rule: Rule, meaning: str) -> Any:
-    """A field of a dataclass with its rule and its meaning in one line, which --help and the documentation show."""
-    metadata = {"rule": rule, "help": meaning}
+def argument(default: Any, rule: Rule, meaning: str, off: tuple[Any, ...] = ()) -> Any:
+    """A field of a dataclass with its rule and its meaning in one line, which --help and the documentation show.
+
+    off: of a parameter that changes how a token is drawn, the values that change nothing.
+    """
+    metadata = {"rule": rule, "help": meaning, "off": off}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)

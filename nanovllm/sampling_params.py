@@ -102,21 +102,26 @@ class SamplingParams:
     repetition_penalty: float = argument(
         1.0, number("must be a number above 0", lambda x: x > 0), "divides logits of tokens in prompt and output"
     )
-    temperature: float = argument(1.0, number("must be a number of at least 0", lambda x: x >= 0), "0 is greedy")
+    temperature: float = argument(
+        1.0, number("must be a number of at least 0", lambda x: x >= 0), "0 is greedy", off=(0.0,)
+    )
     top_p: float = argument(
         1.0,
         number("must be a number above 0 and at most 1", lambda x: 0 < x <= 1),
         "keep the most likely tokens up to this share",
+        off=(1.0,),
     )
     top_k: int = argument(
         0,
         whole(1, ", or 0 or -1 for off", also=(0, -1), most=None),
         "keep this many of the most likely tokens; 0 and -1: all",
+        off=(0, -1),
     )
     min_p: float = argument(
         0.0,
         number("must be a number from 0 to 1", lambda x: 0 <= x <= 1),
         "drop tokens less likely than this share of the most likely one",
+        off=(0.0,),
     )
     seed: int | None = argument(
         None,
@@ -236,7 +241,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         for each in fields(SamplingParams):
             each.metadata["rule"].check(each.name, values[each.name], RequestError)
         check_lists(values)
-        check_together(values)
+        check_together(values, {each.name: off for each in fields(SamplingParams) if (off := each.metadata["off"])})
         if values["seed"] == -1:
             values["seed"] = None
         if isinstance(values["stop"], str):

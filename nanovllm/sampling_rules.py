@@ -15,14 +15,9 @@ from nanovllm.rules import is_number, is_whole, refusal
 GREEDY_EPS = 1e-5  # lower temperatures mean greedy sampling
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured outputs
 
-_UNSAMPLED = "with use_beam_search, which does not sample"
 _RAW = "with use_beam_search, which ranks by the raw logits"
-# With beam search: fields, their values that are off, and the rule.
+# With beam search: fields, their values that are off, and the rule; besides those that change how a token is drawn.
 BEAM_SEARCH: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("temperature", (0.0,), f"must be 0 {_UNSAMPLED}"),
-    ("top_p", (1.0,), f"must be 1 {_UNSAMPLED}"),
-    ("min_p", (0.0,), f"must be 0 {_UNSAMPLED}"),
-    ("top_k", (-1, 0), f"must be off (0 or -1) {_UNSAMPLED}"),
     ("presence_penalty", (0.0,), f"must be 0 {_RAW}"),
     ("frequency_penalty", (0.0,), f"must be 0 {_RAW}"),
     ("repetition_penalty", (1.0,), f"must be 1 {_RAW}"),
@@ -66,8 +61,11 @@ def check_lists(values: Mapping[str, Any]) -> None:
             _refuse("logits_processors", rule, function)
 
 
-def check_together(values: Mapping[str, Any]) -> None:
-    """Raise RequestError for parameters that contradict each other. Each of them is right by itself."""
+def check_together(values: Mapping[str, Any], draws: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise RequestError for parameters that contradict each other. Each of them is right by itself.
+
+    draws: of the parameters that change how a token is drawn, the values that change nothing.
+    """
     n, best_of, max_tokens = values["n"], values["best_of"], values["max_tokens"]
     if best_of is not None and best_of < n:
         _refuse("best_of", f"must be None or a whole number of at least n={n}", best_of)
@@ -91,6 +89,9 @@ def check_together(values: Mapping[str, Any]) -> None:
         return
     if not several:
         _refuse("use_beam_search", "needs n or best_of of at least 2, the beam width", True)
+    for name, same in draws.items():
+        if values[name] not in same:
+            _refuse(name, f"must be {same[0]:g} with use_beam_search, which does not sample", values[name])
     for name, off_values, rule in BEAM_SEARCH:
         if values[name] not in off_values:
             _refuse(name, rule, values[name])

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from nanovllm.errors import RequestError, quoted
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Fields with the same name and meaning.
-SAME = (
-    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "min_tokens"),
-    *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "use_beam_search", "length_penalty", "early_stopping", "structured_outputs"),
-    "cache_salt",
-)
+NOT_OF_A_BODY = ("logprobs", "detokenize", "logits_processors", "output_kind", "skip_clone")
+SAME = (*(each.name for each in fields(SamplingParams) if each.name not in NOT_OF_A_BODY), "cache_salt")
 CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 READ = ("model", "stream", "prompt", "logprobs", "top_logprobs", "max_completion_tokens", "response_format")
