@@ -243,7 +243,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        from nanovllm.features.planner.plan import engine_plan  # which most programs do not need
+        from nanovllm.features.planner.report import engine_plan  # which most programs do not need
 
         runner, dtype = self._runner, str(self._runner.dtype).removeprefix("torch.")
         return engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)

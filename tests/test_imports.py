@@ -110,20 +110,10 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-class WithoutTypeChecking(ast.NodeTransformer):
-    """Removes what is imported for annotations only."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
-
-
-def own_imports(name: str, *, at_run_time: bool = False) -> set[str]:
+def own_imports(name: str) -> set[str]:
     """The modules of this package that a module imports, inside functions too."""
     found = set()
-    tree: ast.AST = ast.parse(MODULES[name].read_text())
-    if at_run_time:
-        tree = WithoutTypeChecking().visit(tree)
-    for imported in imported_names(tree):
+    for imported in imported_names(ast.parse(MODULES[name].read_text())):
         while imported and imported not in MODULES and imported not in EXTENSIONS:  # a name within a module
             imported = imported.rpartition(".")[0]
         if imported:
@@ -170,9 +160,8 @@ def test_applications_import_public_names_alone(name: str) -> None:
 
 
 def test_no_import_cycles() -> None:
-    """Not counting what is imported for annotations only."""
     try:
-        TopologicalSorter({name: own_imports(name, at_run_time=True) for name in IMPORTS}).prepare()
+        TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {' -> '.join(error.args[1])}") from error
 

@@ -14,7 +14,6 @@ from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.sizing import KVPlan, longest_sequence
-from nanovllm.models.spec import DecoderSpec
 
 MAX_DECODE_SAMPLES = 64  # contexts at which the decode time of a long output is computed
 
@@ -53,12 +52,6 @@ class Plan:
     sizing: KVSizing
     rates: Rates
     kv: KVPlan
-
-    def __str__(self) -> str:
-        """The report on the longest prompt, as `nanovllm plan` prints it."""
-        from nanovllm.features.planner.report import plan_table  # which describes plans
-
-        return plan_table(self, self.kv.max_model_len, 1)
 
     @property
     def chunk(self) -> int:
@@ -169,11 +162,6 @@ def _mean_decode(model: StepModel, contexts: range) -> Prediction:
         return summed
     count = len(sampled)
     return Prediction(summed.seconds / count, {name: seconds / count for name, seconds in summed.terms.items()})
-
-
-def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan:
-    """The plan of an engine that exists, whose KV memory is `kv`."""
-    return Plan(Network(spec, dtype, sizing.config.kv_cache_dtype), sizing, rates or Rates(), kv)
 
 
 def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:

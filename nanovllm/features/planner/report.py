@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from nanovllm.features.planner.machine import Rates
+from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.plan import Plan, RequestPlan
 from nanovllm.features.planner.predict import Prediction
 from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
-
-if TYPE_CHECKING:  # a plan prints itself with this module
-    from nanovllm.features.planner.plan import Plan, RequestPlan
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.sizing import KVPlan
+from nanovllm.models.spec import DecoderSpec
 
 RATES = {  # option of the command line, and unit
     "compute": ("--compute", "FLOPS"),
@@ -249,3 +252,16 @@ def _limit(phase: Prediction) -> str:
 
 def _options(rates: tuple[str, ...]) -> str:
     return ", ".join(dict.fromkeys(RATES[name][0] for name in rates))
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan(Plan):
+    """The plan of an engine that exists. Its text is the report on the longest prompt, as `nanovllm plan` prints it."""
+
+    def __str__(self) -> str:
+        return plan_table(self, self.kv.max_model_len, 1)
+
+
+def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> EnginePlan:
+    """The plan of an engine whose KV memory is `kv`."""
+    return EnginePlan(Network(spec, dtype, sizing.config.kv_cache_dtype), sizing, rates or Rates(), kv)
