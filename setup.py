@@ -63,6 +63,10 @@ def cuda_library_dir(nvcc: Path) -> str:
 class BuildExt(build_ext):
     """A build_ext that compiles .cu sources with nvcc."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True  # one extension's last file leaves no core idle
+
     def run(self) -> None:
         # build_ext compares time stamps, which do not show that NANOVLLM_CUDA has changed.
         if "NANOVLLM_CUDA" in os.environ:

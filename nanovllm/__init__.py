@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.apps.cli.engine_args import EngineArgs as EngineArgs
     from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
     from nanovllm.build import build_engine as build_engine
-    from nanovllm.engine.llm_engine import EngineClient as EngineClient
+    from nanovllm.engine.client import EngineClient as EngineClient
     from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
     from nanovllm.engine.view import EngineView as EngineView
     from nanovllm.engine.view import KVBlockState as KVBlockState
@@ -50,7 +50,8 @@ _NAMES = {  # by module: what users and applications import from here
     "nanovllm.apps.cli.engine_args": "EngineArgs",
     "nanovllm.apps.server.async_llm": "AsyncLLM",
     "nanovllm.build": "build_engine",
-    "nanovllm.engine.llm_engine": "EngineClient LLMEngine",
+    "nanovllm.engine.client": "EngineClient",
+    "nanovllm.engine.llm_engine": "LLMEngine",
     "nanovllm.engine.view": "EngineView KVBlockState",
     "nanovllm.features.lora.request": "LoRARequest",
     "nanovllm.features.vllm_api.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",

@@ -15,8 +15,9 @@ from nanovllm.build import build_engine
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
 from nanovllm.engine.block_manager import PrefixCacheStats
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.llm_engine import EngineClient, LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView

@@ -15,7 +15,7 @@ from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.chat import Conversation
 from nanovllm.apps.cli.main import main
-from nanovllm.engine.llm_engine import EngineClient
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features import progress_bar
 

@@ -17,8 +17,8 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 
