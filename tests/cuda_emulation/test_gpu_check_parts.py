@@ -21,6 +21,8 @@ LEFT_OUT = {
     "offload-32k": "its Triton kernels take minutes in the interpreter, and the engines' tests run such engines",
     "offload-128k": "the same",
     "kv-8-bits-32k": "the same",
+    "features": "the same",
+    "resident": "the same",
 }
 CHOSEN = [part for part in PARTS if "cpu" in part.dry and part.name not in LEFT_OUT]
 
