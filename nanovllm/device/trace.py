@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.data.batch import ScheduledSequence
 from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import times_of
-from nanovllm.device.trace_blocks import StepSequence, TracedBlocks, Uses
+from nanovllm.device.trace_blocks import TracedBlocks, Uses
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
@@ -172,7 +173,7 @@ class TracedDevice(DeviceWrapper):
 
         setattr(owner, method, traced)
 
-    def begin_step(self, sequences: Iterable[StepSequence]) -> None:
+    def begin_step(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Work from now on belongs to a step of these sequences."""
         self._step = self._blocks.begin_step(sequences)
 

@@ -6,10 +6,10 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
 
 from torch import Tensor
 
+from nanovllm.data.batch import ScheduledSequence
 from nanovllm.device.base import PitchedCopy
 
 MOST_REQUESTS = 8  # that an event names
@@ -60,19 +60,6 @@ class Pool:
         return self.num_bytes // (self.shape[0] * self.shape[1])
 
 
-class StepSequence(Protocol):
-    """A sequence of a step, as `engine.batch.ScheduledSequence`. layerwise: None unless it goes layer by layer."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def block_table(self) -> Sequence[int]: ...
-
-    @property
-    def layerwise(self) -> object | None: ...
-
-
 class TracedBlocks:
     """Follows the KV memory of an engine: its pools, the step's block tables, and what the slots of the ring hold."""
 
@@ -94,7 +81,7 @@ class TracedBlocks:
         if name not in SLOTS:
             self._num_blocks += shape[1] if name in DEVICE_POOLS else shape[0]
 
-    def begin_step(self, sequences: Iterable[StepSequence]) -> Uses:
+    def begin_step(self, sequences: Iterable[ScheduledSequence]) -> Uses:
         """Take the sequences of the next step. Returns what the step as a whole is about."""
         self._readers, self._buffered, self._unknown, step = {}, (), {}, Uses()
         for seq in sequences:
