@@ -32,7 +32,7 @@ from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.registry import AdapterRegistry
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
-from nanovllm.features.structured_outputs import GrammarCompiler
+from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
@@ -119,7 +119,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         request_factory=request_factory,
         preemption=SwapPreemption(manager, config.preemption_mode),
         layerwise=LayerwiseScheduler(manager, limits),
-        grammars=GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids),
+        grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
         adapters=AdapterRegistry(spec, config.max_lora_rank) if config.enable_lora else None,
         metrics=MetricsReader(plan.max_model_len, config.model_name),
     )

@@ -21,7 +21,7 @@ from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, Sa
 from nanovllm.apps.cli.main import main
 from nanovllm.data.batch import Batch, PackedMask, StepResult
 from nanovllm.errors import RequestError
-from nanovllm.features.structured_outputs import GrammarCompiler
+from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.structured_outputs.grammar_worker import close_objects
 from nanovllm.text.tokenizer import load_tokenizer
 
@@ -274,7 +274,7 @@ def test_masks_are_made_in_other_threads(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 def test_an_end_token_is_allowed_exactly_where_the_output_may_end(model_dir: Path) -> None:
     tokenizer = load_tokenizer(model_dir)
-    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS, EOS + 1])
+    compiler = LLGuidanceCompiler(tokenizer, VOCAB, [EOS, EOS + 1])
     grammar = compiler.compile(StructuredOutputsParams(regex="(ab)*c?"), [EOS, 290], None)
     for text, ends in {"": True, "a": False, "ab": True, "aba": False, "abc": True}.items():
         state = grammar.start()
@@ -318,7 +318,7 @@ def test_json_lines_hold_structured_outputs(
 
 def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = llm.engine._inputs.grammars
-    assert isinstance(compiler, GrammarCompiler)
+    assert isinstance(compiler, LLGuidanceCompiler)
     run(llm, [[1]], structured("regex"))
     monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
     run(llm, [[1]] * 3, structured("regex"))
@@ -336,7 +336,7 @@ def test_grammars_are_prepared_in_another_thread(llm: LLM, monkeypatch: pytest.M
         with pytest.raises(RequestError, match="unclosed group"):
             pool.submit(llm.engine.prepare, structured("regex", structured_outputs={"regex": "(("})).result()
     compiler = llm.engine._inputs.grammars
-    assert isinstance(compiler, GrammarCompiler)
+    assert isinstance(compiler, LLGuidanceCompiler)
     monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
     assert run(llm, [[1, 2]], params)[0].outputs[0].text.startswith("prepared")
 
@@ -410,7 +410,7 @@ def test_closing_ends_the_process_and_the_threads(model_dir: Path) -> None:
     with engine(model_dir, "resident") as llm:
         run(llm, [[1]], structured("regex"))
         compiler = llm.engine._inputs.grammars
-        assert isinstance(compiler, GrammarCompiler)
+        assert isinstance(compiler, LLGuidanceCompiler)
         process = compiler._process._worker.running
         assert process is not None and process.poll() is None
     assert process.poll() is not None and compiler._pool._shutdown

@@ -5,6 +5,6 @@ own for compiling and for each mask, and compiles a schema of five properties in
 tokens, one thread). A mask takes 10 to 600 us, about ten times xgrammar's, but is made while the model computes.
 """
 
-from nanovllm.features.structured_outputs.grammars import GrammarCompiler
+from nanovllm.features.structured_outputs.grammars import LLGuidanceCompiler
 
-__all__ = ["GrammarCompiler"]
+__all__ = ["LLGuidanceCompiler"]

@@ -27,7 +27,7 @@ MOST_THREADS = 4
 LIMITS: Mapping[str, Any] = MappingProxyType({"max_lexer_states": 20_000, "verbose_errors": False})
 
 
-class GrammarCompiler:
+class LLGuidanceCompiler:
     """Compiles the structured outputs of one engine's requests. See `engine.grammar_interface.GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
