@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
     config = checked_config(args)
     names = _names(config.served_model_name, args.model)
     check_lora_modules(args.lora_modules, config, names)
+    given = {each.name: getattr(args, each.name) for each in fields(ServerSettings) if each.name in vars(args)}
+    own = {"chat_template": read_template(args.chat_template), "allowed_origins": tuple(args.allow_origin)}
     settings = ServerSettings(
+        **given | own,
         served_model_names=names,
         api_keys=_api_keys(args.api_key, args.api_key_file),
-        allowed_origins=tuple(args.allow_origin),
-        chat_template=read_template(args.chat_template),
-        **{name: getattr(args, name) for name in SAME_NAME},
     )
     with ExitStack() as stack:
         with StatusLine() as status, status.during(f"loading {args.model}"):
@@ -123,27 +123,6 @@ def run(args: argparse.Namespace) -> int:
         if settings.is_public and not settings.api_keys:
             say("everyone who reaches this address can use the server: --api-key asks clients for a key")
         return serve(engine, settings, opened)
-
-
-SAME_NAME = (
-    "host",
-    "port",
-    "trust_request_chat_template",
-    "tool_call_parser",
-    "ui",
-    "access_log",
-    "ssl_keyfile",
-    "ssl_certfile",
-    "ssl_keyfile_password",
-    "ssl_ca_certs",
-    "max_body_bytes",
-    "max_prompts",
-    "max_queue",
-    "max_connections",
-    "header_timeout",
-    "idle_timeout",
-    "shutdown_timeout",
-)
 
 
 def _check_installed() -> None:
