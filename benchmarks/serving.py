@@ -135,8 +135,10 @@ def _print(result: dict[str, Any]) -> None:
     print(f"HTTP: {rates['http'] / rates['offline']:.1%} of LLM.generate's throughput, ", end="")
     print(f"{processor['http'] / processor['offline']:.1%} of its processor time")
     print(f"streams: {rates['http streams'] / rates['offline streams']:.1%} of LLM.stream's, ", end="")
-    print(f"{processor['http streams'] / processor['offline streams']:.1%} of its processor time, ", end="")
-    print(f"p99 between tokens {p99['http streams'] / p99['offline streams']:.2f} times LLM.stream's")
+    print(f"{processor['http streams'] / processor['offline streams']:.1%} of its processor time", end="")
+    if {"http streams", "offline streams"} <= p99.keys():  # streams of several tokens that came one by one
+        print(f", p99 between tokens {p99['http streams'] / p99['offline streams']:.2f} times LLM.stream's", end="")
+    print()
     waits = Waits(**result["during_a_long_prefill"])
     print(
         f"during a prefill of {waits.prompt_tokens:,} tokens ({waits.prefill:.1f} s), {len(waits.short)} short "
