@@ -16,22 +16,33 @@ from nanovllm.apps.cli.main import main
 SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'system') %}"
-    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% if tools %}answer with <tool_call>{% endif %}"
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'system', 'tool') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def make_model(path: Path, *, template: bool = True) -> str:
+def make_model(path: Path, *, template: str | None = TEMPLATE, **checkpoint: Any) -> str:
     """A tiny random checkpoint for 1,024 positions, with a byte-level tokenizer."""
-    make_checkpoint(path, vocab=300, max_positions=1024)
-    write_byte_level(path, chat_template=TEMPLATE if template else None)
+    make_checkpoint(path, **{"vocab": 300, "max_positions": 1024, **checkpoint})
+    write_byte_level(path, chat_template=template)
     return str(path)
 
 
 def generate(model: str, *options: str) -> int:
     """`nanovllm generate` in a small cache, greedy."""
     return main(["generate", "--model", model, *SMALL_CACHE, *GREEDY, *options])
+
+
+def exit_status(words: list[str]) -> object:
+    """What the command line returns or exits with."""
+    try:
+        return main(words)
+    except SystemExit as stopped:
+        return stopped.code
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:

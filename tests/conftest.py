@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,26 @@ def smollm2_dir() -> Path:
         return checkpoint()
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random checkpoint for 1,024 positions, with a tokenizer and a chat template; not to be changed."""
+    from cli_helpers import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[Any]:
+    """An engine for asyncio with the tiny checkpoint; not to be broken, and idle again after the module's tests."""
+    from server_helpers import CACHE, nothing_left
+
+    from nanovllm.apps.server.async_llm import AsyncLLM
+
+    with AsyncLLM(model, **CACHE) as engine:
+        yield engine
+        assert nothing_left(engine)
 
 
 @pytest.fixture

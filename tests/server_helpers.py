@@ -8,12 +8,9 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from checkpoints import make_checkpoint
-from tokenizer_files import write_byte_level
 from waiting import PATIENCE, eventually
 
 from nanovllm import LLM
@@ -27,14 +24,6 @@ T = TypeVar("T")
 NAME = "tiny"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CACHE = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 160}
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
-    "{% if tools %}answer with <tool_call>{% endif %}"
-    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'system', 'tool') %}"
-    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 TOOL = {
     "type": "function",
     "function": {
@@ -43,13 +32,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-
-
-def make_served_model(path: Path, *, template: str | None = TEMPLATE, **checkpoint: Any) -> str:
-    """A tiny random checkpoint for 1,024 positions, with a byte-level tokenizer."""
-    make_checkpoint(path, **{"vocab": 300, "max_positions": 1024, **checkpoint})
-    write_byte_level(path, chat_template=template)
-    return str(path)
 
 
 def settings(**others: Any) -> ServerSettings:

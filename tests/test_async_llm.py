@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_helpers import CACHE, held_steps, in_engine, make_served_model, nothing_left, run_async
+from server_helpers import CACHE, held_steps, in_engine, nothing_left, run_async
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
@@ -23,11 +23,6 @@ from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ from nanovllm.errors import one_line
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def expected(model: str) -> str:
     with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -24,11 +24,6 @@ DOCUMENT = "All that is known. " * 15 + "\n"
 OPENING = DOCUMENT.rstrip() + "\n\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def document(tmp_path: Path) -> str:
     (tmp_path / "document.txt").write_text(DOCUMENT)
@@ -76,7 +71,7 @@ def test_a_conversation_about_a_document(
 def test_a_template_from_a_file_and_a_system_message(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(tmp_path, template=False)
+    make_model(tmp_path, template=None)
     assert talk(monkeypatch, str(tmp_path), "hi\n") == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert "has no chat template" in told and "--chat-template FILE" in told

@@ -29,11 +29,6 @@ from nanovllm.outputs import RequestMetrics
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def expected(model: str) -> Callable[[Any], str]:
     """The greedy text that the API gives for a prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -148,7 +143,7 @@ def test_text_is_streamed_as_it_comes(
 def test_a_chat_template_from_a_file(
     model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_model(tmp_path, template=False)
+    make_model(tmp_path, template=None)
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     jsonl = write_jsonl(tmp_path / "m.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
     assert generate(str(tmp_path), "--jsonl", jsonl, "--chat-template", str(tmp_path / "t.jinja")) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, make_model, write_jsonl
+from cli_helpers import GREEDY, write_jsonl
 
 GIB = 1 << 30
 QUESTION = {"messages": [{"role": "user", "content": "a known question"}]}
@@ -26,11 +26,6 @@ memory.SYSTEM_ROOT = Path(sys.argv.pop(1))
 from nanovllm.apps.cli.main import main
 sys.exit(main())
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

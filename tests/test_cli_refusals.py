@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from cli_helpers import generate, json_lines, make_model, set_stdin, write_jsonl
+from cli_helpers import generate, json_lines, set_stdin, write_jsonl
 
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, make_model
+from cli_helpers import GREEDY, SMALL_CACHE
 
 from nanovllm import LLM, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

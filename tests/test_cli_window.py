@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_helpers import make_model
 
 import nanovllm.llm
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams
@@ -20,11 +19,6 @@ from nanovllm.apps.cli.prompts import Feed, Source
 from nanovllm.data.progress import Progress
 from nanovllm.outputs import RequestMetrics
 from nanovllm.text.prompts import PromptParts
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 class SlowestFirst:

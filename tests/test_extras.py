@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+from cli_helpers import make_model
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from server_helpers import make_served_model
 from test_packaging import ROOT, tomllib
 from tiny_gguf import write_tiny_gguf
 
@@ -140,7 +140,7 @@ def brought(extra: str | None) -> set[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("extras")
     write_tiny_gguf(folder / "tiny.gguf")
-    return make_served_model(folder / "model")
+    return make_model(folder / "model")
 
 
 def run(extra: str | None, feature: str, model: str) -> subprocess.CompletedProcess[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, generate, json_lines, set_stdin, write_jsonl
+from cli_helpers import GREEDY, SMALL_CACHE, generate, json_lines, make_model, set_stdin, write_jsonl
 from lora_helpers import make_adapter
-from server_helpers import CACHE, NAME, ask, events, make_served_model, nothing_left, run_async
+from server_helpers import CACHE, NAME, ask, events, nothing_left, run_async
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -28,7 +28,7 @@ class Setup:
     """A model, two adapters, and the text that each gives to a prompt."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = make_served_model(folder / "model")
+        self.model = make_model(folder / "model")
         reference = AutoModelForCausalLM.from_pretrained(self.model)
         self.adapters = [
             make_adapter(folder / name, reference, number) for number, name in enumerate(("sql", "law"), 1)

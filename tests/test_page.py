@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import CACHE, ask, listening, make_served_model, settings
+from server_helpers import ask, listening, settings
 from waiting import eventually
 
 from nanovllm.apps.server import page
@@ -21,12 +21,6 @@ from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.page import PAGE
 
 HTML = PAGE.read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model")), **CACHE) as engine:
-        yield engine
 
 
 # ---- the file

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from server_helpers import listening, make_served_model, nothing_left
+from cli_helpers import make_model
+from server_helpers import listening, nothing_left
 
 from nanovllm.apps.server.async_llm import AsyncLLM
 
@@ -34,7 +35,7 @@ HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked =
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model"), layers=4), **OFFLOADED) as engine:
+    with AsyncLLM(make_model(tmp_path_factory.mktemp("model"), layers=4), **OFFLOADED) as engine:
         yield engine
 
 

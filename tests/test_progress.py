@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, make_model, set_stdin
+from cli_helpers import GREEDY, SMALL_CACHE, set_stdin
 from engines import greedy, offloaded, random_prompt
 from waiting import eventually
 
@@ -32,11 +32,6 @@ from nanovllm.features.progress_bar import ERASE, Meter, ProgressDisplay, Status
 COLUMNS = 90
 DOCUMENT = "All that is known. " * 40
 LAYERWISE = ["--enable-cpu-offload", "--kvcache-block-size", "16", "--num-gpu-blocks", "6", "--num-cpu-blocks", "60"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -8,18 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from server_helpers import (
-    CACHE,
-    CHAT,
-    COMPLETIONS,
-    NAME,
-    ask,
-    error,
-    make_served_model,
-    nothing_left,
-    ok,
-    run_async,
-)
+from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
 from test_async_llm import failing_steps
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -31,18 +20,6 @@ from nanovllm.apps.server.sampling import SAME_NAME
 HELLO = [{"role": "user", "content": "hello"}]
 NOT_OFFERED = {"detokenize", "logits_processors", "skip_clone"}  # they are for programs
 SAMPLING = {"max_tokens": 8, "ignore_eos": True, "seed": 3, "temperature": 0.8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[AsyncLLM]:
-    with AsyncLLM(model, **CACHE) as engine:
-        yield engine
-        assert nothing_left(engine)
 
 
 @pytest.fixture(scope="module")

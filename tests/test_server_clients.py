@@ -15,18 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_helpers import (
-    CACHE,
-    CHAT,
-    COMPLETIONS,
-    NAME,
-    TOOL,
-    in_engine,
-    listening,
-    make_served_model,
-    nothing_left,
-    run_async,
-)
+from server_helpers import CHAT, COMPLETIONS, NAME, TOOL, in_engine, listening, run_async
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.apps.server.async_llm import AsyncLLM
@@ -34,13 +23,6 @@ from nanovllm.apps.server.async_llm import AsyncLLM
 pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model")), **CACHE) as engine:
-        yield engine
-        assert nothing_left(engine)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from server_helpers import (
     error,
     held_steps,
     in_engine,
-    make_served_model,
     nothing_left,
     ok,
     run_async,
@@ -27,18 +25,6 @@ from nanovllm.apps.server.async_llm import LONG_TEXT, AsyncLLM
 from nanovllm.apps.server.limits import Admission
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[AsyncLLM]:
-    with AsyncLLM(model, **CACHE) as engine:
-        yield engine
-        assert nothing_left(engine)
 
 
 def test_keys(engine: AsyncLLM) -> None:

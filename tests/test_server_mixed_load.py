@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import CHAT, COMPLETIONS, ask, in_engine, listening, make_served_model, nothing_left, run_async
+from cli_helpers import make_model
+from server_helpers import CHAT, COMPLETIONS, ask, in_engine, listening, nothing_left, run_async
 
 from nanovllm.apps.server.async_llm import AsyncLLM
 
@@ -138,7 +139,7 @@ async def begun_together(engine: AsyncLLM, count: int) -> AsyncIterator[None]:
 
 
 def test_a_hundred_requests_at_once_have_the_answers_of_each_alone(tmp_path: Path) -> None:
-    model, asked = make_served_model(tmp_path / "model"), requests()
+    model, asked = make_model(tmp_path / "model"), requests()
     assert len(asked) == 100 and {client for client, *_ in asked} == {*CLIENTS, GONE}
 
     async def load(engine: AsyncLLM, port: int) -> list[list[dict[str, Any]]]:

@@ -27,8 +27,8 @@ from typing import IO, Any
 import httpx
 import pytest
 import serve_held
+from cli_helpers import make_model
 from rank_processes import child_pids, is_running, rank_pids
-from server_helpers import make_served_model
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
@@ -79,13 +79,8 @@ def logged(log: IO[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("long"), max_positions=32768)
+    return make_model(tmp_path_factory.mktemp("long"), max_positions=32768)
 
 
 def url(port: int) -> str:

@@ -10,17 +10,7 @@ from typing import Any
 import h11
 import openai
 import pytest
-from server_helpers import (
-    CACHE,
-    NAME,
-    TOOL,
-    held_steps,
-    listening,
-    make_served_model,
-    nothing_left,
-    raw,
-    run_async,
-)
+from server_helpers import CACHE, NAME, TOOL, held_steps, listening, nothing_left, raw, run_async
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
@@ -28,18 +18,6 @@ from nanovllm.apps.server import connections
 from nanovllm.apps.server.async_llm import AsyncLLM
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[AsyncLLM]:
-    with AsyncLLM(model, **CACHE) as engine:
-        yield engine
-        assert nothing_left(engine)
 
 
 @pytest.fixture(scope="module")

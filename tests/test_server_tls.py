@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import CACHE, listening, make_served_model, settings
+from cli_helpers import make_model
+from server_helpers import CACHE, listening, settings
 
 from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError
@@ -68,7 +69,7 @@ def test_clients_without_a_certificate_of_the_named_cas_are_refused(files: Path,
         with httpx.Client(verify=context) as client:
             return client.get(f"https://localhost:{port}/health").status_code
 
-    with AsyncLLM(make_served_model(tmp_path / "model"), **CACHE) as engine:
+    with AsyncLLM(make_model(tmp_path / "model"), **CACHE) as engine:
         with listening(engine, **given(files)) as (_, port):
             assert health(port, trusted) == 200
             with pytest.raises(httpx.HTTPError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cli_helpers import make_model
 from hypothesis import given
 from hypothesis import strategies as st
-from server_helpers import CACHE, TOOL, ask, events, make_served_model, settings
+from server_helpers import CACHE, TOOL, ask, events, settings
 from tokenizer_files import CHAT_TEMPLATE
 
 from nanovllm.apps.server.async_llm import AsyncLLM
@@ -154,12 +155,6 @@ def test_calls_in_deltas() -> None:
 # ---- through the server
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model")), **CACHE) as engine:
-        yield engine
-
-
 def test_the_template_shows_tools_calls_and_results(engine: AsyncLLM) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
@@ -216,7 +211,7 @@ def test_a_forced_tool_is_called(engine: AsyncLLM) -> None:
 
 
 def test_tools_that_the_model_would_not_see_are_refused(tmp_path: Any) -> None:
-    with AsyncLLM(make_served_model(tmp_path, template=CHAT_TEMPLATE), **CACHE) as engine:
+    with AsyncLLM(make_model(tmp_path, template=CHAT_TEMPLATE), **CACHE) as engine:
         body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 2}
         assert "--tool-call-parser" in ask(engine, CHAT, body).json()["error"]["message"]
         assert ask(engine, CHAT, body, tool_call_parser="none").status_code == 200
