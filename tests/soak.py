@@ -13,12 +13,10 @@ Results must not depend on the batch to the bit. Where torch's matrix products d
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -199,74 +197,31 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
         driver.llm.close()
 
 
-# ---- memory
-
-
-class MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc, in bytes."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of this process with all engines closed: bytes resident, allocated and kept free by malloc, in tensors."""
-
-    rss: int
-    allocated: int
-    kept_free: int
-    tensors: int
-    threads: int
-
-    @classmethod
-    def now(cls) -> Memory:
-        gc.collect()
-        mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-        allocated = kept_free = 0
-        if mallinfo2 is not None:
-            mallinfo2.restype = MallInfo
-            info = mallinfo2()
-            allocated, kept_free = info.uordblks + info.hblkhd, info.fordblks
-        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-        strided = sum(each.nbytes for each in tensors if each.layout == torch.strided)  # others have no nbytes
-        return cls(rss_bytes(), allocated, kept_free, strided, threading.active_count())
-
-    def __str__(self) -> str:
-        return (
-            f"resident {self.rss / MIB:.0f} MiB, allocated {self.allocated / MIB:.0f}, kept free by malloc "
-            f"{self.kept_free / MIB:.0f}, tensors {self.tensors / MIB:.1f}, {self.threads} threads"
-        )
-
-
 def soak(model: str, minutes: float, seed: int, first_round: int, rounds: int | None) -> int:
     """Run rounds; the exit status."""
-    totals, end, number = Totals(), time.monotonic() + 60 * minutes, first_round
-    last_line, begin, memory = 0.0, time.monotonic(), Memory.now()
-    print(f"seed {seed}; {memory}", flush=True)
-    most = memory.rss
+    totals, begin, number, told = Totals(), time.monotonic(), first_round, 0.0
+    print(f"seed {seed}", flush=True)
     with LLM(model, dtype="float32", device="cpu", kvcache_block_size=BLOCK, num_gpu_blocks=200,
              max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False) as alone:  # fmt: skip
-        while time.monotonic() < end and len(totals.differences) < MOST_REPORTED and rounds != 0:
+        while time.monotonic() < begin + 60 * minutes and len(totals.differences) < MOST_REPORTED and rounds != 0:
             known = len(totals.differences)
             run_round(number, seed, model, alone, totals)
             for found in totals.differences[known:]:
                 print(found, flush=True)
-            before, memory = memory, Memory.now()
             number, rounds = number + 1, None if rounds is None else rounds - 1
-            if time.monotonic() - last_line > 60 or memory.rss > most + 16 * MIB:
-                last_line = time.monotonic()
-                step = f"round {number - 1}: +{(memory.rss - before.rss) / MIB:.0f} MiB"
-                done = f"{last_line - begin:6.0f} s, {number - first_round} rounds"
-                print(f"{done}: {totals}; {memory} ({step})", flush=True)
-            most = max(most, memory.rss)
-    print(f"end after {time.monotonic() - begin:.0f} s, {number - first_round} rounds: {totals}; {Memory.now()}")
+            if time.monotonic() - told > 60:
+                told = time.monotonic()
+                print(f"{told - begin:6.0f} s, {number - first_round} rounds: {totals}; {_memory()}", flush=True)
+    seconds = time.monotonic() - begin
+    print(f"end after {seconds:.0f} s, {number - first_round} rounds: {totals}; {_memory()}")
     return 1 if totals.differences else 0
+
+
+def _memory() -> str:
+    """Of this process with the engines of the rounds closed: what is resident, and what its tensors hold."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.layout == torch.strided]
+    return f"resident {rss_bytes() / MIB:.0f} MiB, tensors {sum(each.nbytes for each in tensors) / MIB:.1f} MiB"
 
 
 def main() -> int:

@@ -163,11 +163,6 @@ def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypat
     assert nothing_left(shared)
 
 
-def test_a_long_text_is_truncated_as_asked(shared: AsyncLLM) -> None:
-    output = run_async(collect(shared, "ab" * 1000, params(1, truncate_prompt_tokens=2)))[-1]
-    assert bytes(output.prompt_token_ids) == b"ab"
-
-
 def test_a_consumer_that_goes_away_aborts_its_request(shared: AsyncLLM) -> None:
     async def leave() -> None:
         async with aclosing(shared.generate("going", params(900))) as outputs:
@@ -360,19 +355,6 @@ def test_deltas_merge_in_any_grouping_to_the_same(steps: list[list[tuple[int, in
     assert {each.index: each.token_ids for each in whole.outputs} == expected
     assert whole.outputs == [completion(index, tokens, None) for index, tokens in expected.items()]
     assert whole.finished
-
-
-def test_outputs_of_a_prompts_chunks_wait_for_its_first_token() -> None:
-    async def use() -> None:
-        collector = OutputCollector(DELTA)
-        for scored in ([None], [{5: Logprob(-1.0, 1, None)}]):
-            chunk = RequestOutput("r", None, [1], [], False, RequestMetrics(0.0), prompt_logprobs=list(scored))
-            assert not collector.put(chunk), "no consumer is woken"
-        assert collector.put(output_of([completion(0, [7], None)], False))
-        output = await collector.take()
-        assert output.outputs[0].token_ids == [7] and len(output.prompt_logprobs or ()) == 2
-
-    run_async(use())
 
 
 def test_a_collector_holds_one_output_and_raises_its_error_last() -> None:

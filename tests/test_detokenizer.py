@@ -80,22 +80,6 @@ def test_any_tokens_give_their_text(bytes_tokenizer: HuggingFaceTokenizer, slow:
         assert "".join(found) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@BOTH
-def test_a_character_of_four_bytes_appears_with_its_last(bytes_tokenizer: HuggingFaceTokenizer, slow: bool) -> None:
-    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
-    assert pieces(tokenizer, [*b"x", *"🎉".encode(), *b"y"]) == ["x", "", "", "", "🎉", "y", ""]
-    assert pieces(tokenizer, [*b"x", *"🎉".encode()[:3]]) == ["x", "", "", "", REPLACEMENT]
-
-
-@BOTH
-def test_special_tokens_are_passed_over_or_shown(bytes_tokenizer: HuggingFaceTokenizer, slow: bool) -> None:
-    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
-    end = tokenizer.encode(END)
-    token_ids = [*b"a", *end, *"é".encode(), *end]
-    assert pieces(tokenizer, token_ids) == ["a", "", "", "é", "", ""]
-    assert "".join(pieces(tokenizer, token_ids, skip_special_tokens=False)) == f"a{END}é{END}"
-
-
 def test_a_prompt_that_ends_within_a_character_is_not_shown(bytes_tokenizer: HuggingFaceTokenizer) -> None:
     half = list("日".encode()[:2])
     assert pieces(bytes_tokenizer, [*b"ab"], [*b"x", *half]) == ["a", "b", ""]

@@ -66,13 +66,6 @@ def test_only_cells_that_have_changed(data: st.DataObject) -> None:
     assert told == [cell for cell in range(len(after)) if after[cell] != before[cell]]
 
 
-def test_a_message_of_many_blocks_is_short() -> None:
-    states = bytes([KVBlockState.USED]) * 70_000 + bytes([KVBlockState.CACHED]) * 30_000
-    assert changed_runs(states, None) == [[0, 70_000, KVBlockState.USED], [70_000, 30_000, KVBlockState.CACHED]]
-    later = states[:70_000] + bytes([KVBlockState.USED]) + states[70_001:]
-    assert changed_runs(later, states) == [[70_000, 1, KVBlockState.USED]]
-
-
 # ---- snapshots of an engine
 
 
@@ -290,11 +283,10 @@ def test_a_step_is_seen_while_it_runs(llm: LLM) -> None:
         async with aclosing(Client(events)) as client:
             await client.read()
             await client.read()
-            for _ in steps(llm, random_prompt(150, 199, 1)):
-                events._wanted = True
+            events._wanted = True
+            next(steps(llm, random_prompt(150, 199, 1)))
             await settled()
-            seen = [await client.read()]
-            assert seen[-1]["prefill"]["layer"] > 0 or seen[-1]["totals"]["output_tokens"] > 0
+            assert (await client.read())["prefill"]["layer"] > 0
 
     run_with(llm, test, interval=3600.0)
 
@@ -332,18 +324,3 @@ def test_nothing_is_sent_while_nothing_changes(llm: LLM) -> None:
             await asyncio.wait([reading])
 
     run_with(llm, test, interval=0.01)
-
-
-def test_the_streams_end_with_the_server(llm: LLM) -> None:
-    async def test(_: KVCacheEvents) -> None:
-        over = False
-        events = KVCacheEvents(InlineEngine(llm), is_over=lambda: over)
-        client = Client(events)
-        await client.read()
-        await client.read()
-        over = True
-        with pytest.raises(StopAsyncIteration):
-            await client.read()
-        assert events.num_listeners == 0
-
-    run_with(llm, test)

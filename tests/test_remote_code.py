@@ -14,7 +14,6 @@ from checkpoints import edit_config, refusal
 from cli_helpers import GREEDY, SMALL_CACHE, make_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError
 from nanovllm.text.tokenizer import load_tokenizer
 
 CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\n{names}"
@@ -68,13 +67,13 @@ def test_lines_of_standard_input_are_prompts_and_nothing_else(model: Path) -> No
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("reference", ["evil.Evil", "someone/repo--evil.Evil", "../evil.Evil", 5])
-def test_code_by_any_name_is_refused(reference: object, model: Path) -> None:
+def test_code_by_any_name_is_refused(model: Path) -> None:
     marker = add_code(model, "Evil")
-    auto_map = {"AutoTokenizer": [reference, reference]}
-    edit_config(model, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
-    message = refusal(lambda: load_tokenizer(model))
-    assert str(model) in message and "\n" not in message
+    for reference in ("evil.Evil", "someone/repo--evil.Evil", "../evil.Evil", 5):
+        auto_map = {"AutoTokenizer": [reference, reference]}
+        edit_config(model, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+        message = refusal(lambda: load_tokenizer(model))
+        assert str(model) in message and "\n" not in message
     assert not marker.exists()
 
 
@@ -95,12 +94,6 @@ def test_an_architecture_of_the_directorys_own_is_refused(model: Path) -> None:
     message = refusal(lambda: LLM(model))
     assert "EvilForCausalLM" in message and "Qwen3ForCausalLM" in message
     assert not marker.exists()
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_remote_code_is_asked_for_with_true_or_false(value: object, model: Path) -> None:
-    message = refusal(lambda: LLM(model, trust_remote_code=value), ConfigError)
-    assert f"trust_remote_code={value!r}" in message
 
 
 def test_asking_for_remote_code_runs_none(model: Path) -> None:

@@ -55,12 +55,6 @@ def test_pages_of_other_origins_need_permission(engine: AsyncLLM) -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
 
 
-def test_a_body_over_the_limit_is_not_read(engine: AsyncLLM) -> None:
-    body = {"prompt": "a" * 3000, "max_tokens": 1}
-    found = error(engine, COMPLETIONS, body, 413, max_body_bytes=1000)
-    assert "1,000 bytes" in found["message"]
-
-
 def test_a_full_queue_is_refused_and_told_when_to_come_back(model: str) -> None:
     async def flood(engine: AsyncLLM) -> list[Any]:
         async with client_of(engine, max_queue=3) as client:
@@ -78,19 +72,6 @@ def test_a_full_queue_is_refused_and_told_when_to_come_back(model: str) -> None:
         refused = next(response for response in responses if response.status_code == 429)
         assert int(refused.headers["retry-after"]) > 0 and refused.json()["error"]["code"] == "queue_full"
         assert nothing_left(engine)
-
-
-def test_draining_refuses_new_requests(engine: AsyncLLM) -> None:
-    admission = Admission(engine, 100)
-    admission.draining = True
-
-    async def asked() -> list[Any]:
-        async with client_of(engine, admission) as client:
-            return [await client.get(path) for path in ("/v1/models", "/health", "/metrics")]
-
-    refused, health, metrics = run_async(asked())
-    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-    assert health.json() == {"status": "draining"} and metrics.status_code == 200
 
 
 def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:

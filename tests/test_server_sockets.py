@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import h11
 import openai
 import pytest
-from server_helpers import CACHE, NAME, TOOL, held_steps, listening, nothing_left, raw, run_async
+from server_helpers import CACHE, NAME, TOOL, held_steps, listening, nothing_left, raw
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
@@ -96,24 +95,6 @@ def test_errors_of_the_official_client(client: openai.OpenAI, port: int) -> None
         client.with_options(api_key="wrong").models.list()
 
 
-def test_the_official_asynchronous_client(port: int, engine: AsyncLLM) -> None:
-    async def use() -> None:
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key") as client:
-            answers = await asyncio.gather(
-                *(client.completions.create(model=NAME, prompt="p", max_tokens=4, temperature=0) for _ in range(8))
-            )
-            assert len({answer.choices[0].text for answer in answers}) == 1
-            stream: Any = await client.chat.completions.create(
-                model=NAME, messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-            )
-            async for _ in stream:
-                break
-            await stream.close()
-
-    run_async(use())
-    assert nothing_left(engine), "an answer that is left in the middle ends"
-
-
 # ---- clients that go away
 
 
@@ -159,14 +140,14 @@ def head(*fields: str, method: str = "POST", path: str = "/v1/completions") -> b
     return "\r\n".join(lines).encode()
 
 
-@pytest.mark.parametrize("size", [70_000, 200_000, 3_000_000])
-def test_a_header_above_64_kib_is_answered_431(port: int, size: int) -> None:
+def test_a_header_above_64_kib_is_answered_431(port: int) -> None:
     """However it comes, and though the client sends all of it before it reads."""
     for data in (
-        head("X: " + "a" * size, method="GET", path="/health"),
-        head(*(f"X-{i}: {'a' * 1000}" for i in range(size // 1000)), method="GET", path="/health"),
-        head(method="GET", path="/health?" + "a" * size),
-        b"GET /health HTTP/1.1\r\nX: " + b"a" * size,
+        head("X: " + "a" * 70_000, method="GET", path="/health"),
+        head("X: " + "a" * 3_000_000, method="GET", path="/health"),
+        head(*(f"X-{i}: {'a' * 1000}" for i in range(200)), method="GET", path="/health"),
+        head(method="GET", path="/health?" + "a" * 70_000),
+        b"GET /health HTTP/1.1\r\nX: " + b"a" * 200_000,
     ):
         answer = raw(port, data)
         assert answer.startswith(b"HTTP/1.1 431 ") and b"65,536 bytes" in answer and b"header_too_large" in answer
@@ -183,12 +164,11 @@ def test_a_header_may_come_in_pieces() -> None:
     assert isinstance(connection.next_event(), h11.Request)
 
 
-@pytest.mark.parametrize("length", [10**9, 10**15, 10**19, 10**20, 10**40])
-def test_an_impossible_content_length_is_answered_413_at_once(engine: AsyncLLM, length: int) -> None:
+def test_an_impossible_content_length_is_answered_413_at_once(engine: AsyncLLM) -> None:
     with listening(engine, idle_timeout=3600.0) as (_, port):  # no other limit ends it
-        fields = ("Content-Type: application/json", f"Content-Length: {length}")
-        answer = raw(port, head(*fields) + b'{"prompt"')
-        assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+        for length in (10**9, 10**19, 10**20, 10**40):
+            answer = raw(port, head("Content-Type: application/json", f"Content-Length: {length}") + b'{"prompt"')
+            assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
 
 
 def test_a_refused_client_may_send_on(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +176,7 @@ def test_a_refused_client_may_send_on(engine: AsyncLLM, monkeypatch: pytest.Monk
     monkeypatch.setattr(connections, "DISCARD_SECONDS", 3600.0)
     with listening(engine) as (server, port), socket.create_connection(("127.0.0.1", port), 60) as connection:
         connection.sendall(head("X: " + "a" * 70_000, method="GET", path="/health"))
-        answer = b""
-        while part := connection.recv(65536):
-            answer += part
-        assert answer.startswith(b"HTTP/1.1 431 ") and answer.count(b"HTTP/1.1") == 1
+        assert b"".join(iter(lambda: connection.recv(65536), b"")).count(b"HTTP/1.1 431 ") == 1
         connection.sendall(b"a" * 20_000_000)
         assert server.server_state.connections
 
@@ -261,6 +238,15 @@ def test_a_large_body_is_refused_while_it_comes(engine: AsyncLLM) -> None:
 # ---- the end
 
 
+def until_closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection, which is closed here too."""
+    answer = b""
+    with connection:
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
 def test_draining_answers_what_runs_and_refuses_the_rest(model: str) -> None:
     with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as running:
@@ -269,9 +255,7 @@ def test_draining_answers_what_runs_and_refuses_the_rest(model: str) -> None:
                 assert eventually(lambda: bool(engine._collectors))
                 server.handle_exit(15, None)
                 assert b" 503 " in raw(port, post('{"prompt": "b"}'))
-            answer = b""
-            while part := running.recv(65536):
-                answer += part
+            answer = until_closed(running)
         assert b" 200 " in answer and b'"completion_tokens":150' in answer
         assert eventually(lambda: server.should_exit)
 
@@ -282,20 +266,9 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
             running.sendall(post('{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'))
             assert eventually(lambda: bool(engine._collectors))
             server.handle_exit(15, None)
-            answer = b""
-            while part := running.recv(65536):
-                answer += part
+            answer = until_closed(running)
         assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
         assert nothing_left(engine)
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection, which is closed here too."""
-    answer = b""
-    with connection:
-        while part := connection.recv(65536):
-            answer += part
-    return answer
 
 
 def test_a_second_signal_ends_every_stream_with_an_error(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cli_helpers import make_model
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from server_helpers import CACHE, TOOL, ask, events, settings
 from tokenizer_files import CHAT_TEMPLATE
@@ -75,20 +75,15 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     return whole
 
 
-@pytest.mark.parametrize("make,text,pieces", CASES)
-def test_calls_are_read(make: Callable[[], Parser], text: str, pieces: list[Piece]) -> None:
-    parser = make()
-    assert joined([*parser.feed(text), *parser.finish()]) == joined(pieces)
-
-
-@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=30))
-def test_calls_are_read_from_any_pieces(case: tuple[Callable[[], Parser], str, list[Piece]], cuts: list[int]) -> None:
-    make, text, pieces = case
-    parser, found = make(), []
-    ends = [*sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    for begin, end in zip([0, *ends], ends, strict=False):
-        found += parser.feed(text[begin:end])
-    assert joined([*found, *parser.finish()]) == joined(pieces)
+@given(st.lists(st.integers(0, 200), max_size=30))
+@example([])
+def test_calls_are_read_from_any_pieces(cuts: list[int]) -> None:
+    for make, text, pieces in CASES:
+        parser, found = make(), []
+        ends = [*sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        for begin, end in zip([0, *ends], ends, strict=False):
+            found += parser.feed(text[begin:end])
+        assert joined([*found, *parser.finish()]) == joined(pieces)
 
 
 def test_content_before_a_call_is_not_held_back() -> None:
@@ -181,27 +176,10 @@ def test_a_request_with_tools_is_answered(engine: AsyncLLM) -> None:
 
 
 def test_a_forced_tool_is_called(engine: AsyncLLM) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "pick",
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"enum": [1, 2]}},
-                "required": ["x"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    spaces = {str(space): -100 for space in b" \t\r\n"}  # random weights may write them for ever
-    body = {
-        "messages": HELLO,
-        "tools": [tool],
-        "max_tokens": 200,
-        "seed": 3,
-        "logit_bias": spaces,
-        "stop_token_ids": [298],
-    }
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    body = {"messages": HELLO, "tools": [tool], "max_tokens": 200, "seed": 3, "stop_token_ids": [298]}
+    body["logit_bias"] = {str(space): -100 for space in b" \t\r\n"}  # random weights may write spaces for ever
     named = {"type": "function", "function": {"name": "pick"}}
     for choice, reason in (("required", "tool_calls"), (named, "stop")):
         (answer,) = ask(engine, CHAT, {**body, "tool_choice": choice, "parallel_tool_calls": False}).json()["choices"]

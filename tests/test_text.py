@@ -223,10 +223,3 @@ def test_a_stop_string_with_the_last_token_is_a_stop() -> None:
     bench.run()
     assert bench.reason("a")[0] == "stop"
     assert bench.reason("b") == ("length", None) and bench.finished["b"].outputs[0].text == text
-
-
-def test_stop_strings_need_a_tokenizer() -> None:
-    bench = Bench()
-    with pytest.raises(ValueError, match=r"stop=\['x'\]: needs a tokenizer.*stop_token"):
-        bench.add("a", prompt_of(3), stop="x")
-    assert not bench.engine.has_unfinished_requests()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 def test_special_tokens_are_read_and_not_printed(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"in{END}a")
     assert len(ids) == 3, "a merged token, the end token, a byte"
-    assert tokenizer.decode(ids) == "ina"
+    assert tokenizer.decode(ids) == "ina" and tokenizer.decode(ids, skip_special_tokens=False) == f"in{END}a"
     assert all(type(token) is int for token in ids)
 
 
@@ -40,12 +39,6 @@ def test_special_tokens_are_read_and_not_printed(tokenizer: Tokenizer) -> None:
 @QUICK
 def test_encoding_and_decoding_is_lossless(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("skip", [True, False])
-def test_decoding_shows_special_tokens_when_asked(tokenizer: Tokenizer, skip: bool) -> None:
-    token_ids = tokenizer.encode(f"in{END}a")
-    assert tokenizer.decode(token_ids, skip_special_tokens=skip) == ("ina" if skip else f"in{END}a")
 
 
 def test_spaces_are_never_cleaned_up(tmp_path: Path) -> None:
@@ -62,26 +55,6 @@ def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").mkdir()  # not a file
     assert load_tokenizer(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "file, content",
-    [
-        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab"'),
-        ("tokenizer.json", ""),
-        ("tokenizer.json", "[1, 2]"),
-        ("tokenizer.json", '{"version": "1.0"}'),
-        ("tokenizer_config.json", "{"),
-    ],
-)
-def test_damaged_files_are_refused_with_their_directory(
-    file: str, content: str, model_dir: Path, tmp_path: Path
-) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
-    (tmp_path / file).write_text(content)
-    with pytest.raises(ModelError, match=rf"tokenizer files in {re.escape(str(tmp_path))} cannot be read: \S"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("lonely", ["tokenizer_config.json", "vocab.json"])

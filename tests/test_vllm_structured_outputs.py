@@ -89,21 +89,6 @@ def test_the_example(llm: LLM) -> None:
     assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", found)
 
 
-def test_all_kinds_run_beside_each_other(llm: LLM) -> None:
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, seed=seed, structured_outputs=StructuredOutputsParams(**given))
-        for seed in range(3)
-        for given in (
-            {"choice": ["yes", "no"]},
-            {"json": Person, "disable_any_whitespace": True},
-            {"grammar": SQL},
-        )
-    ]
-    conversations = [[{"role": "user", "content": "hi"}]] * len(params)
-    texts = [output.outputs[0].text for output in llm.chat(conversations, params, use_tqdm=False)]
-    assert set(texts[::3]) <= {"yes", "no"} and all(text.startswith("SELECT col_") for text in texts[2::3])
-
-
 @pytest.mark.slow
 def test_a_real_model_describes_a_person(smollm2_dir: Path) -> None:
     question = [{"role": "user", "content": "Describe a person as JSON: name, age, occupation and languages."}]
