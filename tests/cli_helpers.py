@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
 
 from nanovllm.apps.cli.main import main
+from nanovllm.data.batch import Batch, StepResult
+from nanovllm.engine.model_runner import ModelRunner
 
 SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
@@ -45,8 +50,13 @@ def exit_status(words: list[str]) -> object:
         return stopped.code
 
 
+def no_json(constant: str) -> NoReturn:
+    raise AssertionError(f"{constant} is no JSON")
+
+
 def json_lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+    """The value of each line, which must be strict JSON: without NaN and infinity."""
+    return [json.loads(line, parse_constant=no_json) for line in text.splitlines()]
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool = False) -> None:
@@ -62,3 +72,24 @@ def write_jsonl(path: Path, *lines: object) -> str:
         b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
     )
     return str(path)
+
+
+def at_steps(monkeypatch: pytest.MonkeyPatch, actions: Mapping[int, Callable[[], object]]) -> list[Batch]:
+    """Before step n is executed, the first being 1, `actions[n]` is called. Returns the batches, which grow."""
+    execute, batches = ModelRunner.execute, []
+
+    def watched(self: ModelRunner, batch: Batch) -> StepResult:
+        batches.append(batch)
+        actions.get(len(batches), bool)()
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", watched)
+    return batches
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail() -> None:
+    raise RuntimeError("out of luck")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
+from cli_helpers import SMALL_CACHE, TEMPLATE, at_steps, exit_status, fail, interrupt, make_model, set_stdin
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.chat import Conversation
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.client import EngineClient
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features import progress_bar
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
@@ -97,15 +95,7 @@ def test_a_question_that_cannot_be_answered_ends_nothing(
 def test_a_failed_step_ends_the_answer_only(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, calls = ModelRunner.execute, []
-
-    def failing(self: ModelRunner, batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 3:
-            raise RuntimeError("out of luck")
-        return execute(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", failing)
+    at_steps(monkeypatch, {3: fail})
     assert talk(monkeypatch, model, "one\ntwo\n") == 1
     told = capsys.readouterr().err.splitlines()
     assert "out of luck" in told[0] and "8 generated" in told[1] and len(told) == 2
@@ -114,15 +104,7 @@ def test_a_failed_step_ends_the_answer_only(
 def test_an_interrupt_ends_the_answer_and_keeps_the_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, calls = ModelRunner.execute, []
-
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return execute(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    at_steps(monkeypatch, {6: interrupt})
     assert talk(monkeypatch, model, "What?\nWhat else?\n", "--document", document) == 0
     told = capsys.readouterr().err.splitlines()
     assert "5 generated" in told[1] and told[1].endswith("abort]")
@@ -132,19 +114,12 @@ def test_an_interrupt_ends_the_answer_and_keeps_the_document(
 def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, calls, at = ModelRunner.execute, [], {1: 1}
-
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
-        calls.append(batch)
-        for _ in range(at.get(len(calls), 0)):
-            os.kill(os.getpid(), signal.SIGINT)
-        return execute(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    actions: dict[int, Callable[[], object]] = {1: interrupt}
+    calls = at_steps(monkeypatch, actions)
     options = ["--document", document, "--max-num-batched-tokens", "100"]
     assert talk(monkeypatch, model, "What?\n", *options) == 130
     assert len(calls) == 1 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
-    at[6] = 2
+    actions[6] = lambda: (interrupt(), interrupt())
     assert talk(monkeypatch, model, "What?\n") == 130
     assert len(calls) == 6 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
 
@@ -200,13 +175,6 @@ def test_an_answer_is_bounded_by_default_and_starts_from_what_the_checkpoint_rec
         assert used[-1].top_k == recommended.get("top_k", 0)
 
 
-def test_help_names_the_bound_of_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["chat", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--max-tokens N most tokens to generate; none: up to max_model_len (default: 1024)" in said
-
-
 def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +184,7 @@ def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(
         assert prompt == "> "
         for question in questions:
             return question
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt()
         return ""
 
     monkeypatch.setattr("builtins.input", typed)
@@ -227,33 +195,23 @@ def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(
     assert "/reset" in told[0] and "8 generated" in told[1] and told[2] == "nanovllm chat: interrupted"
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--document", "{dir}/nothing"], "nothing' cannot be read: No such file"),
-        (["--document", "{dir}/empty"], "is empty: give a text to talk about"),
-        (["--document", "{dir}/bytes"], "is not UTF-8"),
-        (["--chat-template", "{dir}/bytes"], "is not UTF-8: give a Jinja template"),
-        (["--n", "2"], "unknown argument '--n'"),
-        (["--top-p", "2"], "top_p=2.0: must be"),
-        (["--document", "{dir}/long"], "max_model_len is 1024"),
-    ],
-)
 def test_refusals_cost_one_sentence(
-    model: str,
-    options: list[str],
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, content in {"empty": b" \n", "bytes": b"\xff", "long": b"x" * 3000}.items():
         (tmp_path / name).write_bytes(content)
-    try:
-        code: object = talk(monkeypatch, model, "hi\n", *(option.format(dir=tmp_path) for option in options))
-    except SystemExit as stopped:
-        code = stopped.code
-    printed = capsys.readouterr()
-    sentence, *flags = printed.err.splitlines()
-    assert code == 2 and printed.out == "" and sentence.startswith("nanovllm chat: error: ") and told in sentence
-    assert len(flags) <= 1 and all(line.startswith("--") for line in flags)
+    for options, told in (
+        (["--document", f"{tmp_path}/nothing"], "nothing' cannot be read: No such file"),
+        (["--document", f"{tmp_path}/empty"], "is empty: give a text to talk about"),
+        (["--document", f"{tmp_path}/bytes"], "is not UTF-8"),
+        (["--chat-template", f"{tmp_path}/bytes"], "is not UTF-8: give a Jinja template"),
+        (["--n", "2"], "unknown argument '--n'"),
+        (["--top-p", "2"], "top_p=2.0"),
+        (["--document", f"{tmp_path}/long"], "max_model_len is 1024"),
+    ):
+        set_stdin(monkeypatch, b"hi\n")
+        assert exit_status(["chat", "--model", model, *OPTIONS, *options]) == 2
+        printed = capsys.readouterr()
+        sentence, *flags = printed.err.splitlines()
+        assert printed.out == "" and sentence.startswith("nanovllm chat: error: ") and told in sentence
+        assert len(flags) <= 1 and all(line.startswith("--") for line in flags)

@@ -16,16 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, make_model, set_stdin, write_jsonl
+from cli_helpers import (
+    GREEDY,
+    SMALL_CACHE,
+    TEMPLATE,
+    at_steps,
+    fail,
+    generate,
+    interrupt,
+    json_lines,
+    make_model,
+    set_stdin,
+    write_jsonl,
+)
 
 import nanovllm
 import nanovllm.llm
-from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
-from nanovllm.apps.cli.results import text_result
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.features import progress_bar
-from nanovllm.outputs import RequestMetrics
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +109,6 @@ def test_standard_input_is_read_where_no_prompt_is_named(
     assert capsys.readouterr().out == expected("two\nlines") + "\n"
 
 
-def test_every_sequence_is_printed() -> None:
-    completions = [CompletionOutput(index, text, []) for index, text in enumerate(("a", "b"))]
-    assert text_result(RequestOutput("0", None, [], completions, True, RequestMetrics(0.0))) == "a\nb\n"
-
-
 def test_several_sequences_of_a_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["one", "two words", "--temperature", "1", "--n", "3"]
     assert generate(model, *options, "--json") == 0
@@ -155,43 +158,51 @@ def test_a_chat_template_from_a_file(
 # ---- what goes wrong with one prompt
 
 
+LONG = "x" * 50_000
+BAD_LINES: list[tuple[object, str]] = [
+    (b"{", "it is not JSON"),
+    (b"\xff", "is not UTF-8: byte 0xff at position 0"),
+    ([1], "must be a JSON object"),
+    ({"id": 5}, "exactly one of prompt, prompt_token_ids, messages, and has none"),
+    ({"prompt": "a", "messages": []}, "has prompt and messages"),
+    ({"prompt": [LONG]}, "prompt must be text, got ['xxx"),
+    ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?"),
+    ({"prompt": "a", LONG: 5}, "unknown key 'xxx"),
+    ({"prompt": "a", "output_kind": 1}, "unknown key 'output_kind'"),
+    ({"prompt": "a", "temperature": -1}, "temperature=-1: must be"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt_token_ids": [1000]}, "token id 1000"),
+    ({"prompt_token_ids": 5}, "prompt_token_ids must be a list"),
+    ({"messages": "hi"}, "messages must be a list of objects"),
+    ({"messages": [{"role": LONG, "content": "hi"}]}, "no role xxx"),
+    ({"messages": [{"role": "user", "content": [[[[["deep"]]]]]}]}, "a part of a message must be"),
+    (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+    ({"prompt": "a" * 2000}, "max_model_len is 1024"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias='9999"),
+    (b'{"prompt": "a", "top_k": ' + b"9" * 5000 + b"}", "it is not JSON: Exceeds the limit"),
+    (b"[" * 100_000, "it is not JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature=nan: must be a number"),
+    (b'{"prompt": "a", "id": ' + b"[" * 900 + b"1e999" + b"]" * 900 + b"}", "its id holds NaN or infinity"),
+    ({"prompt": "a", "cache_salt": {"a": 1}}, "cache_salt={'a': 1}: must be None or a string"),
+]
+
+
 def test_bad_lines_lose_no_good_ones(
     model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad: dict[int, tuple[object, str]] = {
-        2: (b"{", "it is not JSON"),
-        3: (b"\xff", "is not UTF-8: byte 0xff at position 0"),
-        4: ([1], "must be a JSON object"),
-        5: ({"id": 5}, "exactly one of prompt, prompt_token_ids, messages, and has none"),
-        6: ({"prompt": "a", "messages": []}, "has prompt and messages"),
-        7: ({"prompt": 3}, "prompt must be text, got 3"),
-        8: ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?"),
-        9: ({"prompt": "a", "temperature": -1}, "temperature=-1: must be"),
-        10: ({"prompt": ""}, "the prompt is empty"),
-        11: ({"prompt_token_ids": [1000]}, "token id 1000"),
-        12: ({"prompt_token_ids": 5}, "prompt_token_ids must be a list"),
-        13: ({"messages": "hi"}, "messages must be a list of objects"),
-        14: ({"messages": [{"role": "judge", "content": "hi"}]}, "no role judge"),
-        15: (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
-        16: ({"prompt": "a" * 2000}, "max_model_len is 1024"),
-        17: ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias='x'"),
-        18: ({"prompt": "a", "output_kind": 1}, "unknown key 'output_kind'"),
-        19: (b"[" * 100_000, "it is not JSON"),
-        20: ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
-    }
-    lines = [{"prompt": "one"}, *(line for line, _ in bad.values()), {"prompt": "two words"}]
+    lines = [line for bad, _ in BAD_LINES for line in (bad, {"prompt": "one"})]
     assert generate(model, "--json", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
     printed = capsys.readouterr()
     results = json_lines(printed.out)
-    assert len(results) == 21
-    assert [results[i]["outputs"][0]["text"] for i in (0, 20)] == [expected("one"), expected("two words")]
-    for number, (_, told) in bad.items():
-        result = results[number - 1]
-        assert result["source"] == f"{tmp_path}/p.jsonl line {number}" and "outputs" not in result
-        assert told in result["error"], number
-    assert results[4]["id"] == 5
-    assert printed.err.count("\n") == 1
-    assert f"19 of 21 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
+    assert len(results) == 2 * len(BAD_LINES)
+    for number, (_, told) in enumerate(BAD_LINES):
+        failed, good = results[2 * number : 2 * number + 2]
+        assert failed["source"] == f"{tmp_path}/p.jsonl line {2 * number + 1}" and "outputs" not in failed
+        assert told in failed["error"] and len(failed["error"]) < 2100, number
+        assert good["outputs"][0]["text"] == expected("one")
+    assert results[6]["id"] == 5
+    told = f"{len(BAD_LINES)} of {len(lines)} prompts failed; the first: {tmp_path}/p.jsonl line 1: it is not JSON"
+    assert told in printed.err and printed.err.count("\n") == 1
 
 
 def test_bad_lines_as_text(
@@ -204,13 +215,6 @@ def test_bad_lines_as_text(
     assert printed.err.count("\n") == 4
     for told in ("line 2: the prompt is empty", "line 3: is not UTF-8", "/proc/self/mem: cannot be read", "3 of 5"):
         assert told in printed.err
-
-
-def test_one_empty_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, "") == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == "nanovllm generate: error: prompt 1: the prompt is empty: give at least one token\n"
 
 
 def test_a_prompt_that_is_not_utf8(
@@ -229,15 +233,7 @@ def test_a_prompt_that_is_not_utf8(
 def test_a_failed_step_ends_its_requests_and_no_others(
     model: str, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, calls = ModelRunner.execute, []
-
-    def failing(self: ModelRunner, batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 3:
-            raise RuntimeError("out of luck")
-        return execute(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", failing)
+    at_steps(monkeypatch, {3: fail})
     assert generate(model, "one", "two words", "line 3", "--max-num-seqs", "2", "--json") == 1
     printed = capsys.readouterr()
     results = json_lines(printed.out)
@@ -331,29 +327,6 @@ def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.Captu
 # ---- progress
 
 
-def test_progress_says_where_a_long_prefill_is(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
-    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
-    (tmp_path / "doc.txt").write_text("x" * 800)
-    options = ["--file", str(tmp_path / "doc.txt"), "--progress", "--max-num-batched-tokens", "400"]
-    assert generate(model, *options) == 0
-    lines = capsys.readouterr().err.splitlines()
-    done = [int(line.split()[1]) for line in lines if line.startswith("prefill")]
-    assert done == [0, 200, 400, 600], "also within a step: two layers, two chunks"
-    assert lines[0].startswith("loading ") and lines[2].startswith("prefill 200 of 800 tokens (25%), ")
-    rate, left = lines[2].split(", ")[1:4:2]
-    assert rate.endswith(" tok/s in") and float(rate.split()[0].replace(",", "")) > 0 and left.startswith("about 0:")
-    summary, kv, hint = lines[-3:]
-    assert summary.startswith("1 prompt, 800 tokens computed, 6 generated in ") and "tok/s out" in summary
-    assert summary.endswith("; 1 of 1 cut at --max-tokens or max_model_len")
-    assert re.fullmatch(r"806 tokens: at most [\d.]+ MB of KV on the device", kv)
-    assert hint.startswith("the model has a chat template") and hint.endswith("--chat asks it as a user would")
-    assert generate(model, *options, "--json") == 0
-    assert "of KV on the device" not in capsys.readouterr().err
-
-
 def test_the_end_says_what_was_copied_and_that_the_default_cut_the_answer(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,19 +358,6 @@ def test_the_model_is_the_first_argument_or_a_flag(model: str, capsys: pytest.Ca
     assert outputs[0] and len(set(outputs)) == 1
 
 
-def test_on_a_terminal_the_line_is_redrawn_and_erased(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_bar, "REDRAW", 0.0)
-    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert generate(model, "one") == 0
-    shown = capsys.readouterr().err
-    *drawn, last = shown.split("\r\x1b[K")
-    assert len(drawn) > 3 and all("\n" not in line for line in drawn)
-    assert last.startswith("1 prompt, 3 tokens computed"), "the line is gone before the summary"
-
-
 # ---- Ctrl-C and closed pipes
 
 
@@ -408,15 +368,7 @@ def test_an_interrupt_returns_what_is_finished(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    execute, calls = ModelRunner.execute, []
-
-    def interrupted(self: ModelRunner, batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 8:
-            os.kill(os.getpid(), signal.SIGINT)
-        return execute(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    calls = at_steps(monkeypatch, {8: interrupt})
     jsonl = write_jsonl(
         tmp_path / "p.jsonl",
         {"prompt": "one", "max_tokens": 50},
@@ -436,7 +388,7 @@ def test_an_interrupt_returns_what_is_finished(
 def test_an_interrupt_while_the_model_loads(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nanovllm.llm, "LLM", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(nanovllm.llm, "LLM", lambda *_, **__: interrupt())
     assert generate(model, "one") == 130
     assert capsys.readouterr().err == "nanovllm generate: interrupted\n"
 

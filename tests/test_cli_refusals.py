@@ -8,73 +8,49 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from cli_helpers import generate, json_lines, set_stdin, write_jsonl
+from cli_helpers import exit_status, generate, json_lines, set_stdin, write_jsonl
 
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--model", "{model}", "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
-        (["--model", "{model}", "--zzzz"], "see nanovllm generate --help"),
-        (["--model", "{model}", "--kv-cache-tipe", "auto"], "'--kv-cache-tipe': did you mean --kv-cache-dtype?"),
-        (["--model", "{model}", "x", "--quantization", "awq"], "quantization='awq': the checkpoint is not quantized"),
-        (["--model", "{model}", "x", "--no-enable-chunked-prefill"], "enable_chunked_prefill=False is not supported"),
-        (["--model", "{model}", "x", "--cpu-offload-gb", "4"], "cpu_offload_gb=4 is not supported: leave it out"),
-        (["--model", "{model}", "x", "--block-size", "7"], "kvcache_block_size=7: must be"),
-        ([], "no model is given: name it first, as in nanovllm generate DIR, or with --model DIR"),
-        (["x"], "there is no prompt for the model 'x'"),
-        (["{model}", "--model", "{dir}", "x"], "the model is given twice, as '{model}' and --model '{dir}': give one"),
-        (["{model}", "--temp", "1", "x"], "'--temp': did you mean --temperature?"),
-        (["{model}", "x", "--attention-backend", "FLASH"], "attention_backend='FLASH' is not supported: leave it out"),
-        (["{model}", "x", "--guided-json", "{{}}"], "guided_json is not supported: use structured_outputs"),
-        (["{model}", "x", "--reasoning-effort", "low"], "reasoning_effort is not supported: use chat_template_kwargs"),
-        (
-            ["{model}", "x", "--rope-scaling", "{{}}", "--rope-theta", "5"],
-            "rope_theta=5 is not supported: use hf_overrides",
-        ),
-        (
-            ["{model}", "x", "--no-enable-cpu-offload", "--kv-offloading-size", "1"],
-            "--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out",
-        ),
-        (["--model", "{dir}/nothing", "x"], "is not a directory: give the path"),
-        (["--model", "{dir}", "x"], "config.json does not exist"),
-        (["--model", "{model}", "--file", "{dir}/nothing"], "nothing' cannot be read: No such file or directory"),
-        (["--model", "{model}", "--lines", "{dir}"], "cannot be read: Is a directory"),
-        (["--model", "{model}", "--file", "-", "-"], "standard input can be read once only"),
-        (["--model", "{model}", "x", "--output", "{dir}/no/where"], "cannot be written: No such file or directory"),
-        (["--model", "{model}", "--file", "{dir}/file", "--output", "{dir}/file"], "is also read"),
-        (["--model", "{model}", "x", "--stream", "--json"], "leave one of them out"),
-        (["--model", "{model}", "x", "--stream", "--n", "2"], "n=2: --stream shows one sequence"),
-        (["--model", "{model}", "x", "--temperature", "-1"], "temperature=-1.0: must be"),
-        (["--model", "{model}", "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8: needs enable_cpu_offload"),
-        (["--model", "{model}", "x", "--dtype", "int8"], "dtype='int8': must be one of"),
-        (["--model", "{model}", "x", "--chat-template", "{dir}/nothing"], "--chat-template"),
-        (["--model", "{model}", "x", "--stop", "\udcff"], "is not valid UTF-8"),
-        (["--model", "{model}"], "there is no prompt"),
-    ],
-)
 def test_refusals_cost_one_sentence_and_no_model(
-    model: str,
-    options: list[str],
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("text")
     monkeypatch.setattr(ModelRunner, "execute", None)
-    set_stdin(monkeypatch, b"", is_terminal=True)
-    try:
-        code: object = main(["generate", *(option.format(model=model, dir=tmp_path) for option in options)])
-    except SystemExit as stopped:
-        code = stopped.code
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("nanovllm generate: error: ")
-    assert told.format(model=model, dir=tmp_path) in printed.err
+    for words, told in (
+        ([], "no model is given: name it first, as in nanovllm generate DIR, or with --model DIR"),
+        (["x"], "there is no prompt for the model 'x'"),
+        ([model], "there is no prompt"),
+        ([model, "--model", "other", "x"], f"the model is given twice, as '{model}' and --model 'other': give one"),
+        ([model, "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
+        ([model, "x", "--kv-cache-tipe", "auto"], "'--kv-cache-tipe': did you mean --kv-cache-dtype?"),
+        ([model, "--zzzz"], "see nanovllm generate --help"),
+        ([model, "x", "--cpu-offload-gb", "4"], "cpu_offload_gb=4 is not supported: leave it out"),
+        ([model, "x", "--guided-json", "{}"], "guided_json is not supported: use structured_outputs"),
+        ([model, "x", "--rope-scaling", "{}", "--rope-theta", "5"], "rope_theta=5 is not supported: use hf_overrides"),
+        ([model, "x", "--no-enable-cpu-offload", "--kv-offloading-size", "1"], "--kv-offloading-size is the memory"),
+        ([model, "x", "--block-size", "7"], "kvcache_block_size=7"),
+        ([model, "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8"),
+        ([model, "x", "--temperature", "-1"], "temperature=-1.0"),
+        ([model, "x", "--stop", "\udcff"], "is not valid UTF-8"),
+        ([f"{tmp_path}/nothing", "x"], "is not a directory: give the path"),
+        ([str(tmp_path), "x"], "config.json does not exist"),
+        ([model, "--file", f"{tmp_path}/nothing"], "nothing' cannot be read: No such file or directory"),
+        ([model, "--lines", str(tmp_path)], "cannot be read: Is a directory"),
+        (["--model", model, "--file", "-", "-"], "standard input can be read once only"),
+        ([model, "x", "--output", f"{tmp_path}/no/where"], "cannot be written: No such file or directory"),
+        ([model, "--file", f"{tmp_path}/file", "--output", f"{tmp_path}/file"], "is also read"),
+        ([model, "x", "--chat-template", f"{tmp_path}/nothing"], "--chat-template"),
+        ([model, "x", "--stream", "--json"], "leave one of them out"),
+        ([model, "x", "--stream", "--n", "2"], "n=2: --stream shows one sequence"),
+    ):
+        set_stdin(monkeypatch, b"", is_terminal=True)
+        assert exit_status(["generate", *words]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and told in printed.err
+        assert printed.err.startswith("nanovllm generate: error: ")
     assert (tmp_path / "file").read_text() == "text"
 
 

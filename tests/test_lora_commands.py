@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, generate, json_lines, make_model, set_stdin, write_jsonl
+from cli_helpers import GREEDY, SMALL_CACHE, exit_status, generate, json_lines, make_model, set_stdin, write_jsonl
 from lora_helpers import make_adapter
 from server_helpers import CACHE, NAME, ask, events, nothing_left, run_async
 from transformers import AutoModelForCausalLM
@@ -169,47 +169,25 @@ def test_a_conversation_in_the_terminal(
     assert capsys.readouterr().out.strip() == expected.outputs[0].text.strip()
 
 
-@pytest.mark.parametrize(
-    "command, options, says",
-    [
-        ("generate", ["--lora-modules", "a"], "'a' is neither name=path nor"),
-        ("generate", ["--lora-modules", '{"name": "a"}'], "is neither name=path nor"),
-        ("generate", ["--lora-modules", '{"name": "a", "path": 5}'], "is neither name=path nor"),
-        ("generate", ["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
-        ("generate", ["--lora", "a"], "--lora 'a' is not one of --lora-modules: none is named"),
-        (
-            "chat",
-            ["--enable-lora", "--lora-modules", "a=b", "--lora", "c"],
-            "--lora 'c' is not one of --lora-modules: a",
-        ),
-        ("generate", ["--enable-lora", "--lora-modules", "a=b", "--lora-modules", "a=c"], "names 'a', a name in use"),
-        ("chat", ["--enable-lora", "--lora-modules", "a=b", "--lora-modules", "c=d"], "say with --lora NAME which one"),
-        ("generate", ["--max-loras", "2"], "max_loras=2: needs enable_lora=True"),
-        ("serve", ["--enable-lora", "--served-model-name", "a", "--lora-modules", "a=b"], "names 'a', a name in use"),
-        ("serve", ["--enable-lora", "--lora-modules", "a=b", "c=d", "e"], "'e' is neither name=path nor"),
-        (
-            "serve",
-            ["--enable-lora", "--port", "0", "--lora-modules", "a=/none", "b=c"],
-            "--lora-modules a=/none: the adapter",
-        ),
-    ],
-)
 def test_flags_that_are_refused(
-    command: str,
-    options: list[str],
-    says: str,
-    setup: Setup,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    setup: Setup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_stdin(monkeypatch, b"hello\n")
-    prompt = ["hello"] if command == "generate" else []
-    try:
-        status: object = main([command, "--model", setup.model, *SMALL_CACHE, *prompt, *options])
-    except SystemExit as end:  # argparse's
-        status = end.code
-    assert status == 2
-    assert says in capsys.readouterr().err
+    for words, says in (
+        ("generate hello --lora-modules a", "'a' is neither name=path nor"),
+        ('generate hello --lora-modules {"name":"a"}', "is neither name=path nor"),
+        ("generate hello --lora-modules a=b", "--lora-modules needs --enable-lora"),
+        ("generate hello --lora a", "--lora 'a' is not one of --lora-modules: none is named"),
+        ("chat --enable-lora --lora-modules a=b --lora c", "--lora 'c' is not one of --lora-modules: a"),
+        ("generate hello --enable-lora --lora-modules a=b --lora-modules a=c", "names 'a', a name in use"),
+        ("chat --enable-lora --lora-modules a=b --lora-modules c=d", "say with --lora NAME which one"),
+        ("generate hello --max-loras 2", "max_loras=2: needs enable_lora=True"),
+        ("serve --enable-lora --served-model-name a --lora-modules a=b", "names 'a', a name in use"),
+        ("serve --enable-lora --port 0 --lora-modules a=/none b=c", "--lora-modules a=/none: the adapter"),
+    ):
+        set_stdin(monkeypatch, b"hello\n")
+        command, *options = words.split()
+        assert exit_status([command, "--model", setup.model, *SMALL_CACHE, *options]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_vllms_json_names_a_parent() -> None:

@@ -251,8 +251,3 @@ def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pyt
     later = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=21)
     assert alone.state(later) == "129.0 tok/s in, 2.0 tok/s out", "decode does not dilute the rate of the prefill"
     assert duration(3723) == "1:02:03"
-
-
-def test_the_share_is_that_of_the_tokens_that_are_shown() -> None:
-    state = Meter(1).state(Progress(num_requests=1, prompt_tokens=4, prompt_tokens_done=1.4))
-    assert state.startswith("prefill 1 of 4 tokens (25%)")
