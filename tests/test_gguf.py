@@ -258,25 +258,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
     "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change .* mixtures of experts"),
     "an unknown field": ({"qwen3.attention.scale": 0.5}, "qwen3.attention.scale=0.5 may change what"),
-    "no layers": ({"qwen3.block_count": 0}, "qwen3.block_count=0: must be a whole number from 1"),
     "too many layers": ({"qwen3.block_count": 3}, "lacks tensors of a Qwen3ForCausalLM .*layers.2"),
     "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
     "another width": ({"qwen3.feed_forward_length": 64}, r"mlp.gate_proj.weight expected \[64, 64\], found \[96, 64\]"),
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
     "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),
-    "text for a number": ({"qwen3.embedding_length": "64"}, "embedding_length='64': must be a whole number"),
     "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be the same for all"),
     "another architecture": ({"general.architecture": "gemma3"}, "architecture='gemma3' is not supported.*qwen3"),
     "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id=999: must be one of the 262"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_network_that_is_not_supported_is_refused(tmp_path: Path, case: str) -> None:
-    changes, message = REFUSED[case]
-    path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "model", vocab=VOCAB), changes=changes)
-    with pytest.raises(ModelError, match=message):
-        LLM(path)
+def test_a_network_that_is_not_supported_is_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", vocab=VOCAB)
+    for changes, message in REFUSED.values():
+        path = write_gguf(tmp_path / "model.gguf", model, changes=changes)
+        with pytest.raises(ModelError, match=message):
+            LLM(path)
 
 
 def test_an_architecture_is_named_before_the_types_of_tensors(tmp_path: Path) -> None:
@@ -303,8 +301,6 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
     assert "or of a GGUF file" in refusal(lambda: LLM(other), ConfigError)
     other.rename(tmp_path / "text.gguf").write_text("<html>no such file</html>")
     assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
-
-
 
 
 # ---- commands, server, structured outputs

@@ -24,10 +24,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("gptq-128", {"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "gptq, awq, compressed-tensors, fp8"]),
     ("gptq-128", {"quant_method": ...}, ["no quant_method"]),
     ("gptq-128", {"bits": 3}, ["bits=3", "4 or 8"]),
-    ("gptq-128", {"bits": "4"}, ["bits='4'", "whole number"]),
-    ("gptq-128", {"bits": ...}, ["bits"]),
     ("gptq-128", {"group_size": 20}, ["group_size=20", "32, 64 and 128"]),
-    ("gptq-128", {"group_size": 0}, ["group_size=0"]),
     ("gptq-128", {"desc_act": True}, ["desc_act=True"]),
     ("gptq-128", {"dynamic": {"-:.*down.*": {}}}, ["dynamic"]),
     ("gptq-128", {"checkpoint_format": "marlin"}, ["checkpoint_format='marlin'", "'gptq_v2'"]),
@@ -41,31 +38,37 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("float-quantized", {"format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "pack-quantized"]),
     ("float-quantized", {"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
     ("float-quantized", {"config_groups": {}}, ["0 groups"]),
-    ("float-quantized", {"config_groups": {"a": 5}}, ["config_groups['a']=5"]),
     ("float-quantized", {"sparsity_config": {"format": "2:4"}}, ["sparsity_config"]),
     ("float-quantized", {"ignore": ["re:(a+)+$"]}, ["'re:(a+)+$'", "list the names"]),
     ("float-quantized", {"ignore": ["re:["]}, ["'re:['", "no regular expression"]),
 ]
 
 
-@pytest.mark.parametrize(("variant", "changes", "says"), REFUSED, ids=str)
-def test_other_configs_are_refused_by_name(
-    variant: str, changes: dict[str, Any], says: list[str], quantized_copy: Callable[[str], Path]
-) -> None:
-    path = quantized_copy(variant)
+def refused_with(path: Path, **changes: Any) -> str:
+    """The message with which a checkpoint is refused whose quantization_config has these changes, for now."""
+    config = (path / "config.json").read_bytes()
     set_quantization(path, **changes)
     message = refusal(lambda: LLM(path, **SMALL))
-    assert all(text in message for text in ["quantization_config", str(path), *says]), message
-    assert message.count("\n") == 0
+    (path / "config.json").write_bytes(config)
+    return message
+
+
+def test_other_configs_are_refused_by_name(quantized_copy: Callable[[str], Path]) -> None:
+    paths = {variant: quantized_copy(variant) for variant in {variant for variant, *_ in REFUSED}}
+    for variant, changes, says in REFUSED:
+        message = refused_with(paths[variant], **changes)
+        words = ["quantization_config", str(paths[variant]), *says]
+        assert all(text in message for text in words) and "\n" not in message, message
 
 
 def group_128(**changes: Any) -> dict[str, Any]:
     return {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **changes}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
+def test_other_schemes_of_compressed_tensors_are_refused(quantized_copy: Callable[[str], Path]) -> None:
+    path = quantized_copy("pack-quantized-32")
+    group = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    for changes, says in (
         (group_128(actorder="group"), "actorder='group'"),
         (group_128(num_bits=2), "num_bits=2"),
         (group_128(type="float"), "type='float'"),
@@ -74,18 +77,8 @@ def group_128(**changes: Any) -> dict[str, Any]:
         ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "input_activations"),
         ({"output_activations": {"num_bits": 8}}, "output_activations"),
         ({"format": "int-quantized"}, "'int-quantized'"),
-    ],
-    ids=str,
-)
-def test_other_schemes_of_compressed_tensors_are_refused(
-    changes: dict[str, Any], says: str, quantized_copy: Callable[[str], Path]
-) -> None:
-    path = quantized_copy("pack-quantized-32")
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    set_quantization(path, config_groups={"group_0": config["config_groups"]["group_0"] | changes})
-    assert says in refusal(lambda: load_decoder_spec(path))
-
-
+    ):
+        assert says in refused_with(path, config_groups={"group_0": group | changes})
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -102,16 +95,14 @@ DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("variant", "changes", "says"), DAMAGED, ids=[f"{variant}-{says[-1]}" for variant, _, says in DAMAGED]
-)
-def test_tensors_that_do_not_fit_are_named(
-    variant: str, changes: dict[str, Any], says: list[str], quantized_copy: Callable[[str], Path]
-) -> None:
-    path = quantized_copy(variant)
-    edit_tensors(path, **changes)
-    message = refusal(lambda: load(path))
-    assert all(text in message for text in [str(path), *says]), message
+def test_tensors_that_do_not_fit_are_named(quantized_copy: Callable[[str], Path]) -> None:
+    paths = {variant: quantized_copy(variant) for variant in {variant for variant, *_ in DAMAGED}}
+    for variant, changes, says in DAMAGED:
+        path, weights = paths[variant], (paths[variant] / "model.safetensors").read_bytes()
+        edit_tensors(path, **changes)
+        message = refusal(lambda path=path: load(path))
+        assert all(text in message for text in [str(path), *says]), message
+        (path / "model.safetensors").write_bytes(weights)
 
 
 def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
@@ -121,18 +112,12 @@ def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_re
     assert "model.layers.0.mlp.gate_proj cannot be stored as gptq: out_features=100 must be a multiple of 8" in message
 
 
-def test_scales_in_bfloat16_that_fit_are_read(quantized_copy: Callable[[str], Path]) -> None:
+def test_scales_in_bfloat16_that_fit_are_read_also_without_group_order(quantized_copy: Callable[[str], Path]) -> None:
     path = quantized_copy("gptq-128")
-    edit_tensors(path, scales=lambda t: t.bfloat16())
+    edit_tensors(path, scales=lambda t: t.bfloat16(), g_idx=None)
     tensors = load_file(path / "model.safetensors")
     assert tensors[f"{Q_PROJ}.scales"].dtype is torch.bfloat16
     assert torch.equal(weight_of(load(path).layers[0].qkv)[:128], dequantized(path)[f"{Q_PROJ}.weight"])
-
-
-def test_group_order_may_be_left_out(quantized_copy: Callable[[str], Path]) -> None:
-    path = quantized_copy("gptq-128")
-    edit_tensors(path, g_idx=None)
-    load(path)
 
 
 def test_biases_of_zeros_that_the_network_does_not_have(quantized_copy: Callable[[str], Path]) -> None:
