@@ -1,25 +1,14 @@
 """Fuzz targets: a hypothesis test that runs for a number of examples, for a time, or over the cases it once failed on.
 
 A target is a name, a check and the strategies of the check's keyword arguments. The check raises where the code under
-test is wrong, and otherwise returns a word for what happened ("accepted", "refused"), which is counted:
+test is wrong, and otherwise returns a word for what happened ("accepted", "refused"), which is counted.
 
-    TARGET = FuzzTarget("engine-flags", check_flags, flags=st.lists(st.text()))
+The fast tests call `replay`, and `run_examples` with the same examples in every run. The slow ones use the fixture
+`fuzz_run` of tests/fuzz/conftest.py: all of them share NANOVLLM_FUZZ_SECONDS (60 if unset) evenly. Their examples are
+the same in every run too, so that a failure is due to the change that is tested; NANOVLLM_FUZZ_SEED selects others.
 
-    def test_flags() -> None:  # fast, the same examples in every run
-        TARGET.replay()
-        TARGET.run_examples(100)
-
-    @pytest.mark.slow
-    def test_flags_for_long(fuzz_run: FuzzRun) -> None:
-        fuzz_run(TARGET)
-
-`fuzz_run` is a fixture of tests/fuzz/conftest.py. All tests that use it share NANOVLLM_FUZZ_SECONDS (60 if unset)
-evenly. It prints the counts at the end of the pytest run. `run_for` is the same without pytest. The examples are the
-same in every run, so that a failure is due to the change that is tested; NANOVLLM_FUZZ_SEED selects others.
-
-A failure is shrunk by hypothesis and kept as tests/fuzz/cases/NAME/DIGEST.json, which `replay` runs from then on. A run
-for a time goes on after a failure and raises at its end. Arguments must be made of None, bool, int, float, str, bytes,
-lists and dicts. Tuples come back from a file as lists.
+A failure is shrunk by hypothesis and kept as tests/fuzz/cases/NAME/DIGEST.json, which `replay` runs from then on.
+Arguments must be made of None, bool, int, float, str, bytes, lists and dicts. Tuples come back from a file as lists.
 """
 
 from __future__ import annotations
@@ -27,39 +16,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import resource
+import struct
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
+from nanovllm.errors import ConfigError, ModelError, RequestError
+
+LONGEST = 2000  # characters of a message
 CASES = Path(__file__).parent / "cases"
 ROUND = 100  # examples between two looks at the clock
-MOST_FAILURES = 10  # distinct ones, after which a run for a time ends
 
-Check = Callable[..., str | None]
-
-
-@dataclass
-class FuzzCount:
-    """What a run did. `outcomes`: how often the check returned each word. `failures`: what to do about each."""
-
-    name: str
-    examples: int = 0
-    seconds: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{count:,} {word}" for word, count in self.outcomes.most_common()) or "no outcomes"
-        return (
-            f"fuzz {self.name}: {self.examples:,} examples in {self.seconds:.0f} s ({outcomes}), "
-            f"{len(self.failures)} failures"
-        )
+Check = Callable[..., str]
 
 
 class FuzzTarget:
@@ -75,18 +52,32 @@ class FuzzTarget:
         profile = settings(_SETTINGS, max_examples=count, derandomize=True)
         profile(given(**self._strategies)(self._plain_check))()
 
-    def run_for(self, seconds: float, first_seed: int = 0) -> FuzzCount:
-        """Run random examples for so many seconds, print the counts, and raise if there was a failure."""
-        count, end = FuzzCount(self.name), time.monotonic() + seconds
-        begin, number, seen = time.monotonic(), first_seed, set[str]()
-        while time.monotonic() < end and len(seen) < MOST_FAILURES:
+    def run_for(self, seconds: float, first_seed: int = 0) -> str:
+        """Run random examples for so many seconds. Returns how many had which outcome.
+
+        Raises what the check raises. The smallest arguments that were found for the failure are kept as a case.
+        """
+        outcomes, failing = Counter[str](), list[dict[str, Any]]()
+        begin, number = time.monotonic(), first_seed
+
+        def check(**arguments: Any) -> None:
+            if time.monotonic() > begin + seconds and not failing:  # out of time: let the round run out
+                return
+            try:
+                outcomes[self._check(**arguments)] += 1
+            except Exception:
+                failing.append(arguments)
+                raise
+
+        while time.monotonic() < begin + seconds:
             number += 1
-            self._round(count, number, end, seen)
-        count.seconds = time.monotonic() - begin
-        print(count)
-        if count.failures:
-            raise AssertionError("\n".join([str(count), *count.failures]))
-        return count
+            try:
+                seed(number)(settings(_SETTINGS, max_examples=ROUND)(given(**self._strategies)(check)))()
+            except Exception as error:
+                error.add_note(f"kept as {self._keep(failing[-1])}" if failing else "nothing could be kept")
+                raise
+        counts = ", ".join(f"{count:,} {word}" for word, count in outcomes.most_common()) or "no examples"
+        return f"fuzz {self.name}: {counts} in {seconds:.0f} s"
 
     def replay(self) -> None:
         """Run every case that failed once."""
@@ -99,45 +90,13 @@ class FuzzTarget:
     def _plain_check(self, **arguments: Any) -> None:
         self._check(**arguments)
 
-    def _round(self, count: FuzzCount, number: int, end: float, seen: set[str]) -> None:
-        """One hypothesis run. A failure in it is shrunk; the last failing arguments are the smallest."""
-        failing: dict[str, dict[str, Any]] = {}
-
-        def check(**arguments: Any) -> None:
-            if time.monotonic() > end and not failing:  # out of time: let the round run out
-                return
-            count.examples += 1
-            try:
-                word = self._check(**arguments)
-            except Exception as error:
-                if _kind(error) in seen:  # kept already: look for others
-                    count.outcomes["failed again"] += 1
-                    return
-                failing[_kind(error)] = arguments
-                raise
-            if word is not None:
-                count.outcomes[word] += 1
-
-        try:
-            seed(number)(settings(_SETTINGS, max_examples=ROUND)(given(**self._strategies)(check)))()
-        except Exception as error:
-            kind = _kind(error)
-            if kind not in failing:  # several at once come as a group, each of them shrunk
-                kind = next(iter(failing), kind)
-            if kind not in seen:
-                seen.add(kind)
-                kept = self._keep(failing[kind]) if kind in failing else "nothing could be kept"
-                count.failures.append(f"{kept}: {type(error).__name__}: {str(error)[:500]}")
-
-    def _keep(self, arguments: dict[str, Any]) -> str:
+    def _keep(self, arguments: dict[str, Any]) -> Path:
         text = json.dumps(encode(arguments), indent=1)
         path = CASES / self.name / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="ascii")
-        return f"kept as {path}"
+        return path
 
-
-FuzzRun = Callable[[FuzzTarget], FuzzCount]  # the type of the fixture `fuzz_run`
 
 _SETTINGS = settings(
     deadline=None,  # said here too: there is no profile without pytest, nor yet when this folder's conftest is loaded
@@ -149,13 +108,40 @@ _SETTINGS = settings(
 )
 
 
-def _kind(error: BaseException) -> str:
-    """The same for failures that are likely the same: their type, and the line that raised."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    location = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else ""
-    return f"{type(error).__name__} {location}"
+def loaded_or_refused(load: Callable[[], object], growth: int, *words: str) -> str:
+    """ "accepted", or "refused" with one sentence that holds the words; the process grows by `growth` KiB at most."""
+    before, word = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "accepted"
+    try:
+        load()
+    except (ModelError, ConfigError, RequestError) as error:
+        message, word = str(error), "refused"
+        assert message and "\n" not in message and len(message) < LONGEST, message
+        assert all(word in message for word in words), message
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < growth, f"{grown} KiB more than ever before"
+    return word
+
+
+@contextmanager
+def with_file(original: Path, file: str, content: bytes) -> Iterator[Path]:
+    """A copy of the directory in which the file holds `content`."""
+    with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
+        for path in original.iterdir():
+            if path.name != file:
+                os.link(path, Path(name) / path.name)
+        (Path(name) / file).write_bytes(content)
+        yield Path(name)
+
+
+def split_safetensors(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and its data."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def with_header(header: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
 
 
 def encode(value: Any) -> Any:

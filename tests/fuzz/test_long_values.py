@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bounded import LONGEST
 from checkpoints import make_checkpoint
 from fast import fast_only
 from lora_helpers import adapter_tensors, write_adapter
-from test_model_files import BY_VALUES, JUDGE, LONGEST, as_json, original
+from test_model_files import BY_VALUES, OWN_FIELDS, as_json, original, outcome
 from test_quantized_fuzz import FORMS
 from test_quantized_fuzz import original as quantized
 from test_quantized_fuzz import outcome as quantized_outcome
@@ -24,7 +25,6 @@ from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_config import FIELDS, REFUSED
 from nanovllm.features.lora.adapter_files import CONFIG, read_adapter
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
-from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.text.tokenizer import CONFIG_FIELDS
 
@@ -41,13 +41,8 @@ JSON_VALUES: dict[str, Any] = {
     "half a character": "\ud800",
     "true": True,
 }
-OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
 KNOWN = {
-    "config.json": (
-        *NETWORK_FIELDS,
-        *OTHER_FIELDS,
-        *{name for family in FAMILIES.values() for name in family.own_fields},
-    ),
+    "config.json": (*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS),
     "generation_config.json": tuple(GENERATION_FIELDS),
     "tokenizer_config.json": tuple(CONFIG_FIELDS),
     "tokenizer.json": (),
@@ -78,7 +73,7 @@ def test_model_files(file: str, value: str) -> None:
     content = json.loads((original() / file).read_text())
     content_depth = 1 if file == "tokenizer.json" else 2
     for path in {**dict.fromkeys(paths(content, depth=content_depth)), **{(name,): None for name in KNOWN[file]}}:
-        JUDGE.outcome(file, as_json(with_value(content, path, JSON_VALUES[value])))
+        outcome(file, as_json(with_value(content, path, JSON_VALUES[value])))
 
 
 @pytest.mark.parametrize("value", JSON_VALUES)
@@ -87,7 +82,7 @@ def test_rope_parameters(kind: str, value: str) -> None:
     content = json.loads((original() / "config.json").read_text())
     for name in ROPE_FIELDS:
         rope = {"rope_type": kind, "factor": 2.0, name: JSON_VALUES[value]}
-        JUDGE.outcome("config.json", as_json({**content, "rope_parameters": rope}))
+        outcome("config.json", as_json({**content, "rope_parameters": rope}))
 
 
 @pytest.mark.parametrize("form", fast_only([next(iter(FORMS))], FORMS))

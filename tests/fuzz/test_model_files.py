@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import resource
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bounded import FuzzRun, FuzzTarget
+from bounded import FuzzTarget, loaded_or_refused, split_safetensors, with_file, with_header
 from checkpoints import make_checkpoint
 from hypothesis import strategies as st
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
 from nanovllm.models.families import FAMILIES
 from nanovllm.text.tokenizer import CONFIG_FIELDS
@@ -34,7 +31,7 @@ from nanovllm.text.tokenizer import CONFIG_FIELDS
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 QUESTION = "a known question"
-LONGEST = 2000  # characters of a message
+WEIGHTS = "model.safetensors"
 GROWTH = 512 << 10  # KiB that a process of many examples may grow by: no file here has a megabyte
 KNOWN_EVERY = 50  # refusals
 
@@ -61,84 +58,30 @@ def answer(model: Path) -> list[int]:
         return llm.generate(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
-class Judge:
-    """Loads damaged directories, and says what happened."""
-
-    def __init__(self) -> None:
-        self._refused = 0
-
-    def outcome(self, file: str, content: bytes) -> str:
-        """Replace a file of the directory by `content` and load it."""
-        with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
-            model = Path(name)
-            for path in original().iterdir():
-                if path.name != file:
-                    os.link(path, model / path.name)
-            (model / file).write_bytes(content)
-            known_answer()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            word = self._load(model)
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            assert grown < GROWTH, f"{grown} KiB more than ever before"
-        return word
-
-    def _load(self, model: Path) -> str:
-        try:
-            answer(model)
-        except (ModelError, ConfigError, RequestError, EngineError) as error:
-            message = str(error)
-            assert message and "\n" not in message and len(message) < LONGEST, message
-            assert not isinstance(error, EngineError), f"accepted, and then {message}"
-            self._refused += 1
-            if self._refused % KNOWN_EVERY == 0:
-                assert answer(original()) == known_answer()
-            return f"refused ({type(error).__name__})"
-        return "accepted"
+def outcome(file: str, content: bytes) -> str:
+    """Replace a file of the directory by `content` and load it."""
+    with with_file(original(), file, content) as model:
+        return loaded(model)
 
 
-JUDGE = Judge()
+def loaded(model: Path) -> str:
+    """Load a damaged directory and ask it. Now and then after a refusal, the undamaged one is asked."""
+    known_answer()
+    word = loaded_or_refused(lambda: answer(model), GROWTH)
+    if word == "refused" and next(REFUSALS) % KNOWN_EVERY == 0:
+        assert answer(original()) == known_answer()
+    return word
+
+
+REFUSALS = count(1)
 
 
 # ---- values that JSON can hold, and changes to them
 
-SPECIAL = st.sampled_from(
-    [
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        3,
-        2**31 - 1,
-        2**31,
-        2**63 - 1,
-        2**63,
-        10**9,
-        10**30,
-        -(10**30),
-        10**400,
-        0.5,
-        1e-300,
-        1e300,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        "",
-        "x",
-        "x" * 5000,
-        "\ud800",
-        "a\nb",
-        "../../etc/passwd",
-        "/dev/zero",
-        "__class__",
-        [],
-        {},
-        [[]],
-        {"": None},
-    ]
-)
+NUMBERS = [0, -1, 1, 2, 3, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**9, 10**30, -(10**30), 10**400, 0.5, 1e-300, 1e300]
+NO_NUMBERS = [None, True, False, float("nan"), float("inf"), float("-inf"), [], {}, [[]], {"": None}]
+TEXTS = ["", "x", "x" * 5000, "\ud800", "a\nb", "../../etc/passwd", "/dev/zero", "__class__"]
+SPECIAL = st.sampled_from([*NUMBERS, *NO_NUMBERS, *TEXTS])
 VALUES = st.recursive(
     SPECIAL | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
@@ -238,49 +181,41 @@ def damaged(content: bytes, damage: list[dict[str, Any]], end: int | None = None
 def by_values(file: str) -> Callable[..., str]:
     def check(changes: list[dict[str, Any]]) -> str:
         content = json.loads((original() / file).read_text())
-        return JUDGE.outcome(file, as_json(changed(content, changes)))
+        return outcome(file, as_json(changed(content, changes)))
 
     return check
 
 
 def by_bytes(file: str) -> Callable[..., str]:
     def check(damage: list[dict[str, Any]]) -> str:
-        return JUDGE.outcome(file, damaged((original() / file).read_bytes(), damage))
+        return outcome(file, damaged((original() / file).read_bytes(), damage))
 
     return check
 
 
 def header_by_values(changes: list[dict[str, Any]]) -> str:
-    header, data = _safetensors()
-    text = as_json(changed(header, changes))
-    return JUDGE.outcome("model.safetensors", struct.pack("<Q", len(text)) + text + data)
+    header, data = split_safetensors(original() / WEIGHTS)
+    return outcome(WEIGHTS, with_header(as_json(changed(header, changes)), data))
 
 
 def header_by_bytes(damage: list[dict[str, Any]]) -> str:
     """The length and the header are damaged, not the data: any data is weights."""
-    header, _ = _safetensors()
-    content = (original() / "model.safetensors").read_bytes()
-    return JUDGE.outcome("model.safetensors", damaged(content, damage, 8 + len(json.dumps(header))))
-
-
-def _safetensors() -> tuple[dict[str, Any], bytes]:
-    content = (original() / "model.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
+    header, _ = split_safetensors(original() / WEIGHTS)
+    return outcome(WEIGHTS, damaged((original() / WEIGHTS).read_bytes(), damage, 8 + len(json.dumps(header))))
 
 
 def index_by_values(changes: list[dict[str, Any]]) -> str:
     """The index of a checkpoint in two files, of which one is the other's name for the same tensors."""
-    header, _ = _safetensors()
+    header, _ = split_safetensors(original() / WEIGHTS)
     names = sorted(name for name in header if name != "__metadata__")
     index = {"metadata": {"total_size": 5}, "weight_map": {name: "part.safetensors" for name in names}}
     with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
         model = Path(name)
         for path in original().iterdir():
-            target = "part.safetensors" if path.name == "model.safetensors" else path.name
+            target = "part.safetensors" if path.name == WEIGHTS else path.name
             shutil.copyfile(path, model / target)
         (model / "model.safetensors.index.json").write_bytes(as_json(changed(index, changes)))
-        return JUDGE._load(model)
+        return loaded(model)
 
 
 BY_VALUES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -301,5 +236,5 @@ def test_damaged_files_are_loaded_or_refused(target: FuzzTarget) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_damaged_files_for_long(target: FuzzTarget, fuzz_run: FuzzRun) -> None:
+def test_damaged_files_for_long(target: FuzzTarget, fuzz_run: Callable[[FuzzTarget], None]) -> None:
     fuzz_run(target)

@@ -10,11 +10,12 @@ import contextlib
 import io
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bounded import FuzzRun, FuzzTarget
+from bounded import FuzzTarget
 from hypothesis import strategies as st
 from request_checks import (
     QUESTION,
@@ -194,5 +195,5 @@ def test_a_few_examples(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_for_long(name: str, fuzz_run: FuzzRun) -> None:
+def test_for_long(name: str, fuzz_run: Callable[[FuzzTarget], None]) -> None:
     fuzz_run(TARGETS[name][0])
