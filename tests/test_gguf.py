@@ -24,7 +24,6 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.formats.gguf import header
 from nanovllm.formats.gguf.model import BY_NAME
 from nanovllm.formats.gguf.weights import GgufWeight
 from nanovllm.layers.packed_matrix import StackedWeights
@@ -223,21 +222,6 @@ def test_tokenizer_template_and_defaults_come_from_the_file(tiny: Path) -> None:
         assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
     with LLM(tiny, **SMALL, generation_config="vllm", load_format="gguf") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-
-
-def test_the_header_is_read_once_for_each_purpose(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the network, the tokenizer and the tensors: a vocabulary takes a tenth of a second. Prompts read nothing."""
-    read, reads = header._read_file, []
-
-    def counted(path: Path) -> header.GgufHeader:
-        reads.append(path)
-        return read(path)
-
-    monkeypatch.setattr(header, "_read_file", counted)
-    with LLM(tiny, **SMALL) as llm:
-        assert reads == [tiny] * 3
-        llm.generate("th", use_tqdm=False)
-    assert reads == [tiny] * 3
 
 
 def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:

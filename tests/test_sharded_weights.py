@@ -194,37 +194,20 @@ def test_placeholder_weights_are_parts_of_those_of_one_rank(form: str, plain: Pa
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("variant", "sizes", "num_ranks", "expected"),
-    [
+def test_matrices_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    for variant, sizes, num_ranks, expected in (
         ("gptq-128", {}, 3, "the model's intermediate size is 256 in groups of 128, too little for every rank"),
-        (
-            "gptq-128",
-            {"head_dim": 48},
-            2,
-            "rank 0 would hold columns 0 to 191 of model.layers.1.self_attn.o_proj, and its gptq form can be divided "
-            "at multiples of 128 only; take another number of ranks",
-        ),
-        pytest.param(
-            "fp8",
-            {"heads": 12, "kv_heads": 6},
-            2,
-            "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj, and its fp8 form",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_matrices_that_cannot_be_divided_are_refused(
-    variant: str, sizes: dict[str, int], num_ranks: int, expected: str, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path / "plain", **{**SIZES, **sizes})
-    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
-    for refuse in (
-        lambda: load_decoder_spec(path).of_rank(0, num_ranks),
-        lambda: LLM(path, tensor_parallel_size=num_ranks, **RESIDENT),
+        ("gptq-128", {"head_dim": 48}, 2, "rank 0 would hold columns 0 to 191 of model.layers.1.self_attn.o_proj"),
+        ("fp8", {"heads": 12, "kv_heads": 6}, 2, "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj"),
     ):
-        message = refusal(refuse, ConfigError)
+        path = tmp_path / f"{variant} {sizes}"
+        make_checkpoint(path / "plain", **{**SIZES, **sizes})
+        quantize(path / "plain", path / variant, variant)
+        message = refusal(
+            lambda path=path / variant, ranks=num_ranks: load_decoder_spec(path).of_rank(0, ranks), ConfigError
+        )
         assert f"tensor_parallel_size={num_ranks}: " in message and expected in message
+    assert message == refusal(lambda: LLM(path / variant, tensor_parallel_size=2, **RESIDENT), ConfigError)
 
 
 def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path) -> None:
