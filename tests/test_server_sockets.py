@@ -44,38 +44,19 @@ def test_the_official_client(client: openai.OpenAI, model: str) -> None:
     params = SamplingParams(temperature=0.5, seed=2, max_tokens=6, logprobs=2, ignore_eos=True)
     with LLM(model, **CACHE) as llm:
         (expected,) = llm.chat(HELLO, params, use_tqdm=False)
-    answer = client.chat.completions.create(
-        model=NAME,
-        messages=HELLO,
-        temperature=0.5,
-        seed=2,
-        max_completion_tokens=6,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body={"ignore_eos": True},
-    )
+    options: Any = {"model": NAME, "messages": HELLO, "temperature": 0.5, "seed": 2, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(**options, max_completion_tokens=6, logprobs=True, top_logprobs=2)
     choice = answer.choices[0]
     assert choice.message.content == expected.outputs[0].text and choice.finish_reason == "length"
-    assert choice.logprobs is not None and choice.logprobs.content is not None
     found = [entry.logprob for entry in choice.logprobs.content]
     positions = zip(expected.outputs[0].logprobs or (), expected.outputs[0].token_ids, strict=True)
-    assert found == [at[token].logprob for at, token in positions]
-    assert answer.usage is not None and answer.usage.completion_tokens == 6
+    assert found == [at[token].logprob for at, token in positions] and answer.usage.completion_tokens == 6
     stream = client.chat.completions.create(
-        model=NAME,
-        messages=HELLO,
-        temperature=0.5,
-        seed=2,
-        max_tokens=6,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        **options, max_tokens=6, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == choice.message.content and chunks[-1].usage == answer.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}  # type: ignore[union-attr]
-    )
+    assert text == choice.message.content and chunks[-1].usage.total_tokens == answer.usage.total_tokens
     completion = client.completions.create(model=NAME, prompt=["a", "b"], n=2, max_tokens=3, seed=1)
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
     tools = client.chat.completions.create(model=NAME, messages=HELLO, tools=[TOOL], max_tokens=2)  # type: ignore[call-overload]

@@ -146,14 +146,6 @@ def test_the_earliest_to_complete_wins_then_the_first_in_the_list(tokenizer: Hug
     assert read(tokenizer, at_once, stop=["日本", "日"], include_stop_str_in_output=True) == ("日", "日")
 
 
-def test_min_tokens_suppresses_stop_strings(tokenizer: HuggingFaceTokenizer) -> None:
-    assert read(tokenizer, b"abab", stop="ab") == ("ab", "")
-    assert read(tokenizer, b"abab", stop="ab", min_tokens=1) == ("ab", "")
-    assert read(tokenizer, b"abab", stop="ab", min_tokens=2) == ("ab", "ab")
-    assert read(tokenizer, b"abab", stop="ab", min_tokens=4) == (None, "abab")
-    assert read(tokenizer, b"aaa", stop="aa", min_tokens=2) == ("aa", "a"), "it may begin before"
-
-
 def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(tokenizer: HuggingFaceTokenizer) -> None:
     end = tokenizer.encode(END)
     assert read(tokenizer, b"ab", ends=True) == (None, "a")
