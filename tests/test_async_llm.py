@@ -17,8 +17,7 @@ from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server import async_llm
-from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
-from nanovllm.apps.server.collector import OutputCollector, merged
+from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, RequestStream, merged
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 
@@ -101,12 +100,9 @@ def test_answers_are_those_of_generate_alone_and_together(
 def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM) -> None:
     async def slowly(kind: RequestOutputKind) -> list[RequestOutput]:
         stream = await shared.add("slow", params(100, output_kind=kind))
-        while in_engine_now(shared):
+        while shared._streams:
             await asyncio.sleep(0.05)
         return [output async for output in stream]
-
-    def in_engine_now(engine: AsyncLLM) -> bool:
-        return bool(engine._collectors)
 
     expected = run_async(collect(shared, "slow", params(100)))[-1].outputs[0]
     for kind in (CUMULATIVE, DELTA):
@@ -229,7 +225,7 @@ def test_refusals_raise_and_the_engine_goes_on(shared: AsyncLLM) -> None:
     assert nothing_left(shared)
 
 
-def test_a_failed_step_ends_its_requests_and_no_other(engine: AsyncLLM) -> None:
+def test_a_failed_step_ends_its_requests_and_several_in_a_row_the_engine(engine: AsyncLLM) -> None:
     failing_steps(engine, 1)
 
     async def requests() -> None:
@@ -237,47 +233,29 @@ def test_a_failed_step_ends_its_requests_and_no_other(engine: AsyncLLM) -> None:
         assert failed.outputs[0].finish_reason == "error" and failed.error is not None
         assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "length"
         await engine.check_health()
+        failing_steps(engine, 100)
+        for _ in range(MOST_FAILED_STEPS):
+            assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "error"
+        with pytest.raises(EngineError, match="the device is lost"):
+            await collect(engine, "a", params())
 
     run_async(requests())
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_an_engine_that_can_run_no_step_is_given_up_at_once(
-    is_idle: bool, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_can_run_no_step_is_given_up_at_once(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_health() -> None:
         raise EngineError("rank 1 was killed by signal 9")
 
-    async def requests() -> None:
-        if not is_idle:
-            failing_steps(engine, 1)
-            assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "error"
+    async def ended() -> None:
         while engine.error is None:
             await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="the engine has ended: rank 1 was killed by signal 9"):
-            await collect(engine, "a", params())
+        for use in (collect(engine, "a", params()), engine.check_health(), engine.call(lambda llm: llm.metrics())):
+            with pytest.raises(EngineError, match="the engine has ended: rank 1 was killed by signal 9"):
+                await use
 
-    monkeypatch.setattr(async_llm, "HEALTH_SECONDS", 0.01 if is_idle else 60.0)
+    monkeypatch.setattr(async_llm, "HEALTH_SECONDS", 0.01)
     in_engine(engine, lambda llm: monkeypatch.setattr(llm.engine.executor, "check_health", check_health))
-    run_async(requests(), 10)
-
-
-def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -> None:
-    failing_steps(engine, 100)
-
-    async def requests() -> None:
-        for _ in range(MOST_FAILED_STEPS):
-            assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "error"
-        for _ in range(2):
-            with pytest.raises(EngineError, match="the device is lost"):
-                await collect(engine, "a", params())
-        with pytest.raises(EngineError, match="has ended"):
-            await engine.check_health()
-        with pytest.raises(EngineError, match="has ended"):
-            await engine.call(lambda llm: llm.metrics())
-
-    run_async(requests())
-    assert engine.error is not None
+    run_async(ended(), 10)
 
 
 def test_the_engines_thread_loads_the_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,12 +298,6 @@ def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
     engine.close()
 
 
-def test_calls_run_in_the_engines_thread_between_steps(shared: AsyncLLM) -> None:
-    assert in_engine(shared, lambda llm: llm.metrics()).running_requests == 0
-    with pytest.raises(ZeroDivisionError):
-        in_engine(shared, lambda llm: 1 // 0)
-
-
 # ---- merging
 
 
@@ -339,32 +311,27 @@ def output_of(completions: list[CompletionOutput], finished: bool) -> RequestOut
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(97, 122)), max_size=4), min_size=1, max_size=6))
-def test_deltas_merge_in_any_grouping_to_the_same(steps: list[list[tuple[int, int]]]) -> None:
-    expected: dict[int, list[int]] = {}
-    outputs = []
-    for number, step in enumerate(steps):
-        new: dict[int, list[int]] = {}
-        for index, token in step:
-            new.setdefault(index, []).append(token)
-            expected.setdefault(index, []).append(token)
-        completions = [completion(index, tokens, None) for index, tokens in new.items()]
-        outputs.append(output_of(completions, number == len(steps) - 1))
-    whole = outputs[0]
-    for output in outputs[1:]:
-        whole = merged(whole, output)
-    assert {each.index: each.token_ids for each in whole.outputs} == expected
-    assert whole.outputs == [completion(index, tokens, None) for index, tokens in expected.items()]
-    assert whole.finished
+def test_deltas_merge_to_the_same(steps: list[list[tuple[int, int]]]) -> None:
+    def completions(steps: list[list[tuple[int, int]]]) -> list[CompletionOutput]:
+        tokens: dict[int, list[int]] = {}
+        for index, token in (each for step in steps for each in step):
+            tokens.setdefault(index, []).append(token)
+        return [completion(index, of_index, None) for index, of_index in tokens.items()]
+
+    whole = output_of(completions(steps[:1]), False)
+    for step in steps[1:]:
+        whole = merged(whole, output_of(completions([step]), step is steps[-1]))
+    assert whole.outputs == completions(steps)
 
 
-def test_a_collector_holds_one_output_and_raises_its_error_last() -> None:
+def test_a_stream_holds_one_output_and_raises_its_error_last(shared: AsyncLLM) -> None:
     async def use() -> None:
-        collector = OutputCollector(DELTA)
+        stream = RequestStream(shared, "r", DELTA)
         outputs = [output_of([completion(0, [97 + i], None)], False) for i in range(5)]
-        assert [collector.put(output) for output in outputs] == [True, False, False, False, False]
-        collector.fail(EngineError("over"))
-        assert (await collector.take()).outputs[0].text == "abcde"
+        assert [stream.put(output) for output in outputs] == [True, False, False, False, False]
+        stream.fail(EngineError("over"))
+        assert (await anext(stream)).outputs[0].text == "abcde"
         with pytest.raises(EngineError, match="over"):
-            await collector.take()
+            await anext(stream)
 
     run_async(use())

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 import httpx
@@ -15,10 +14,9 @@ import pytest
 from server_helpers import ask, listening, settings
 from waiting import eventually
 
-from nanovllm.apps.server import page
-from nanovllm.apps.server.app import build_app
+from nanovllm.apps.server import app
+from nanovllm.apps.server.app import PAGE, build_app
 from nanovllm.apps.server.async_llm import AsyncLLM
-from nanovllm.apps.server.page import PAGE
 
 HTML = PAGE.read_text(encoding="utf-8")
 
@@ -26,41 +24,14 @@ HTML = PAGE.read_text(encoding="utf-8")
 # ---- the file
 
 
-class Markup(HTMLParser):
-    """All tags with their attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-
-@pytest.fixture(scope="module")
-def markup() -> Markup:
-    parser = Markup()
-    parser.feed(HTML)
-    assert len(parser.tags) > 50
-    return parser
-
-
-def test_nothing_is_loaded_from_elsewhere(markup: Markup) -> None:
-    for tag, attributes in markup.tags:
-        for name in ("src", "href", "action", "srcset", "poster", "data"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+def test_the_file_loads_nothing_from_elsewhere_and_makes_no_markup_of_text() -> None:
+    """The policy, which a browser enforces, has the same effect; this fails without one."""
+    for value in re.findall(r"(?<=\s)(?:src|href|action|srcset|poster|data)=\"([^\"]*)\"", HTML):
+        assert value.startswith(("#", "data:")), value
     addresses = set(re.findall(r"\w+://[^\s'\"]+", HTML))
     assert addresses == {"http://www.w3.org/2000/svg"}, "the name of SVG, in the icon"
-    assert "@import" not in HTML and "url(" not in HTML
-
-
-def test_no_text_becomes_markup_and_no_script_is_made(markup: Markup) -> None:
-    sinks = (
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc|createContextualFragment"
-    )
-    assert not re.findall(sinks, HTML)
-    for tag, attributes in markup.tags:
-        assert not [name for name in attributes if name.startswith("on") or name == "style"], (tag, attributes)
+    assert not re.findall(r"@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|srcdoc", HTML)
+    assert not re.findall(r"<[^>]*\s(?:on\w+|style)=", HTML)
 
 
 # ---- what the server sends
@@ -127,7 +98,7 @@ def test_events_over_a_socket_while_a_prompt_is_answered(engine: AsyncLLM, monke
 
 
 def test_too_many_listeners_are_refused(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MAX_LISTENERS", 0)
+    monkeypatch.setattr(app, "MAX_LISTENERS", 0)
     answer = ask(engine, "/v1/kv-cache/events")
     assert answer.status_code == 429 and "listen to the KV cache" in answer.json()["error"]["message"]
 

@@ -131,17 +131,6 @@ def test_a_dropped_document_is_asked_about_and_answered(page: Any, engine: Async
     page.locator(".answer").nth(1).get_by_text("of them cached").wait_for()
 
 
-def test_files_that_are_no_texts_are_refused_in_words(page: Any) -> None:
-    for name, content, told in (
-        ("picture.png", b"\x89PNG\xff\xfe", "“picture.png” is not a text in UTF-8"),
-        ("zeros.txt", b"a\0b", "“zeros.txt” is not a text in UTF-8"),
-        ("empty.txt", b" \n", "“empty.txt” is empty"),
-    ):
-        drop(page, name, content)
-        page.locator("#notice", has_text=told).wait_for()
-        assert page.locator(".document").count() == 0
-
-
 def test_what_the_server_refuses_is_told_in_its_words(page: Any) -> None:
     live(page)
     drop(page, "long.txt", "many words and more " * 80)
@@ -182,11 +171,6 @@ def test_markup_in_errors_stays_text(page: Any) -> None:
     ask(page, "Hello")
     assert answered(page).locator(".failure").inner_text() == HOSTILE
     page.unroute("**/v1/chat/completions")
-    broken = chunks("So far")[: -len("data: [DONE]\n\n")] + f"data: {body}\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=broken, content_type="text/event-stream"))
-    ask(page, "Hello again")
-    page.locator(".answer").nth(1).locator(".failure").wait_for()
-    assert page.locator(".answer").nth(1).locator(".words").inner_text() == "So far"
     assert page.evaluate("() => window.hacked") is None
 
 
@@ -215,11 +199,6 @@ def test_everything_can_be_done_by_keyboard(page: Any) -> None:
     assert focused(page) == "question"
     drop(page, "bottle.txt", DOCUMENT)
     page.locator(".document .number", has_text="tokens").wait_for()
-    reached = []
-    for _ in range(14):
-        page.keyboard.press("Tab")
-        reached.append(focused(page))
-    assert {"new", "turns", "question", "add", "more", "send"} <= set(reached)
     page.locator("#more").focus()
     page.keyboard.press("Enter")
     for field in ("system", "temperature", "max-tokens"):
@@ -237,22 +216,6 @@ def test_everything_can_be_done_by_keyboard(page: Any) -> None:
     assert page.locator(".question .words").inner_text() == "Hello\nthere"
     assert focused(page) == "question"
     assert page.locator("#spoken").inner_text() == "The answer is complete."
-
-
-def test_texts_can_be_read_in_dark_and_light(browser: Any, address: str) -> None:
-    script = "() => [...['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])]"
-    for scheme in ("light", "dark"):
-        for page in opened(browser, address, color_scheme=scheme):
-            ground, text = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in page.evaluate(script))
-            assert (ground > 128) == (scheme == "light") and abs(ground - text) > 128
-
-
-def test_the_page_fits_a_phone(browser: Any, address: str) -> None:
-    for page in opened(browser, address):
-        page.set_viewport_size({"width": 360, "height": 740})
-        live(page)
-        width = page.evaluate("() => document.documentElement.scrollWidth")
-        assert width <= 360
 
 
 # ---- keys

@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.batch.openai_rows import SAME
 from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.protocol import SamplingFields
-from nanovllm.apps.server.sampling import SAME_NAME
+from nanovllm.apps.server.requests import SAME_NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
 NOT_OFFERED = {"detokenize", "logits_processors", "skip_clone"}  # they are for programs
@@ -33,11 +33,11 @@ def offline(model: str) -> Iterator[LLM]:
 
 def test_every_sampling_parameter_of_a_request_is_passed_on() -> None:
     """A field of the schema that nothing reads would be accepted and ignored; so would one of a batch file's body."""
-    own = {"max_tokens", "logprobs", "logit_bias", "structured_outputs", "output_kind"}  # read each in its own way
+    own = {"max_tokens", "logprobs", "structured_outputs", "output_kind"}  # read each in its own way
     parameters = {field.name for field in fields(SamplingParams)}
     assert {*SAME_NAME} | own | NOT_OFFERED == parameters
-    assert parameters & SamplingFields.model_fields.keys() == {*SAME_NAME, "logit_bias", "structured_outputs"}
-    assert {*SAME} == {*SAME_NAME, "max_tokens", "logit_bias", "structured_outputs", "cache_salt"}
+    assert parameters & SamplingFields.model_fields.keys() == {*SAME_NAME, "structured_outputs"}
+    assert {*SAME} == {*SAME_NAME, "max_tokens", "structured_outputs", "cache_salt"}
 
 
 # ---- answers
@@ -285,7 +285,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
     (COMPLETIONS, {"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "Cannot request more than 20"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "integer"),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
@@ -384,6 +384,6 @@ def test_a_requests_own_error_reaches_its_client_and_the_log(
     for path, streamed in ((COMPLETIONS, body), (CHAT, chat)):
         *_, last = ok(engine, path, **streamed, stream=True)
         assert "Parser Error: " in last["error"]["message"] and last["error"]["code"] == "request_failed"
-    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.apps.server.generation"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.apps.server.serving"]
     assert len(logged) == 4 and all("Parser Error: " in line for line in logged)
     assert nothing_left(engine)

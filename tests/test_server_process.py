@@ -11,8 +11,6 @@ import json
 import os
 import random
 import re
-import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -208,41 +206,6 @@ def test_memory_is_flat_over_many_requests(model: str) -> None:
 # ---- floods
 
 
-def test_ten_thousand_connections_are_refused_politely(model: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
-
-    async def knock(port: int, slots: asyncio.Semaphore) -> bytes:
-        async with slots:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                return (await asyncio.wait_for(reader.read(400), 60))[:12]
-            except ConnectionResetError:
-                return b"reset"
-            finally:
-                writer.close()
-
-    async def flood(port: int) -> list[bytes]:
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-        slots = asyncio.Semaphore(1000)
-        answers = await asyncio.gather(*(knock(port, slots) for _ in range(10_000)))
-        for _, writer in held:
-            writer.close()
-        return answers
-
-    try:
-        with served(model, RESIDENT, "--max-connections", "100") as (process, port):
-            answers = asyncio.run(flood(port))
-            found = {answer: answers.count(answer) for answer in set(answers)}
-            print(found)
-            assert set(found) <= {b"HTTP/1.1 503", b"HTTP/1.1 200", b"reset"} and found[b"HTTP/1.1 503"] > 9000
-            assert eventually(lambda: health(port) == 200)
-            assert counts(process)[0] < 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_body_of_100_megabytes(model: str) -> None:
     with served(model, RESIDENT) as (process, port):
         before = resident_bytes(process)
@@ -293,8 +256,7 @@ def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
 # ---- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_exits_0(model: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_drains_and_exits_0(model: str, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     with served(model, RESIDENT, "--shutdown-timeout", "300", held=held) as (process, port):
@@ -302,7 +264,7 @@ def test_a_signal_drains_and_exits_0(model: str, number: signal.Signals, tmp_pat
         with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             assert eventually(lambda: is_draining(port))
             refused = httpx.post(f"{url(port)}/v1/completions", json={"prompt": "b"}, timeout=60)
             held.unlink()
@@ -310,19 +272,6 @@ def test_a_signal_drains_and_exits_0(model: str, number: signal.Signals, tmp_pat
         assert refused.status_code == 503 and "shutting down" in refused.text
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
         assert process.wait(60) == 0
-
-
-def test_clients_of_a_killed_server_get_an_error_at_once(long_model: str) -> None:
-    with served(long_model, RESIDENT) as (process, port):
-        body = {"prompt": "a", "max_tokens": 6000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
-            lines = response.iter_lines()
-            next(lines)
-            process.kill()
-            start = time.monotonic()
-            with pytest.raises(httpx.HTTPError):
-                list(lines)
-            assert time.monotonic() - start < MOST_SECONDS
 
 
 @pytest.mark.parametrize(("state", "killed"), [("busy", 1), ("idle", 0)])
@@ -353,22 +302,3 @@ def test_a_killed_rank_ends_the_server(state: str, killed: int, long_model: str)
         with pytest.raises(httpx.ConnectError):
             health(port)
         assert eventually(lambda: not any(map(is_running, others)))
-
-
-def test_curl(model: str) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("there is no curl on this machine")
-
-    def curl(*arguments: str) -> str:
-        done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout
-
-    with served(model, RESIDENT, "--api-key", "k", "--served-model-name", "m") as (_, port):
-        key, path = ("-H", "Authorization: Bearer k"), f"{url(port)}/v1/chat/completions"
-        assert json.loads(curl(*key, f"{url(port)}/v1/models"))["data"][0]["id"] == "m"
-        body = '{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}'
-        whole = json.loads(curl(*key, "--json", body, path))
-        assert whole["choices"][0]["message"]["role"] == "assistant"
-        streamed = curl("-N", *key, "--json", body[:-1] + ', "stream": true}', path)
-        assert streamed.endswith("data: [DONE]\n\n")
-        assert "API key" in json.loads(curl("--json", body, path))["error"]["message"]

@@ -7,15 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from block_helpers import request
 from engine_helpers import Bench, prompt_of
 from test_requests import SpelledOut, Unspeakable
 
 from nanovllm.data.batch import Batch, Sample, StepResult, TokenLogprobs
-from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from nanovllm.sampling_params import SamplingParams
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 KINDS = pytest.mark.parametrize("kind", list(RequestOutputKind), ids=lambda kind: kind.name)
@@ -132,32 +129,6 @@ def test_the_cost_of_a_delta_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
     bench.add("a", prompt_of(4), 100, output_kind=DELTA, logprobs=0)
     sizes = [(len(new.token_ids), len(new.logprobs or [])) for out in streamed(bench)["a"] for new in out.outputs]
     assert sizes == [(1, 1)] * 100
-
-
-def test_every_sequence_has_its_own_deltas() -> None:
-    asked = request(prompt_of(3), params=SamplingParams(output_kind=DELTA, max_tokens=None))
-    first, second = asked.sequences[0], Sequence(asked, 1)
-    second.index = 1
-    asked.sequences = [first, second]
-    processor = OutputProcessor(asked, TokenTexts(None))
-
-    def deltas() -> list[tuple[int, list[int], str | None]]:
-        output = processor.output()
-        assert output is not None
-        return [(new.index, new.token_ids, new.finish_reason) for new in output.outputs]
-
-    assert deltas() == []
-    first.append(Sample(5))
-    second.append(Sample(6))
-    second.append(Sample(7))
-    assert deltas() == [(0, [5], None), (1, [6, 7], None)]
-    first.append(Sample(8))
-    first.finish_reason = "stop"
-    assert deltas() == [(0, [8], "stop")]
-    second.append(Sample(9))
-    assert deltas() == [(1, [9], None)], "a finished sequence has no further outputs"
-    second.finish_reason = "length"
-    assert deltas() == [(1, [], "length")]
 
 
 def test_deltas_of_a_group_join_to_its_sequences() -> None:

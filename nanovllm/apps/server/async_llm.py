@@ -7,17 +7,18 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm import LLM, EngineClient
-from nanovllm.apps.server.collector import OutputCollector, wake
 from nanovllm.errors import EngineError, RequestError, quoted, told
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, prompt_parts
+from nanovllm.text.prompts import Prompt, PromptParts, prompt_parts
 
 if TYPE_CHECKING:  # for annotations only: torch comes with it
     from nanovllm import LoRARequest
@@ -32,30 +33,60 @@ T = TypeVar("T")
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of a request, in the form of its `output_kind`."""
+    """The outputs of a request, in the form of its `output_kind`, from the engine's thread to its consumer.
 
-    def __init__(self, engine: AsyncLLM, request_id: str, collector: OutputCollector) -> None:
+    Holds at most one output. A slow consumer gets fewer and larger ones, and the engine never waits for it. Outputs
+    without tokens, as a prompt's chunks make them, wait for the first that has some.
+    Belongs to the event loop that runs when it is made: it is read there, `put` and `fail` are called in any thread.
+    """
+
+    def __init__(self, engine: AsyncLLM, request_id: str, kind: RequestOutputKind) -> None:
         self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.filled = asyncio.Event()  # set in the event loop
         self._engine = engine
-        self._collector = collector
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
         self._ended = False
 
+    def put(self, output: RequestOutput) -> bool:
+        """Add an output. Returns whether the consumer has to be woken, with `wake`."""
+        with self._lock:
+            was_ready = self._is_ready()
+            merges = self._output is not None and self._kind is RequestOutputKind.DELTA
+            self._output = merged(self._output, output) if merges and self._output is not None else output
+            return self._is_ready() and not was_ready
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which is raised after the last output."""
+        with self._lock:
+            self._error = error
+
     async def __anext__(self) -> RequestOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            output = await self._collector.take()
-        except Exception:
-            self._ended = True
-            raise
-        self._ended = output.finished
-        return output
+        """Everything since the last call; waits until there is something."""
+        while not self._ended:
+            with self._lock:
+                if self._output is not None and self._is_ready():
+                    output, self._output = self._output, None
+                    self._ended = output.finished
+                    return output
+                if self._error is not None:
+                    self._ended = True
+                    raise self._error
+                self.filled.clear()
+            await self.filled.wait()
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Abort the request if it has not ended. Does not wait."""
         if not self._ended:
             self._ended = True
-            self._engine.drop(self.request_id)
+            self._engine.drop([self])
+
+    def _is_ready(self) -> bool:
+        return self._output is not None and (bool(self._output.outputs) or self._output.finished)
 
 
 class AsyncLLM:
@@ -68,11 +99,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        self._collectors: dict[str, OutputCollector] = {}  # of the unfinished requests, by request_id
+        self._streams: dict[str, RequestStream] = {}  # of the unfinished requests, by request_id
         self._failed_steps = 0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the two below: after the end no command is queued
-        self._closing = False
+        self._lock = threading.Lock()  # of `_end`: after it is set no command is queued
         self._end: EngineError | None = None
         self._numbers = itertools.count()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
@@ -117,34 +147,44 @@ class AsyncLLM:
     ) -> RequestStream:
         """Start a request, and return its outputs as soon as the engine has taken it. See `generate`."""
         self.llm.engine.guard.check_process("generate")
-        (parts,) = prompt_parts([prompt])
-        text, token_ids, _ = parts
         params = sampling_params if sampling_params is not None else self.llm.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
-        if token_ids is None:
-            assert text is not None
-            token_ids = await self.in_text_thread(lambda: self.llm.engine.check_prompt(text, None, params), len(text))
+        (parts,) = prompt_parts([prompt])
+        text = parts.text
+        if parts.token_ids is None and text is not None:
+            check = self.llm.engine.check_prompt
+            parts = parts._replace(token_ids=await self.in_text_thread(lambda: check(text, None, params), len(text)))
+        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        (stream,) = await self.add_all({request_id: parts}, params, lora_request=lora_request, priority=priority)
+        return stream
+
+    async def add_all(
+        self, prompts: Mapping[str, PromptParts], params: SamplingParams, **others: Any
+    ) -> list[RequestStream]:
+        """Start a request for each prompt, of token ids, by its request_id, or none of them. others: as of `add`."""
         if params.structured_outputs is not None:  # compiled here, or no request would be stepped meanwhile
             await self._in_thread(self._grammar_thread, lambda: self.llm.engine.prepare(params))
-        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
-        collector = OutputCollector(params.output_kind)
+        streams = [RequestStream(self, request_id, params.output_kind) for request_id in prompts]
 
         def add(_: LLM) -> None:
-            taken = parts._replace(token_ids=token_ids)
-            self._client.add(
-                self.llm.engine.make_request(request_id, taken, params, priority=priority, lora_request=lora_request)
-            )
-            self._collectors[request_id] = collector
+            try:
+                for stream in streams:
+                    request_id = stream.request_id
+                    self._client.add(self.llm.engine.make_request(request_id, prompts[request_id], params, **others))
+                    self._streams[request_id] = stream
+            except Exception:
+                self._drop(streams)
+                raise
 
         added = self._submitted(add)
         try:
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
-            if not added.cancel():  # the engine has it, or is about to
-                self.drop(request_id, collector)
+            if not added.cancel():  # the engine has them, or is about to
+                self.drop(streams)
             raise
-        return RequestStream(self, request_id, collector)
+        return streams
 
     async def abort(self, request_id: str | None = None) -> None:
         """End a request, or all of them, with finish_reason "abort"; consumers get what there is.
@@ -156,19 +196,19 @@ class AsyncLLM:
 
     def fail(self, error: Exception) -> None:
         """Have all unfinished requests raise `error` to their consumers, without waiting for the running step."""
-        for collector in (failed := list(self._collectors.values())):
-            collector.fail(error)
+        for stream in (failed := list(self._streams.values())):
+            stream.fail(error)
         wake(failed)
 
-    def drop(self, request_id: str, collector: OutputCollector | None = None) -> None:
-        """Abort a request whose consumer has gone. Does not wait. collector: drop only a request that has this one."""
+    def drop(self, streams: Iterable[RequestStream]) -> None:
+        """Abort requests whose consumer has gone. Does not wait."""
+        self._submitted(lambda _: self._drop(streams))
 
-        def drop(_: LLM) -> None:
-            if collector is None or self._collectors.get(request_id) is collector:
-                self._client.abort([request_id])
-                self._collectors.pop(request_id, None)
-
-        self._submitted(drop)
+    def _drop(self, streams: Iterable[RequestStream]) -> None:
+        for stream in streams:
+            if self._streams.get(stream.request_id) is stream:
+                self._client.abort([stream.request_id])
+                del self._streams[stream.request_id]
 
     # ---- everything else
 
@@ -207,10 +247,8 @@ class AsyncLLM:
         """
         if self.llm.engine.guard.is_forked:
             return
-        with self._lock:
-            closes, self._closing = not self._closing, True
-        if closes:
-            self._commands.put(None)
+        self._finish(EngineError("the engine is closed: make a new AsyncLLM"))
+        self._commands.put(None)
         self._thread.join(seconds)
         for pool in (self._text_thread, self._long_text_thread, self._grammar_thread):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -247,13 +285,16 @@ class AsyncLLM:
                 future.set_exception(error)
 
         with self._lock:
-            if self._end is not None:
-                future.set_exception(self._end)
-            elif self._closing:
-                future.set_exception(EngineError("the engine is closed: make a new AsyncLLM"))
-            else:
+            if self._end is None:
                 self._commands.put(command)
+            else:
+                future.set_exception(self._end)
         return future
+
+    def _finish(self, end: EngineError) -> None:
+        """Take no further command."""
+        with self._lock:
+            self._end = self._end or end
 
     def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[None]) -> None:
         """Load the model, and step it until the end.
@@ -268,16 +309,15 @@ class AsyncLLM:
             loaded.set_exception(error)
             return
         loaded.set_result(None)
-        end = EngineError("the engine is closed: make a new AsyncLLM")
         try:
             while self._run_commands():
                 if self._client.pending:
                     self._step()
         except BaseException as error:
             logger.exception("the engine has ended")
-            end = EngineError(f"the engine has ended: {told(error)}")
+            self._finish(EngineError(f"the engine has ended: {told(error)}"))
         finally:
-            self._stop(end)
+            self._stop()
 
     def _run_commands(self) -> bool:
         """Run the commands that have come, and wait for one if there is nothing to compute. False ends the thread."""
@@ -310,26 +350,57 @@ class AsyncLLM:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         waiting = []
         for output in outputs:
-            collector = self._collectors.get(output.request_id)
-            if collector is not None and collector.put(output):
-                waiting.append(collector)
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.put(output):
+                waiting.append(stream)
             if output.finished:
-                self._collectors.pop(output.request_id, None)
+                self._streams.pop(output.request_id, None)
         wake(waiting)
 
-    def _stop(self, end: EngineError) -> None:
+    def _stop(self) -> None:
         """Fail everything that waits for the engine."""
-        with self._lock:
-            self._end = end
         try:
             self._client.close()
         except Exception:
             logger.exception("the requests of the ended engine were not aborted")
-        for collector in self._collectors.values():
-            collector.fail(end)
-        wake(self._collectors.values())
-        self._collectors.clear()
+        assert self._end is not None
+        self.fail(self._end)
+        self._streams.clear()
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
                 command()
+
+
+def wake(streams: Iterable[RequestStream]) -> None:
+    """Wake the consumers of these streams from another thread, with one call for each event loop."""
+    waiting = defaultdict(list)
+    for stream in streams:
+        waiting[stream.loop].append(stream.filled)
+    for loop, events in waiting.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
+def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two consecutive outputs of `output_kind` DELTA as one."""
+    completions = {completion.index: completion for completion in first.outputs}
+    for new in second.outputs:
+        old = completions.get(new.index)
+        completions[new.index] = new if old is None else _joined(old, new)
+    prompt_logprobs = second.prompt_logprobs
+    if first.prompt_logprobs is not None:
+        prompt_logprobs = [*first.prompt_logprobs, *(second.prompt_logprobs or ())]
+    return replace(second, outputs=list(completions.values()), prompt_logprobs=prompt_logprobs)
+
+
+def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    logprobs = new.logprobs
+    if old.logprobs is not None and new.logprobs is not None:
+        logprobs = [*old.logprobs, *new.logprobs]
+    return replace(new, text=old.text + new.text, token_ids=[*old.token_ids, *new.token_ids], logprobs=logprobs)

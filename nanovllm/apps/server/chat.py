@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,72 +11,34 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.apps.server.events import DONE, EventStream, answer, event, to_json
-from nanovllm.apps.server.generation import Generation
-from nanovllm.apps.server.logprobs import chat_logprobs, prompt_logprobs
+from nanovllm.apps.server.completions import chat_logprobs, prompt_logprobs
 from nanovllm.apps.server.protocol import ChatRequest, NamedTool
-from nanovllm.apps.server.request_prompts import chat_prompt, check_tokens, template_text
-from nanovllm.apps.server.sampling import chat_params
-from nanovllm.apps.server.serving import Serving
+from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prompt, template_text
+from nanovllm.apps.server.serving import Envelope, Serving, new_id
 from nanovllm.apps.server.tool_calls import Call, Parser, Piece, check_tools, detect_format, forced_schema, make_parser
-from nanovllm.apps.server.usage import Envelope, new_id
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.prompts import PromptParts
 
 
 async def create_chat_completion(serving: Serving, request: Request) -> Response:
+    """Answer a conversation"""
     body = await serving.read(request, ChatRequest)
-    return await answer(request, _respond(serving, body))
-
-
-async def _respond(serving: Serving, body: ChatRequest) -> Response:
-    llm, settings = serving.engine.llm, serving.settings
+    settings = serving.settings
     template = body.chat_template or template_text(serving)
     form = detect_format(template) if settings.tool_call_parser == "auto" else settings.tool_call_parser
     check_tools(body, template, form)
     schema = forced_schema(body)
     forced = {} if schema is None else {"structured_outputs": StructuredOutputsParams(json=schema)}
-    params = chat_params(body, serving.defaults, **forced)
-    request_id = new_id("chatcmpl", body.request_id)
-
-    def prompt() -> PromptParts:
-        tokens = chat_prompt(serving, body)
-        if body.truncate_prompt_tokens is None:
-            check_tokens(llm, tokens, "messages")
-        return PromptParts(None, tokens, body.cache_salt)
-
-    with ExitStack() as held:
-        held.enter_context(serving.admission.admitted(1))
-        prompts = [await serving.in_text_thread(body, prompt)]
-        generation = await serving.start(held.pop_all(), prompts, params, request_id, body)
-    messages = Messages(body, form)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = Envelope(request_id, kind, settings.answer_name(body.model), body)
-    if body.stream:
-        return EventStream(_events(generation, messages, envelope))
-    try:
-        (output,) = await generation.final()
-    finally:
-        generation.close()
-    envelope.usage.count(0, output)
-    return Response(to_json(messages.complete(output, envelope)), media_type="application/json")
-
-
-async def _events(generation: Generation, messages: Messages, envelope: Envelope) -> AsyncGenerator[bytes, None]:
-    try:
-        others: dict[str, Any] | None = None
-        async for _, output in generation.outputs():
-            envelope.usage.count(0, output)
-            others = messages.prompt_fields(output) if others is None else {}
-            for choice in messages.deltas(output):
-                yield event(envelope.chunk([choice], **others))
-                others = {}
-        if envelope.sends_usage:
-            yield event(envelope.usage_chunk())
-        yield DONE
-    finally:
-        generation.close()
+    request_id = new_id("chatcmpl", body.request_id)
+    return await serving.respond(
+        request,
+        body,
+        chat_params(body, serving.defaults, **forced),
+        Envelope(request_id, kind, settings.answer_name(body.model), body),
+        Messages(body, form),
+        lambda: [checked_prompt(serving, chat_prompt(serving, body), body, "messages")],
+    )
 
 
 @dataclass(slots=True)
@@ -98,26 +59,28 @@ class Messages:
         self._make_parser = partial(make_parser, body, form)
         self._choices: dict[int, Choice] = {}  # by index
 
-    def complete(self, output: RequestOutput, envelope: Envelope) -> dict[str, Any]:
-        """The answer in one piece."""
+    def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
         choices = []
         for completion in output.outputs:
             choice = Choice(self._make_parser())
             pieces = [*choice.parser.feed(completion.text), *choice.parser.finish()]
             content = "".join(piece for piece in self._read(choice, pieces) if isinstance(piece, str))
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": None if choice.calls and not content.strip() else content,
-                "refusal": None,
-            }
+            empty = bool(choice.calls) and not content.strip()
+            message: dict[str, Any] = {"role": "assistant", "content": None if empty else content, "refusal": None}
             if choice.calls:
-                message["tool_calls"] = [
-                    {name: call[name] for name in call if name != "index"} for call in choice.calls
-                ]
-            choices.append(self._choice(completion, output, choice, {"message": message}))
-        return envelope.complete(choices, **self.prompt_fields(output))
+                message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in choice.calls]
+            choices.append(self._choice(completion, choice, {"message": message}))
+        return {"choices": choices, **self._prompt_fields(output)}
 
-    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+    def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        is_first = not self._choices
+        found = [{"choices": [delta]} for completion in output.outputs for delta in self._deltas(completion)]
+        if is_first and found:
+            found[0] |= self._prompt_fields(output)
+        return found
+
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """What the request asks for of its prompt; `output` is complete, or the first one."""
         fields: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None:
@@ -126,30 +89,25 @@ class Messages:
             fields["prompt_token_ids"] = output.prompt_token_ids
         return fields
 
-    def deltas(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices of the chunks that an output makes."""
-        return [delta for completion in output.outputs for delta in self._deltas(completion, output)]
-
-    def _deltas(self, completion: CompletionOutput, output: RequestOutput) -> list[dict[str, Any]]:
+    def _deltas(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The choices of the chunks that an output makes of one completion."""
         choice = self._choices.setdefault(completion.index, Choice(self._make_parser()))
         pieces = choice.parser.feed(completion.text)
         if completion.finish_reason is not None:
             pieces += choice.parser.finish()
-        parts: list[dict[str, Any]] = []
-        for piece in self._read(choice, pieces):
-            parts.append({"content": piece} if isinstance(piece, str) else {"tool_calls": [piece]})
-        deltas: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = [
+            {"content": piece} if isinstance(piece, str) else {"tool_calls": [piece]}
+            for piece in self._read(choice, pieces)
+        ]
+        last = parts.pop() if parts else {}
         if not choice.begun:
             choice.begun = True
-            deltas.append(self._delta(completion, {"role": "assistant", "content": ""}))
-        deltas += [self._delta(completion, part) for part in parts[:-1]]
-        if parts or completion.logprobs or completion.finish_reason is not None or self._body.return_token_ids:
-            last = {"delta": parts[-1] if parts else {}}
-            deltas.append(self._choice(completion, output, choice, last))
+            parts.insert(0, {"role": "assistant", "content": ""})
+        common = {"index": completion.index, "logprobs": None, "finish_reason": None}
+        deltas = [{**common, "delta": part} for part in parts]
+        if last or completion.logprobs or completion.finish_reason is not None or self._body.return_token_ids:
+            deltas.append(self._choice(completion, choice, {"delta": last}))
         return deltas
-
-    def _delta(self, completion: CompletionOutput, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _read(self, choice: Choice, pieces: list[Piece]) -> list[str | dict[str, Any]]:
         """The pieces with calls as OpenAI shows them; counts the calls."""
@@ -165,9 +123,7 @@ class Messages:
                 shown.append(call)
         return shown
 
-    def _choice(
-        self, completion: CompletionOutput, output: RequestOutput, choice: Choice, content: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _choice(self, completion: CompletionOutput, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
         body, reason = self._body, completion.finish_reason
         if choice.calls and reason == "stop" and not isinstance(body.tool_choice, NamedTool):
             reason = "tool_calls"

@@ -1,20 +1,22 @@
 """Where the KV cache is, as server-sent events: the stream of `GET /v1/kv-cache/events`.
 
-The engine's thread takes a snapshot when one is asked for, and one is asked for only while a client listens. All
-clients share it. A client that reads slowly gets the latest snapshot and misses those in between.
+The engine's thread takes snapshots while a client listens. All clients share them. A client that reads slowly gets the
+latest snapshot and misses those in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.apps.server.events import event
-from nanovllm.apps.server.kv_snapshot import KVGeometry, KVSnapshot
+import numpy as np
+
+from nanovllm import AsyncLLM, KVBlockState
+from nanovllm.apps.server.responses import event
 from nanovllm.errors import EngineError
 
 if TYPE_CHECKING:  # torch comes with it
@@ -25,68 +27,36 @@ MAX_SHARE = 0.02  # of the engine's time for snapshots: those of a very large KV
 KEEP_ALIVE = 15.0  # seconds without an event until a comment is sent
 
 
-class Engine(Protocol):
-    """An LLM in a thread of its own, such as AsyncLLM."""
-
-    @property
-    def llm(self) -> LLM: ...
-
-    async def call(self, function: Callable[[LLM], None], /) -> None:
-        """Call `function(llm)` in the engine's thread between two steps, or now if it runs none."""
-        ...
-
-
 class KVCacheEvents:
     """Snapshots of one engine for its listeners. Belongs to the event loop in which they listen.
 
-    is_over: whether the streams shall end; asked once a second or more often.
+    is_over: whether the streams shall end; asked once an interval.
     """
 
-    def __init__(self, engine: Engine, is_over: Callable[[], bool] = lambda: False, interval: float = INTERVAL) -> None:
+    def __init__(
+        self, engine: AsyncLLM, is_over: Callable[[], bool] = lambda: False, interval: float = INTERVAL
+    ) -> None:
         self._engine = engine
         self._is_over = is_over
         self._interval = interval
-        self._geometry = KVGeometry.of(engine.llm)
-        self._wanted = False  # set by the event loop, cleared by the engine's thread
-        self._is_watched = False  # whether the steps are watched; set by the engine's thread
-        self._cost = 0.0  # seconds that the last snapshot took
-        self._loop: asyncio.AbstractEventLoop
-        self._ticker: asyncio.Task[None]
-        self._asking: asyncio.Task[None] | None = None  # until the step in progress has ended
-        self._news: asyncio.Future[None]  # done when `_latest` is replaced
-        self._latest: KVSnapshot | None = None
+        self._ticker: asyncio.Task[None] | None = None
         self.num_listeners = 0
+        # Written by the engine's thread:
+        self._is_watched = False  # whether it looks within steps too
+        self._next_time = 0.0  # of a snapshot
+        self._latest: KVSnapshot | None = None
         self.num_snapshots = 0
-
-    # ---- the engine's thread
-
-    def _serve(self, llm: LLM) -> None:
-        """Between two steps. In a long step `_serve_layer` may have come first."""
-        self._is_watched = self.num_listeners > 0
-        llm.watch_steps((lambda share: self._serve_layer(llm, share)) if self._is_watched else None)
-        self._serve_layer(llm, None)
-
-    def _serve_layer(self, llm: LLM, step_share: float | None) -> None:
-        """Take a snapshot if one is wanted. step_share: as in `KVSnapshot.take`."""
-        if not self._wanted:
-            return
-        self._wanted = False
-        self.num_snapshots += 1
-        begin = time.monotonic()
-        snapshot = KVSnapshot.take(llm, step_share)
-        self._cost = time.monotonic() - begin
-        with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._publish, snapshot)
-
-    # ---- the event loop
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
         """The stream of one client: a `layout` event, then `snapshot` events, the first one with all cells.
 
         A snapshot is sent when something has changed.
         """
-        with self._listening():
-            yield named("layout", asdict(self._geometry))
+        self.num_listeners += 1
+        try:
+            if self._ticker is None or self._ticker.done():
+                self._ticker = asyncio.create_task(self._tick())
+            yield named("layout", layout(self._engine.llm))
             sent, quiet_since = None, time.monotonic()
             while not self._is_over():
                 snapshot = self._latest
@@ -96,51 +66,112 @@ class KVCacheEvents:
                 elif time.monotonic() - quiet_since > KEEP_ALIVE:
                     yield b": nothing has changed\n\n"
                     quiet_since = time.monotonic()
-                else:
-                    await asyncio.wait([self._news], timeout=1.0)
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        if self.num_listeners == 0:
-            self._loop = asyncio.get_running_loop()
-            self._latest, self._news = None, self._loop.create_future()
-            self._ticker = self._loop.create_task(self._tick())
-        self.num_listeners += 1
-        try:
-            yield
+                await asyncio.sleep(self._interval / 2)
         finally:
             self.num_listeners -= 1
-            if self.num_listeners == 0:
-                self._ticker.cancel()
-                self._wanted = False
-                self._ask()  # ends the watch of the steps
 
     async def _tick(self) -> None:
-        while True:
-            self._wanted = True
-            self._ask()
-            await asyncio.sleep(max(self._interval, self._cost / MAX_SHARE))
-
-    def _ask(self) -> None:
-        """Let the engine's thread call `_serve` when the step in progress has ended, unless it will do so anyway."""
-        if self._asking is None or self._asking.done():
-            self._asking = self._loop.create_task(self._call_serve())
-
-    async def _call_serve(self) -> None:
+        """Have the engine's thread look between steps too, until no client listens and the steps are not watched."""
         with suppress(EngineError):  # the engine has ended; the last picture stays
-            await self._engine.call(self._serve)
-            # The last client may have left after `_serve` looked, and before this task was done.
-            while self._is_watched != (self.num_listeners > 0):
-                await self._engine.call(self._serve)
+            while self.num_listeners or self._is_watched:
+                await self._engine.call(self._look)
+                await asyncio.sleep(self._interval)
 
-    def _publish(self, snapshot: KVSnapshot) -> None:
-        if self._latest is not None and snapshot.is_like(self._latest):
+    # ---- the engine's thread
+
+    def _look(self, llm: LLM) -> None:
+        self._is_watched = self.num_listeners > 0
+        llm.watch_steps((lambda share: self._take(llm, share)) if self._is_watched else None)
+        if self._is_watched:
+            self._take(llm, None)
+        else:
+            self._latest = None
+
+    def _take(self, llm: LLM, step_share: float | None) -> None:
+        """Take a snapshot if it is time for one. step_share: as in `KVSnapshot.take`."""
+        begin = time.monotonic()
+        if begin < self._next_time:
             return
-        self._latest = snapshot
-        self._news.set_result(None)
-        self._news = self._loop.create_future()
+        self.num_snapshots += 1
+        snapshot = KVSnapshot.take(llm, step_share)
+        if self._latest is None or not snapshot.is_like(self._latest):
+            self._latest = snapshot
+        end = time.monotonic()
+        self._next_time = end + max(self._interval, (end - begin) / MAX_SHARE)
 
 
 def named(name: str, data: dict[str, Any]) -> bytes:
     """A server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + event(data)
+
+
+def layout(llm: LLM) -> dict[str, Any]:
+    """What stays the same while an engine lives. Cells are numbered across the tiers, in their order."""
+    stats, view = llm.kv_stats(), llm.view()
+    return {
+        "block_size": stats.block_size,  # tokens
+        "block_bytes": stats.bytes_per_block,  # all layers
+        "tiers": view.tiers,  # blocks of each
+        "num_layers": view.limits.num_layers,
+        "max_model_len": view.limits.max_model_len,
+        "states": [state.name.lower() for state in KVBlockState],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """The state of every block, and the numbers that go with it.
+
+    time: seconds on the monotonic clock. states: one `KVBlockState` byte for each physical block.
+    numbers: `prefill` is the progress of the prompts that are being computed; its `layer` counts the layers that have
+    begun: of this step, or of a layer-by-layer prefill; 0 if neither is under way. `totals` are since the engine was
+    created; a client divides differences by the time between two snapshots.
+    """
+
+    time: float
+    states: bytes
+    numbers: dict[str, dict[str, Any]]
+
+    @classmethod
+    def take(cls, llm: LLM, step_share: float | None = None) -> KVSnapshot:
+        """To be called by the thread that steps the engine, between steps or from `LLM.watch_steps`.
+
+        step_share: the share of the layers that are done, within a step; None between steps.
+        """
+        view = llm.view()
+        metrics, moved, prefill = view.metrics(), view.kv_stats().transfers, view.prefill(step_share)
+        requests = {name: getattr(metrics, f"{name}_requests") for name in ("running", "waiting", "swapped")}
+        totals = {
+            "h2d_bytes": moved.h2d_bytes,
+            "d2h_bytes": moved.d2h_bytes,
+            "cpu_attention_bytes": moved.cpu_attention_bytes,  # host blocks that the CPU attended to in place
+            "prompt_tokens": metrics.prompt_tokens_computed + prefill.uncounted,
+            "cached_tokens": metrics.prefix_cache_hit_tokens,  # found in the prefix cache instead
+            "output_tokens": metrics.tokens_generated,
+        }
+        progress = {name: getattr(prefill, name) for name in ("tokens", "tokens_done", "layer", "layer_by_layer")}
+        numbers = {"requests": requests, "prefill": progress, "totals": totals}
+        return cls(time.monotonic(), view.block_states(step_share), numbers)
+
+    def is_like(self, other: KVSnapshot) -> bool:
+        """Whether nothing but the time differs."""
+        return (self.states, self.numbers) == (other.states, other.numbers)
+
+    def message(self, before: KVSnapshot | None) -> dict[str, Any]:
+        """As JSON data: the numbers, and the states as runs `[first cell, number of cells, state]`.
+
+        Runs cover the cells that have changed since `before`; all cells if there is no `before`.
+        """
+        runs = changed_runs(self.states, before.states if before is not None else None)
+        return {"time": self.time, "runs": runs, **self.numbers}
+
+
+def changed_runs(states: bytes, before: bytes | None) -> list[list[int]]:
+    """Runs `[first, count, state]` of equal states, among the cells whose state differs from `before`."""
+    cells = np.frombuffer(states, np.uint8).astype(np.int16)
+    if before is not None:
+        cells[cells == np.frombuffer(before, np.uint8)] = -1
+    first = np.flatnonzero(np.diff(cells, prepend=-2))
+    runs = np.stack([first, np.diff(first, append=len(cells)), cells[first]], axis=1)
+    found: list[list[int]] = runs[runs[:, 2] >= 0].tolist()
+    return found

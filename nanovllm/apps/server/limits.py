@@ -6,23 +6,20 @@ import asyncio
 import hashlib
 import hmac
 import re
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.http_errors import AUTHENTICATION, RATE_LIMIT, SERVER, ApiError
+from nanovllm.apps.server.responses import ApiError, invalid
 from nanovllm.apps.server.settings import LOOPBACK, ServerSettings
 from nanovllm.errors import quoted
 
 FREE_PATHS = ("/health", "/")  # need no key; the page at / asks for one
 HOST = re.compile(r":\d*$")  # the port in a header Host
-RETRY_SECONDS = 5  # what refused clients are told to wait
-DISCARD_SECONDS = 5.0  # how long an oversized body is read and discarded, so that its client reads the answer
 
 
 class Admission:
@@ -39,13 +36,8 @@ class Admission:
         """Context in which a request's prompts count. Raises ApiError with status 429 if too many wait."""
         waiting = self.num_prompts - self._engine.llm.metrics().running_requests
         if waiting + num_prompts > self._max_queue:
-            raise ApiError(
-                429,
-                f"{waiting} prompts wait for the engine and at most {self._max_queue} may: send this request later",
-                kind=RATE_LIMIT,
-                code="queue_full",
-                retry_after=RETRY_SECONDS,
-            )
+            message = f"{waiting} prompts wait for the engine and at most {self._max_queue} may: send it later"
+            raise ApiError(429, message, code="queue_full")
         self.num_prompts += num_prompts
         try:
             yield
@@ -72,6 +64,10 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            refusal = invalid("the header has both Content-Length and Transfer-Encoding: send one of them")
+            refusal.headers["Connection"] = "close"
+            return refusal
         host = headers.get("host", "")
         if self._is_local and HOST.sub("", host).strip("[]").lower() not in LOOPBACK:
             return ApiError(
@@ -84,11 +80,9 @@ class Gate:
             return None
         if self._digests and not self._has_key(headers.get("authorization", "")):
             message = "a valid API key is needed, as the header 'Authorization: Bearer KEY'"
-            return ApiError(401, message, kind=AUTHENTICATION, code="invalid_api_key")
+            return ApiError(401, message, code="invalid_api_key")
         if self._admission.draining and scope["path"].startswith("/v1/"):
-            return ApiError(
-                503, "the server is shutting down", kind=SERVER, code="shutting_down", retry_after=RETRY_SECONDS
-            )
+            return ApiError(503, "the server is shutting down", code="shutting_down")
         return None
 
     def _has_key(self, authorization: str) -> bool:
@@ -104,54 +98,29 @@ def _digest(key: str) -> bytes:
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """The body of a JSON request. Raises ApiError: 415, 413 beyond max_body_bytes, 408 if the client stops sending."""
+    """The body of a JSON request. Raises ApiError: 415, 413 beyond max_body_bytes, 408 if the client stops sending.
+
+    uvicorn discards what a refused client still sends.
+    """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the header Content-Type must be application/json")
-    parts: list[bytes] = []
-    size = 0  # what Content-Length announces was checked with the header
-    stream = request.stream()
-    while (part := await _next_part(stream, settings.idle_timeout)) is not None and size <= settings.max_body_bytes:
-        parts.append(part)
-        size += len(part)
-    if size <= settings.max_body_bytes:
-        return b"".join(parts)
-    parts.clear()
-    until = time.monotonic() + DISCARD_SECONDS
-    with suppress(ApiError):
-        while time.monotonic() < until and await _next_part(stream, DISCARD_SECONDS) is not None:
-            pass
-    raise body_too_large(settings.max_body_bytes)
-
-
-def body_too_large(most: int) -> ApiError:
-    """The refusal of a body of more than `most` bytes."""
-    message = f"the body has more than the {most:,} bytes that this server takes: send a shorter prompt"
-    return ApiError(413, message, code="body_too_large")
-
-
-async def _next_part(stream: AsyncIterator[bytes], seconds: float) -> bytes | None:
-    try:
-        async with asyncio.timeout(seconds):
-            return await anext(stream, None)
-    except TimeoutError:
-        raise ApiError(408, f"the body stopped coming for {seconds:g} s: send it again") from None
-
-
-def check_count(num_prompts: int, settings: ServerSettings) -> None:
-    """Raise ApiError for no prompts, or for too many."""
-    if not 1 <= num_prompts <= settings.max_prompts:
-        raise ApiError(
-            400, f"prompt holds {num_prompts} prompts and must hold 1 to {settings.max_prompts}", param="prompt"
-        )
+    announced, body, stream = int(request.headers.get("content-length", 0)), bytearray(), request.stream()
+    while max(len(body), announced) <= settings.max_body_bytes:
+        try:
+            async with asyncio.timeout(settings.idle_timeout):
+                part = await anext(stream, None)
+        except TimeoutError:
+            raise ApiError(408, f"the body stopped coming for {settings.idle_timeout:g} s: send it again") from None
+        if part is None:
+            return bytes(body)
+        body += part
+    message = f"the body has more than the {settings.max_body_bytes:,} bytes that this server takes"
+    raise ApiError(413, f"{message}: send a shorter prompt", code="body_too_large")
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
     """Raise ApiError with status 404 for a model that is not served. None is the model that is."""
     if name is not None and name not in names:
-        raise ApiError(
-            404,
-            f"the model {name!r:.100} is not served: this server has {names[0]!r}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"the model {name!r:.100} is not served: this server has {names[0]!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -30,8 +29,7 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._vllms()
-        yield from self._blocks()
-        yield from self._link()
+        yield from self._own()
 
     def _vllms(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
@@ -49,43 +47,27 @@ class ServerMetrics(Collector):
             family.add_metric(values, metric.value)  # type: ignore[attr-defined]
         return families.values()
 
-    def _blocks(self) -> Iterator[Metric]:
-        engine = self._llm.metrics()
+    def _own(self) -> Iterable[Metric]:
+        """Blocks, bytes between host and device, and what CPU attention kept off the link."""
+        engine, moved, busy = self._llm.metrics(), self._llm.kv_stats().transfers, self._llm.link_busy()
+        swapped = "Requests that were swapped out, which vllm:num_requests_waiting counts too"
+        speed = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
         for name, text, value in (
             ("kv_blocks_used", "KV blocks of running requests", engine.used_blocks),
             ("kv_blocks_cached", "KV blocks that only the prefix cache holds", engine.cached_blocks),
             ("kv_blocks_free", "Free KV blocks", engine.free_blocks),
             ("kv_blocks_swapped", "KV blocks in swap space", engine.swapped_blocks),
-            (
-                "requests_swapped",
-                "Requests that were swapped out, which vllm:num_requests_waiting counts too",
-                engine.swapped_requests,
-            ),
+            ("requests_swapped", swapped, engine.swapped_requests),
+            ("kv_link_bytes_per_second", speed, busy.num_bytes / busy.seconds if busy.seconds else 0.0),
         ):
-            yield self._family(GaugeMetricFamily, name, text, {(): value})
-
-    def _link(self) -> Iterator[Metric]:
-        """Bytes between host and device, and what CPU attention kept off the link."""
-        moved, busy = self._llm.kv_stats().transfers, self._llm.link_busy()
+            gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
         text = "KV bytes copied between host and device"
-        copied = {("h2d",): moved.h2d_bytes, ("d2h",): moved.d2h_bytes}
-        yield self._family(CounterMetricFamily, "kv_transfer_bytes", text, copied, ["direction"])
-        text = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
-        speed = busy.num_bytes / busy.seconds if busy.seconds else 0.0
-        yield self._family(GaugeMetricFamily, "kv_link_bytes_per_second", text, {(): speed})
+        copied = CounterMetricFamily("nanovllm:kv_transfer_bytes", text, labels=["model_name", "direction"])
+        copied.add_metric([self._model_name, "h2d"], moved.h2d_bytes)
+        copied.add_metric([self._model_name, "d2h"], moved.d2h_bytes)
         text = "KV bytes in host memory that the CPU attended to instead"
-        yield self._family(CounterMetricFamily, "cpu_attention_bytes", text, {(): moved.cpu_attention_bytes})
-
-    def _family(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        text: str,
-        values: Mapping[Any, float],
-        labels: list[str] | None = None,
-    ) -> Metric:
-        """The metric nanovllm:`name`. values: by the tuple of the values of `labels`."""
-        family = kind(f"nanovllm:{name}", text, labels=["model_name", *(labels or ())])
-        for label_values, value in values.items():
-            family.add_metric([self._model_name, *label_values], value)
-        return family
+        attended = CounterMetricFamily("nanovllm:cpu_attention_bytes", text, labels=["model_name"])
+        attended.add_metric([self._model_name], moved.cpu_attention_bytes)
+        yield from (copied, attended)

@@ -83,7 +83,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
+import ssl
 import time
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server.app import build_app
-from nanovllm.apps.server.connections import ConnectionConfig, usable_connections
-from nanovllm.apps.server.http_errors import SERVER, ApiError
-from nanovllm.apps.server.limits import RETRY_SECONDS, Admission
+from nanovllm.apps.server.limits import Admission
+from nanovllm.apps.server.responses import LATER, ApiError, to_json
 from nanovllm.apps.server.settings import ServerSettings
 from nanovllm.errors import ConfigError
 
@@ -22,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 FORCED_CLOSE_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # in which clients read what is left of their answers
-BACKLOG = 2048
+BACKLOG = 2048  # uvicorn's
+SPARE_FILES = 128  # descriptors that connections leave to everything else
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
@@ -68,9 +73,7 @@ class Server(uvicorn.Server):
         self.stops_now = False  # a second signal has come
         self.engine_failed = False
         app = build_app(engine, settings, self._admission)
-        config = ConnectionConfig(app, settings, usable_connections(settings.max_connections))
-        config.backlog = BACKLOG
-        super().__init__(config)
+        super().__init__(ConnectionConfig(app, settings))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler."""
@@ -115,8 +118,77 @@ class Server(uvicorn.Server):
         if self.stops_now:
             logger.warning("stopping at once: %d prompts are cut off", self._admission.num_prompts)
             message = "the server was stopped while it computed this answer: send the request later"
-            self._engine.fail(ApiError(503, message, kind=SERVER, code="shutting_down", retry_after=RETRY_SECONDS))
+            self._engine.fail(ApiError(503, message, code="shutting_down"))
             if tasks := list(self.server_state.tasks):
                 await asyncio.wait(tasks, timeout=FORCED_CLOSE_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's configuration, from the server's settings."""
+
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
+        super().__init__(
+            app,
+            host=settings.host,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # every broken request would be a warning
+            access_log=settings.access_log,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(settings.idle_timeout)),
+            timeout_graceful_shutdown=30,  # `Server._cut_off` comes first
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile_password=settings.ssl_keyfile_password,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        )
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        self.max_connections = max(1, min(settings.max_connections, most_files - SPARE_FILES))
+        self.header_timeout = settings.header_timeout
+
+
+class LimitedProtocol(H11Protocol):
+    """Refuses connections beyond the limit with status 503, and closes those whose header takes too long."""
+
+    config: ConnectionConfig
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) <= self.config.max_connections:
+            self._wait_for_header()
+            return
+        message = f"the server has its {self.config.max_connections} connections: try again later"
+        body = to_json(ApiError(503, message, code="too_many_connections").body)
+        fields = {"Content-Type": "application/json", "Connection": "close", "Content-Length": len(body), **LATER}
+        header = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        transport.write(f"HTTP/1.1 503 Service Unavailable\r\n{header}\r\n".encode() + body)
+        transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE and self.conn.our_state is not h11.DONE:
+            self._stop_waiting()
+        elif self._header_timer is None:  # a header has begun, or an answered request still goes on
+            self._wait_for_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_header(self) -> None:
+        self._header_timer = self.loop.call_later(self.config.header_timeout, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

@@ -1,31 +1,58 @@
-"""What all endpoints share: the engine, settings, admission, metrics, and how a request is read and run."""
+"""What all endpoints share: the engine, settings, admission and metrics, how a request is read, run and answered."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.generation import Generation
-from nanovllm.apps.server.http_errors import ApiError, invalid
+from nanovllm.apps.server.async_llm import RequestStream
 from nanovllm.apps.server.kv_events import KVCacheEvents
 from nanovllm.apps.server.limits import Admission, check_model, read_body
 from nanovllm.apps.server.metrics import ServerMetrics
 from nanovllm.apps.server.protocol import Body, SamplingFields
+from nanovllm.apps.server.responses import (
+    DONE,
+    LONGEST,
+    ApiError,
+    EventStream,
+    event,
+    invalid,
+    to_json,
+    unless_disconnected,
+)
 from nanovllm.apps.server.settings import ServerSettings
-from nanovllm.errors import quoted
+from nanovllm.errors import RequestError, one_line, quoted
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptParts
 from nanovllm.vllm_names import unknown_name
 
+logger = logging.getLogger(__name__)
+
+LONGEST_ID = 128
 AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
+
+
+class Answer(Protocol):
+    """Turns outputs into the answer of one endpoint."""
+
+    def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The fields of the parts that an output of prompt `number` makes in a stream."""
+
+    def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The fields of the answer in one piece, from the last outputs of all prompts."""
 
 
 @dataclass(frozen=True)
@@ -54,42 +81,172 @@ class Serving:
         """The result of `function()`, which tokenizes or renders what is in the body, while the event loop goes on."""
         return await self.engine.in_text_thread(function, body.num_bytes)
 
-    async def start(
+    async def respond(
         self,
-        held: ExitStack,
-        prompts: Sequence[PromptParts],
-        params: SamplingParams,
-        request_id: str,
+        request: Request,
         body: SamplingFields,
-    ) -> Generation:
-        """Start the engine's requests. `held` is released when the generation is closed."""
-        generation = Generation(held)
-        adapter = self.settings.adapter(body.model)
-        await generation.start(self.engine, prompts, params, request_id, body.priority, adapter)
-        return generation
+        params: SamplingParams,
+        envelope: Envelope,
+        answer: Answer,
+        read_prompts: Callable[[], list[PromptParts]],
+        num_prompts: int = 1,
+    ) -> Response:
+        """The answer of the engine to a request, whole or as events. `read_prompts` is called in the text thread.
+
+        Raises ClientDisconnect if the client goes away before it begins.
+        """
+
+        async def work() -> Response:
+            with ExitStack() as held:  # the prompts' places in the queue, and the requests until they have ended
+                held.enter_context(self.admission.admitted(num_prompts))
+                prompts = await self.in_text_thread(body, read_prompts)
+                others = {"priority": body.priority, "lora_request": self.settings.adapter(body.model)}
+                numbered = {f"{envelope.request_id}-{i}": prompt for i, prompt in enumerate(prompts)}
+                streams = await self.engine.add_all(numbered, params, **others)
+                for stream in streams:
+                    held.callback(stream.close)
+                if body.stream:
+                    return EventStream(_events(streams, held.pop_all(), envelope, answer))
+                outputs = [_checked([output async for output in stream][-1]) for stream in streams]
+            for number, output in enumerate(outputs):
+                envelope.count(number, output)
+            return Response(to_json(envelope.complete(answer.complete(outputs))), media_type="application/json")
+
+        response: Response | None = await unless_disconnected(request.receive, work())
+        if response is None:
+            raise ClientDisconnect
+        return response
+
+
+async def _events(
+    streams: Sequence[RequestStream], held: ExitStack, envelope: Envelope, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    with held:
+        async with aclosing(_outputs(streams)) as outputs:
+            async for number, output in outputs:
+                envelope.count(number, _checked(output))
+                for chunk in answer.chunks(number, output):
+                    yield event(envelope.chunk(chunk))
+        if envelope.sends_usage:
+            yield event(envelope.complete({"choices": []}))
+        yield DONE
+
+
+async def _outputs(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of all streams as they come, with the number of the stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    # One output waits at most: while the client is slow, outputs merge in their streams.
+    waiting: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
+    pumps = [asyncio.ensure_future(_pump(i, stream, waiting)) for i, stream in enumerate(streams)]
+    try:
+        unfinished = len(pumps)
+        while unfinished:
+            number, got = await waiting.get()
+            if isinstance(got, Exception):
+                raise got
+            yield number, got
+            unfinished -= got.finished
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.wait(pumps)
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    """The output. Raises ApiError for a request that has failed.
+
+    A failed step is the engine's own, and the request may be sent again. Every other error is the request's: it would
+    fail again, and clients repeat what is answered 500.
+    """
+    if output.step_failed:
+        message = "the engine failed while it computed this answer, and goes on: send the request again"
+        raise ApiError(500, message, code="engine_error")
+    if output.error is not None:
+        logger.warning("request %s failed: %s", quoted(output.request_id), one_line(output.error, LONGEST))
+        raise invalid(f"the request failed: {output.error}", code="request_failed")
+    return output
+
+
+async def _pump(
+    number: int, stream: RequestStream, waiting: asyncio.Queue[tuple[int, RequestOutput | Exception]]
+) -> None:
+    try:
+        async for output in stream:
+            await waiting.put((number, output))
+    except Exception as error:
+        await waiting.put((number, error))
+
+
+class Envelope:
+    """What every part of an answer repeats, and the tokens: of the prompts, found in the prefix cache, generated."""
+
+    def __init__(self, request_id: str, kind: str, model: str, request: SamplingFields) -> None:
+        self.request_id = request_id
+        self._prompt_tokens: dict[int, int] = {}  # by the number of the prompt
+        self._cached_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+        self._fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+        options = request.stream_options
+        self.sends_usage = options is not None and options.include_usage
+        self._always = options is not None and options.continuous_usage_stats
+
+    def count(self, number: int, output: RequestOutput) -> None:
+        """Count an output of prompt `number` that is final, or holds only what is new."""
+        self._prompt_tokens[number] = len(output.prompt_token_ids)
+        self._cached_tokens[number] = output.num_cached_tokens
+        self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def chunk(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A part of a streamed answer. With include_usage, all but the last one have a usage of null, as OpenAI's."""
+        part = {**self._fields, **fields}
+        if self.sends_usage:
+            part["usage"] = self._usage() if self._always else None
+        return part
+
+    def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """An answer in one piece, or the last part of a stream."""
+        return {**self._fields, **fields, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(self._prompt_tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+        }
+
+
+def new_id(prefix: str, given: str | None) -> str:
+    """An identifier of an answer, with the one that the request brought, if any. Raises RequestError."""
+    if given is None:
+        return f"{prefix}-{uuid.uuid4().hex}"
+    if not given or len(given) > LONGEST_ID or not given.isprintable():
+        raise RequestError(f"request_id={quoted(given)}: must be 1 to {LONGEST_ID} printable characters")
+    return f"{prefix}-{given}"
 
 
 def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     """The first error of a body, as a sentence with the name of the field."""
     errors = error.errors(include_url=False, include_context=False)
-    errors.sort(
-        key=lambda each: each["type"] != "extra_forbidden"
-    )  # a misspelt field before the one that it leaves out
-    first = errors[0]
+    # A misspelt field before the one that it leaves out.
+    first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     path = [str(part) for part in first["loc"]]
-    name = path[0] if path else None
+    if not path:
+        return invalid("the body must be a JSON object")
+    where = ".".join(path)
     if first["type"] == "extra_forbidden":
         known = [field.alias or own for own, field in kind.model_fields.items()]
-        message = unknown_name("field", path[-1], known) if len(path) == 1 else f"unknown field {'.'.join(path)!r}"
-        return invalid(f"{message}; a field that is not supported has to be left out", ".".join(path))
-    if name is None:
-        return invalid("the body must be a JSON object")
+        message = unknown_name("field", where, known) if len(path) == 1 else f"unknown field {where!r}"
+        return invalid(f"{message}; a field that is not supported has to be left out", where)
     if first["type"] == "missing":
-        return invalid(f"the field {'.'.join(path)!r} is missing", ".".join(path))
+        return invalid(f"the field {where!r} is missing", where)
     reasons = dict.fromkeys(each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1])
-    one_kind = len(reasons) == 1
-    where = ".".join(path) if one_kind else name
-    value = quoted(first["input"]) if one_kind else "another value"
-    return invalid(f"{where}: {' or: '.join(list(reasons)[:4])}; got {value}", where)
+    if len(reasons) > 1:  # the field may be of several types
+        return invalid(f"{path[0]}: {' or: '.join(list(reasons)[:4])}; got another value", path[0])
+    return invalid(f"{where}: {first['msg']}; got {quoted(first['input'])}", where)

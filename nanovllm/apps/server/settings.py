@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError, quoted
@@ -74,24 +73,19 @@ class ServerSettings:
 
     def _check_tls(self) -> None:
         """Read the files, so that a wrong one is found before a model is loaded."""
-        rule = "needs ssl_keyfile and ssl_certfile together"
-        _require((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_certfile", rule, self.ssl_certfile)
-        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
-            path = getattr(self, name)
-            _require(path is None or Path(path).is_file(), name, "must be a file", path)
-        if self.ssl_certfile is None:
-            for name in ("ssl_ca_certs", "ssl_keyfile_password"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} has no effect without TLS: give ssl_keyfile and ssl_certfile too")
+        certificate, key = self.ssl_certfile, self.ssl_keyfile
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and None in (certificate, key):
+                raise ConfigError(f"{name} has no effect without TLS: give ssl_keyfile and ssl_certfile together")
+        if certificate is None:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+            context.load_cert_chain(certificate, key, lambda: self.ssl_keyfile_password or "")
         except (OSError, ValueError):  # OpenSSL's own words say little
             raise ConfigError(
-                f"ssl_certfile={quoted(self.ssl_certfile)} and ssl_keyfile={quoted(self.ssl_keyfile)} cannot be used "
-                "together: give a certificate and its own private key as PEM, and ssl_keyfile_password for an "
-                "encrypted key"
+                f"ssl_certfile={quoted(certificate)} and ssl_keyfile={quoted(key)} cannot be used together: "
+                "give a certificate and its own private key as PEM, and ssl_keyfile_password for an encrypted key"
             ) from None
         try:
             context.load_verify_locations(self.ssl_ca_certs) if self.ssl_ca_certs is not None else None
@@ -109,8 +103,7 @@ class ServerSettings:
 
     def answer_name(self, name: str | None) -> str:
         """The model's name in the answer to a request that names it so."""
-        adapter = self.adapter(name)
-        return self.model_name if adapter is None else adapter.lora_name
+        return name if name is not None and self.adapter(name) is not None else self.model_name
 
     @property
     def model_name(self) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from nanovllm.apps.server.http_errors import invalid
 from nanovllm.apps.server.protocol import ChatRequest, NamedTool, Tool
+from nanovllm.apps.server.responses import invalid
 from nanovllm.text.prompts import open_end
 
 WHITESPACE = " \t\n\r"
@@ -23,35 +23,28 @@ class Call(NamedTuple):
 Piece = str | Call  # text that is no call, or a call
 
 
-class Parser(Protocol):
-    """Reads the text of one answer. The pieces, in order, hold all of it."""
+class Parser:
+    """Reads the text of one answer. The pieces, in order, hold all of it. This one finds no calls."""
+
+    def __init__(self) -> None:
+        self._text = ""  # what is held back
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that this text completes."""
-
-    def finish(self) -> list[Piece]:
-        """What is left, after the last text. A call that is incomplete stays text."""
-
-
-class PlainText:
-    """No tool calls."""
-
-    def feed(self, text: str) -> list[Piece]:
         return [text] if text else []
 
     def finish(self) -> list[Piece]:
-        return []
+        """What is left, after the last text. A call that is incomplete stays text."""
+        return [self._text] if self._text else []
 
 
-class Hermes:
+class Hermes(Parser):
     """Calls as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._inside = False  # of a call
-        self._after_call = False  # spaces between calls are no content
+    _inside = False  # of a call
+    _after_call = False  # spaces between calls are no content
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -62,16 +55,16 @@ class Hermes:
 
     def finish(self) -> list[Piece]:
         if not self._inside:
-            return [] if self._after_call and not self._text.strip() else self._rest()
-        call = read_call(self._text)
-        return [call] if call is not None else [self.BEGIN, *self._rest()]
+            return [] if self._after_call and not self._text.strip() else super().finish()
+        call = as_call(_read(self._text))
+        return [call] if call is not None else [self.BEGIN, *super().finish()]
 
     def _take(self, pieces: list[Piece]) -> bool:
         """Move what is complete from the text to `pieces`. Returns whether there may be more."""
         before, mark, after = self._text.partition(self.END if self._inside else self.BEGIN)
         if self._inside:
             if mark:
-                pieces.append(read_call(before) or f"{self.BEGIN}{before}{mark}")
+                pieces.append(as_call(_read(before)) or f"{self.BEGIN}{before}{mark}")
                 self._text, self._inside, self._after_call = after, False, True
             return bool(mark)
         held = "" if mark else open_end(before, [self.BEGIN])
@@ -84,21 +77,15 @@ class Hermes:
         self._inside = bool(mark)
         return self._inside
 
-    def _rest(self) -> list[Piece]:
-        return [self._text] if self._text else []
 
-
-class Llama3Json:
+class Llama3Json(Parser):
     """Calls as Llama 3 writes them: an answer that is nothing but `{"name": ..., "parameters": {...}}`.
 
     Several are separated by semicolons, and a `<|python_tag|>` may stand before them.
     """
 
     TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._is_text = False
+    _is_text = False
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -112,9 +99,7 @@ class Llama3Json:
 
     def finish(self) -> list[Piece]:
         calls = self._calls(self._text.strip(WHITESPACE).removeprefix(self.TAG))
-        if calls:
-            return list(calls)
-        return [self._text] if self._text else []
+        return list(calls) or super().finish()
 
     def _calls(self, text: str) -> list[Call]:
         """All calls of the text; none if anything else is in it."""
@@ -133,41 +118,26 @@ class Llama3Json:
         return calls
 
 
-class JsonList:
-    """The answer to `tool_choice: required`: structured outputs make it a JSON list of calls."""
+class Forced(Parser):
+    """The answer to a `tool_choice` that structured outputs enforce.
 
-    def __init__(self) -> None:
-        self._text = ""
+    It is the arguments of the function `name`, or, without a name, a JSON list of calls.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self._name = name
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
         return []
 
     def finish(self) -> list[Piece]:
+        if self._name is not None:
+            return [Call(self._name, self._text)]
         values = _read(self._text)
         calls = [as_call(value) for value in values] if isinstance(values, list) else [None]
-        complete = [call for call in calls if call is not None]
-        return list(complete) if len(complete) == len(calls) else [self._text]
-
-
-class NamedCall:
-    """The answer to a `tool_choice` that names a function: structured outputs make it the function's arguments."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._text = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        return []
-
-    def finish(self) -> list[Piece]:
-        return [Call(self._name, self._text)]
-
-
-def read_call(text: str) -> Call | None:
-    """The call that a JSON text is; None if it is none."""
-    return as_call(_read(text))
+        return [self._text] if None in calls else [call for call in calls if call is not None]
 
 
 def as_call(value: Any) -> Call | None:
@@ -197,24 +167,11 @@ def detect_format(template: str) -> str | None:
     return "llama3_json" if "python_tag" in template or "ipython" in template.lower() else None
 
 
-def shown_tools(body: ChatRequest) -> list[Tool]:
-    """The tools that the chat template shows. Raises ApiError for a `tool_choice` that does not fit them."""
-    tools = body.tools or []
-    if body.tool_choice not in (None, "none") and not tools:
-        raise invalid("tool_choice needs tools", "tool_choice")
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        if all(tool.function.name != name for tool in tools):
-            raise invalid(f"tool_choice names the function {name!r:.100}, which is not in tools", "tool_choice")
-    return [] if body.tool_choice == "none" else tools
-
-
 def forced_schema(body: ChatRequest) -> dict[str, Any] | None:
     """The JSON schema that `tool_choice` forces the answer into; None for "auto" and "none"."""
     tools = body.tools or []
     if isinstance(body.tool_choice, NamedTool):
-        (tool,) = [tool for tool in tools if tool.function.name == body.tool_choice.function.name][:1]
-        return _parameters(tool)
+        return next(_parameters(tool) for tool in tools if tool.function.name == body.tool_choice.function.name)
     if body.tool_choice != "required":
         return None
     calls = [
@@ -233,21 +190,28 @@ def forced_schema(body: ChatRequest) -> dict[str, Any] | None:
 def make_parser(body: ChatRequest, form: str | None) -> Parser:
     """A parser for one choice. form: "hermes", "llama3_json", or None if the template shows none of them."""
     if not body.tools or body.tool_choice == "none" or form == "none":
-        return PlainText()
+        return Parser()
     if isinstance(body.tool_choice, NamedTool):
-        return NamedCall(body.tool_choice.function.name)
+        return Forced(body.tool_choice.function.name)
     if body.tool_choice == "required":
-        return JsonList()
+        return Forced()
     return Llama3Json() if form == "llama3_json" else Hermes()
 
 
 def check_tools(body: ChatRequest, template: str, form: str | None) -> None:
-    """Raise ApiError for tools that the model would not see, or whose calls could not be read."""
-    if not shown_tools(body):
+    """Raise ApiError for a `tool_choice` that does not fit the tools, for tools that the model would not see, and for
+    those whose calls could not be read."""
+    tools, choice = body.tools or [], body.tool_choice
+    if choice not in (None, "none") and not tools:
+        raise invalid("tool_choice needs tools", "tool_choice")
+    if isinstance(choice, NamedTool) and all(tool.function.name != choice.function.name for tool in tools):
+        message = f"tool_choice names the function {choice.function.name!r:.100}, which is not in tools"
+        raise invalid(message, "tool_choice")
+    if not tools or choice == "none":
         return
     if "tools" not in template:
         raise invalid("tools: the model's chat template does not show tools to the model", "tools")
-    if form is None and body.tool_choice in (None, "auto"):
+    if form is None and choice in (None, "auto"):
         raise invalid(
             "tools: the chat template shows no format of tool calls that the server knows; start it with "
             "--tool-call-parser hermes or llama3_json, or with none to get calls as text",

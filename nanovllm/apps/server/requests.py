@@ -1,0 +1,179 @@
+"""From the fields of requests to token ids and SamplingParams. What reads prompts runs in the text thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+from nanovllm import LLM
+from nanovllm.apps.server.protocol import (
+    ChatFields,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
+from nanovllm.apps.server.responses import invalid
+from nanovllm.apps.server.serving import Serving
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutputKind
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.prompts import PromptParts
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
+
+# Fields that are parameters of the same name and meaning. Those that are None keep the model's default.
+PARAMETERS = {parameter.name for parameter in fields(SamplingParams)} - {"structured_outputs"}
+SAME_NAME = tuple(name for name in SamplingFields.model_fields if name in PARAMETERS)
+
+
+# ---- prompts
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """One entry for each prompt: text, or token ids."""
+    prompt: Any = request.prompt
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if is_one else prompt
+
+
+def completion_prompt(serving: Serving, prompt: str | list[int], request: CompletionRequest) -> PromptParts:
+    """Tokenize and check one prompt. Raises RequestError and ApiError."""
+    with naming("prompt"):
+        if isinstance(prompt, str):
+            prompt = encode(serving.engine.llm, prompt, request.add_special_tokens is not False)
+    return checked_prompt(serving, prompt, request, "prompt")
+
+
+def checked_prompt(serving: Serving, tokens: list[int], request: SamplingFields, param: str) -> PromptParts:
+    """A prompt for the engine. Raises ApiError, with what to do, for one that it cannot take."""
+    llm = serving.engine.llm
+    if request.truncate_prompt_tokens is None:
+        with naming(param, "context_length_exceeded" if len(tokens) > llm.max_model_len else None):
+            llm.engine.check_prompt(None, tokens)
+    return PromptParts(None, tokens, request.cache_salt)
+
+
+def encode(llm: LLM, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. Raises RequestError where there is no tokenizer."""
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None or not text:
+        return llm.engine.check_prompt(text, None)  # which says what is wrong
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+@contextmanager
+def naming(param: str, code: str | None = None) -> Iterator[None]:
+    """Context whose RequestError becomes an ApiError that names the field."""
+    try:
+        yield
+    except RequestError as error:
+        raise invalid(str(error), param, code) from None
+
+
+def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list[int]:
+    """Render the messages with the chat template and tokenize them. Raises RequestError and ApiError."""
+    settings = serving.settings
+    if request.chat_template is not None and not settings.trust_request_chat_template:
+        raise invalid(
+            "chat_template: this server takes no templates from requests; --trust-request-chat-template allows them",
+            "chat_template",
+        )
+    tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
+    documents = {} if request.documents is None else {"documents": request.documents}
+    template = ChatTemplate(
+        serving.engine.llm.engine.tokenizer,
+        request.chat_template or settings.chat_template,
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        tools=None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
+        template_kwargs=(request.chat_template_kwargs or {}) | documents,
+    )
+    with naming("messages"):
+        return template.token_ids([_message(message, i) for i, message in enumerate(request.messages or ())])
+
+
+def template_text(serving: Serving) -> str:
+    """The text of all chat templates that answers may be made with."""
+    tokenizer = serving.engine.llm.engine.tokenizer
+    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    texts = own.values() if isinstance(own, Mapping) else [own or ""]
+    return serving.settings.chat_template or "\n".join(map(str, texts))
+
+
+def _message(message: ChatMessage, number: int) -> dict[str, Any]:
+    """A message as templates expect it: arguments of tool calls as objects, OpenAI's developer as system."""
+    fields = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        fields["role"] = "system"
+    for i, call in enumerate(fields.get("tool_calls", ())):
+        param = f"messages.{number}.tool_calls.{i}.function.arguments"
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"], param)
+    return fields
+
+
+def _arguments(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    try:
+        read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise invalid(f"{param} must be a JSON object as text", param)
+    return read
+
+
+# ---- sampling
+
+
+def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """The parameters of a completion. Raises RequestError and ApiError."""
+    given: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        given["prompt_logprobs"] = request.logprobs
+    return _params(request, defaults, given)
+
+
+def chat_params(request: ChatRequest, defaults: SamplingParams, **forced: Any) -> SamplingParams:
+    """The parameters of a chat completion; `forced` come from its tools. Raises RequestError and ApiError."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+    limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
+    given = {
+        "max_tokens": limits[0] if limits else None,
+        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+    }
+    return _params(request, defaults, given | forced)
+
+
+def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream=true", "stream_options")
+    for name in SAME_NAME:
+        value = getattr(request, name)
+        if value is not None and name not in given:
+            given[name] = value
+    structure = _structured_outputs(request)
+    if structure is not None and "structured_outputs" not in given:
+        given["structured_outputs"] = StructuredOutputsParams(**structure)
+    given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if given.get("use_beam_search"):  # which does not sample
+        defaults = SamplingParams(temperature=0.0)
+    return replace(defaults, **given)
+
+
+def _structured_outputs(request: SamplingFields) -> dict[str, Any] | None:
+    """The one structure that the text must have, as arguments of StructuredOutputsParams."""
+    wanted, kind = request.structured_outputs, request.response_format
+    if kind is None or kind.type == "text":
+        return None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
+    if wanted is not None:
+        raise invalid("response_format and structured_outputs exclude each other: leave one out", "response_format")
+    if kind.type == "json_object":
+        return {"json_object": True}
+    if kind.json_schema is None or not isinstance(kind.json_schema.schema_, dict):
+        raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
+    return {"json": kind.json_schema.schema_}
