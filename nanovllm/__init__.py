@@ -12,7 +12,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 
 if TYPE_CHECKING:
     from nanovllm.apps.batch.predictor import LLMPredictor as LLMPredictor
-    from nanovllm.apps.cli.engine_args import EngineArgs as EngineArgs
+    from nanovllm.apps.cli.arguments import EngineArgs as EngineArgs
     from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
     from nanovllm.build import build_engine as build_engine
     from nanovllm.engine.client import EngineClient as EngineClient
@@ -47,7 +47,7 @@ __version__ = "0.1.0"
 
 _NAMES = {  # by module: what users and applications import from here
     "nanovllm.apps.batch.predictor": "LLMPredictor",
-    "nanovllm.apps.cli.engine_args": "EngineArgs",
+    "nanovllm.apps.cli.arguments": "EngineArgs",
     "nanovllm.apps.server.async_llm": "AsyncLLM",
     "nanovllm.build": "build_engine",
     "nanovllm.engine.client": "EngineClient",

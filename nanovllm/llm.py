@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.features.progress_bar import ProgressBar
+from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.features.vllm_api.choices import ChoiceScore, score_choices
 from nanovllm.features.vllm_api.metrics_reader import Metric
@@ -43,7 +43,6 @@ from nanovllm.text.prompts import (
     prompt_parts,
     refuse_unknown,
 )
-from nanovllm.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:
     from nanovllm.features.planner.machine import Rates
@@ -116,11 +115,6 @@ class LLM:
     def from_engine_args(cls, engine_args: Any) -> LLM:
         """The LLM that `EngineArgs` describe."""
         return cls(**vars(engine_args))
-
-    def __getattr__(self, name: str) -> Any:
-        rule = "is not supported: vLLM's LLM has it, this one does not"
-        message = f"LLM.{name}() {rule}" if name in LLM_METHODS else f"'LLM' object has no attribute {name!r}"
-        raise AttributeError(message, name=name, obj=self)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -337,15 +331,16 @@ class LLM:
         """The final outputs of the requests, in order."""
         check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
-        bar = ProgressBar(len(requests), self.engine.progress, self.watch_steps) if use_tqdm else None
-        with bar or nullcontext(), closing(EngineClient(self.engine, self._inboxes)) as client:
+        meter = Meter(len(requests))
+        display = ProgressDisplay(StatusLine(bool(use_tqdm)), meter, self.engine.progress, self.watch_steps)
+        with display, closing(EngineClient(self.engine, self._inboxes)) as client:
             for request in requests:
                 client.add(request)
             while client.pending:
                 outputs = client.step()
                 finished.update((output.request_id, output) for output in outputs)
-                if bar is not None:
-                    bar.update(outputs)
+                display.update(outputs)
+        display.show_totals()
         return [finished[request.request_id] for request in requests]
 
     def _steps(self, requests: Sequence[Request]) -> Generator[list[RequestOutput], None, None]:

@@ -177,15 +177,6 @@ CALL_ARGUMENTS = _table(
     ("chat_template_content_format", "auto", "string", None),
     ("stat_loggers", None, []),
 )
-# Methods of vLLM's LLM that this one does not have.
-LLM_METHODS = _table(
-    (
-        "apply_model classify collective_rpc embed encode enqueue enqueue_chat finish_weight_update get_weight_version "
-        "init_weight_transfer_engine release_kv_cache_memory reset_mm_cache reward score "
-        "shutdown_weight_transfer_engine sleep start_draft_weight_update start_profile start_weight_update "
-        "stop_profile update_weight_version update_weights wait_for_completion wake_up",
-    )
-)
 
 
 def own_arguments(

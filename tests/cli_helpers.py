@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,7 +62,10 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool = False) -> None:
     """Standard input that holds these bytes and ends."""
-    stdin = io.TextIOWrapper(io.BytesIO(content))
+    file = tempfile.TemporaryFile()  # noqa: SIM115  closed with the stream
+    file.write(content)
+    file.seek(0)
+    stdin = io.TextIOWrapper(file)
     monkeypatch.setattr(stdin, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr("sys.stdin", stdin)
 

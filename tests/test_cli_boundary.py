@@ -15,7 +15,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import generate as command
 from nanovllm.apps.cli import prompts
 from nanovllm.apps.cli.boundary import LONGEST, Boundary
-from nanovllm.apps.cli.generate import Requests
 from nanovllm.apps.cli.main import main
 from nanovllm.errors import one_line
 
@@ -42,9 +41,9 @@ def test_an_error_of_any_type_is_the_error_of_its_request(
     model: str, expected: str, where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners: dict[str, tuple[Any, str]] = {
-        "read": (prompts, "_parsed"),
-        "add": (Requests, "add"),
-        "result": (command, "text_result"),
+        "read": (prompts, "_read_content"),
+        "add": (command.Generation, "_add"),
+        "result": (command, "_text_result"),
     }
     owner, name = owners[where]
     function = getattr(owner, name)
@@ -54,7 +53,7 @@ def test_an_error_of_any_type_is_the_error_of_its_request(
             raise error
         return function(*args)
 
-    for error in (KeyError("x"), TypeError("two\nlines"), MemoryError(), OSError("no"), StopIteration()):
+    for error in (KeyError("x"), TypeError("two\nlines"), MemoryError(), OSError(2, "no"), StopIteration()):
         verbose = ("--verbose",) * isinstance(error, KeyError)
         count = iter(range(10))
         with monkeypatch.context() as patch:
@@ -62,7 +61,7 @@ def test_an_error_of_any_type_is_the_error_of_its_request(
             assert generate(model, "one", "one", "one", *verbose) == 1
         printed = capsys.readouterr()
         assert printed.out == f"{expected}\n\n{expected}\n"
-        lead = "" if type(error) is OSError else "unexpected error: "
+        lead = "" if isinstance(error, OSError) else "unexpected error: "
         assert f"1 of 3 prompts failed; the first: prompt 2: {lead}" in printed.err
         assert ("Traceback" in printed.err) == bool(verbose) and (verbose or printed.err.count("\n") == 2)
 

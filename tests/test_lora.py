@@ -16,7 +16,7 @@ from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
 from nanovllm import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.apps.cli.engine_args import EngineArgs
+from nanovllm.apps.cli.arguments import EngineArgs
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.request import LoRARequest

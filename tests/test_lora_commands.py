@@ -191,7 +191,7 @@ def test_flags_that_are_refused(
 
 
 def test_vllms_json_names_a_parent() -> None:
-    from nanovllm.apps.cli.lora import LoRAModule, lora_module
+    from nanovllm.apps.cli.engine import LoRAModule, lora_module
 
     fields = {"name": "a", "path": "b=c", "base_model_name": "d"}
     assert lora_module(json.dumps(fields)) == LoRAModule("a", "b=c", "d")

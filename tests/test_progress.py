@@ -10,17 +10,14 @@ import re
 import struct
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, set_stdin
 from engines import greedy, offloaded, random_prompt
-from waiting import eventually
 
 from nanovllm import LLM
 from nanovllm.apps.cli.main import main
@@ -161,21 +158,6 @@ def test_work_that_is_over_at_once_shows_nothing(model: str, monkeypatch: pytest
     assert shown.written == b""
 
 
-def test_the_clock_goes_on_while_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "TICK", 0.01)
-    seconds = count()
-    with terminal(monkeypatch) as shown, StatusLine() as line:
-        line.show("working", lambda: f", {duration(next(seconds))}")
-        assert eventually(lambda: len(shown.drawn) >= 3)
-        line.clear()
-        time.sleep(0.05)
-        cleared = len(shown.drawn)
-        time.sleep(0.1)
-    assert shown.drawn[:3] == ["working, 0:00", "working, 0:01", "working, 0:02"]
-    assert len(shown.drawn) == cleared, "a cleared line stays away"
-    assert not any(thread.name == "progress" for thread in threading.enumerate())
-
-
 class Log(io.StringIO):
     """A file that knows when each line was written."""
 
@@ -189,7 +171,7 @@ class Log(io.StringIO):
         return super().write(text)
 
 
-def test_in_a_file_there_is_at_most_a_line_a_second_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_file_there_is_at_most_a_line_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     log = Log(now)
     monkeypatch.setattr("sys.stderr", log)
@@ -198,12 +180,11 @@ def test_in_a_file_there_is_at_most_a_line_a_second_and_none_twice(monkeypatch: 
     with StatusLine(shown=True) as line:
         display = ProgressDisplay(line, Meter(1), lambda share: progress.plus(share * 500), lambda watch: None)
         with display:
-            for tick in range(400):  # for 20 seconds; for 8 of them nothing is done
+            for tick in range(400):  # for 20 seconds
                 now[0] += 0.05
                 display.refresh(min(1.0, max(0, tick - 160) / 200))
     lines = log.getvalue().splitlines()
-    assert all(b - a >= 1 for a, b in zip(log.times, log.times[1:], strict=False)) and 10 <= len(lines) <= 13
-    assert len(set(lines)) == len(lines) and len({line.split(" tokens")[0] for line in lines}) >= 10
+    assert all(b - a >= 1 for a, b in zip(log.times, log.times[1:], strict=False)) and len(set(lines)) >= 18
     assert lines[0].startswith("prefill 0 of 1,000 tokens (0%)") and "prefill 500 of 1,000 tokens (50%)" in lines[-1]
     assert "\r" not in log.getvalue()
 
@@ -227,27 +208,22 @@ def test_a_process_without_standard_error_generates(
     assert capsys.readouterr().out == ""
 
 
-def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_and_the_time_left_are_those_of_the_prefill_or_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     alone, many = Meter(1), Meter(4)
     now[0] = 30.0
     cached = Progress(1, prompt_tokens=4000, prompt_tokens_done=2000, computed_tokens=1000)
-    assert alone.state(cached) == "prefill 2,000 of 4,000 tokens (50%), 33.3 tok/s in"
-    said = alone.clock(cached)
-    assert said() == ", 0:30, about 1:00 left", "cached tokens took no time"
-    now[0] = 31.0
-    assert said() == ", 0:31, about 0:59 left"
+    said = "prefill 2,000 of 4,000 tokens (50%), 33.3 tok/s in, 0:30, about 1:00 left"
+    assert alone.text(cached) == said, "cached tokens took no time"
     many.finished = 1
-    assert many.clock(Progress())() == ", 0:31, about 1:33 left"
-    many._ended_output = 60
-    assert many.clock(Progress(3, output_tokens=65))() == ", 0:31, about 0:28 left", "65 of 180 in the other three"
-    assert many.clock(Progress(3, output_tokens=200))() == ", 0:31", "these are longer, and how long is not known"
+    assert many.text(Progress()) == "1 of 4 prompts, 0:30, about 1:30 left"
     nearly = Progress(1, prompt_tokens=6103, prompt_tokens_done=6080)
-    assert "(99%)" in Meter(1).state(nearly), "100% is for the end"
+    assert "(99%)" in Meter(1).text(nearly), "100% is for the end"
+    now[0] = 31.0
     decoding = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=1)
-    assert alone.state(decoding) == "129.0 tok/s in" and alone.clock(decoding)() == ", 0:31"
+    assert alone.text(decoding) == "129.0 tok/s in, 0:31"
     now[0] = 41.0
     later = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=21)
-    assert alone.state(later) == "129.0 tok/s in, 2.0 tok/s out", "decode does not dilute the rate of the prefill"
+    assert alone.text(later) == "129.0 tok/s in, 2.0 tok/s out, 0:41", "decode does not dilute the rate of the prefill"
     assert duration(3723) == "1:02:03"

@@ -13,10 +13,9 @@ import vllm_api
 from checkpoints import make_checkpoint
 
 from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
-from nanovllm.apps.server.protocol import SamplingFields
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS, Table
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, Table
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
@@ -43,7 +42,6 @@ def test_every_name_of_vllm_stands_in_exactly_one_place() -> None:
     for names, own, others in (
         (vllm_api.ENGINE_ARGS.split(), ENGINE_FIELDS | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS),
         (vllm_api.SAMPLING_PARAMS.split(), SAMPLING_FIELDS, SAMPLING_PARAMETERS),
-        (vllm_api.LLM_METHODS.split(), {name for name in dir(LLM) if not name.startswith("_")}, LLM_METHODS),
     ):
         assert [name for name in names if (name in own) + (name in others) != 1] == []
         assert not own & set(others)
@@ -56,13 +54,6 @@ def test_values_that_mean_what_the_engine_does_anyway_are_accepted(tmp_path: Pat
         assert engine_config(tmp_path, {name: value}) == plain, name
     for name, value in accepted(SAMPLING_PARAMETERS):
         assert SamplingParams(**{name: value}) == plain_params, name
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_both_values_of_spaces_between_special_tokens_are_accepted(value: bool) -> None:
-    """Clients pass either; tokenizers decide about spaces."""
-    assert SamplingParams(spaces_between_special_tokens=value) == SamplingParams()
-    assert SamplingFields(spaces_between_special_tokens=value).spaces_between_special_tokens is value
 
 
 def test_all_other_values_are_refused(tmp_path: Path) -> None:
@@ -91,15 +82,6 @@ def test_names_that_people_try_everywhere_are_answered_alike(name: str, instead:
     ):
         with pytest.raises((ConfigError, RequestError), match=f"^{name}.* is not supported: use {instead}"):
             use()
-
-
-def test_a_method_that_only_vllm_has_is_refused() -> None:
-    llm = LLM.__new__(LLM)
-    for name in LLM_METHODS:
-        with pytest.raises(AttributeError, match=rf"^LLM\.{name}\(\) is not supported"):
-            getattr(llm, name)
-    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nothing'"):
-        _ = llm.nothing
 
 
 def test_the_methods_of_its_engine_take_its_arguments(engine: LLMEngine) -> None:

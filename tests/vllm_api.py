@@ -66,11 +66,3 @@ repetition_detection repetition_penalty routed_experts_prompt_start seed skip_cl
 skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream_interval structured_outputs
 temperature thinking_token_budget top_k top_p trace_decode_token_ids watermarking
 """
-
-LLM_METHODS = """
-apply_model beam_search chat classify collective_rpc embed encode enqueue enqueue_chat finish_weight_update
-from_engine_args generate get_default_sampling_params get_metrics get_tokenizer get_weight_version
-get_world_size init_weight_transfer_engine release_kv_cache_memory reset_mm_cache reset_prefix_cache score
-shutdown_weight_transfer_engine sleep start_draft_weight_update start_profile start_weight_update stop_profile
-update_weight_version update_weights wait_for_completion wake_up
-"""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,19 +16,13 @@ from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds, on a terminal
 REPRINT = 1.0  # seconds, elsewhere
-TICK = 0.5  # seconds after which a terminal shows the time anew
 DELAY = 0.5  # seconds; shorter work shows no progress
 ERASE = "\r\x1b[K"
 
 
-def no_clock() -> str:
-    return ""
-
-
 class StatusLine:
-    """A line about work in progress. On a terminal it is redrawn in place, and its clock goes on between two updates.
+    """A line about work in progress: redrawn in place on a terminal, elsewhere a new line, at most one in a second.
 
-    Elsewhere a new line is printed, at most one in a second and none that says the same as the one before.
     shown: whether to show anything; None means only on a terminal.
     """
 
@@ -37,78 +30,49 @@ class StatusLine:
         self._in_place = sys.stderr is not None and sys.stderr.isatty()
         self.shown = sys.stderr is not None and (self._in_place if shown is None else shown)
         self._last_time = -REPRINT
-        self._last_state = ""
-        self._drawn: tuple[str, Callable[[], str]] | None = None  # what the terminal shows
-        self._lock = threading.Lock()  # of the two above, and of the terminal
-        self._ended = threading.Event()
-        self._ticker: threading.Thread | None = None
+        self._text = ""  # on the terminal's line, or printed last
 
     def __enter__(self) -> StatusLine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()
-        self._ended.set()
-        if self._ticker is not None:
-            self._ticker.join()
 
     def is_due(self) -> bool:
         """Whether enough time has passed to show something new."""
         return self.shown and time.monotonic() - self._last_time >= (REDRAW if self._in_place else REPRINT)
 
-    def show(self, state: str, clock: Callable[[], str] = no_clock) -> None:
-        """Show a new state of the work, followed by what `clock` says at the time."""
-        if not self.shown:
-            return
-        if self._in_place:
-            with self._lock:
-                self._drawn = (state, clock)
-                self._draw()
-            self._tick()
-        elif self.is_due() and state != self._last_state:
-            self.write(f"{state}{clock()}\n")
+    def show(self, text: str) -> None:
+        """Show a new state of the work."""
+        if self.shown and self._in_place:
+            self.write(f"{ERASE}{text[: _columns() - 1]}")
+        elif self.is_due() and text != self._text:
+            self.write(f"{text}\n")
         else:
             return
-        self._last_time, self._last_state = time.monotonic(), state
+        self._last_time, self._text = time.monotonic(), text
 
     def clear(self) -> None:
         """Erase the line before other output to the same terminal. It stays away until the next `show`."""
-        with self._lock:
-            if self._drawn is not None:
-                self.write(ERASE)
-            self._drawn = None
+        if self._in_place and self._text:
+            self.write(ERASE)
+            self._text = ""
 
     @contextmanager
-    def during(self, state: str) -> Iterator[None]:
-        """Show the state, and how long it has lasted."""
-        start = time.monotonic()
-        self.show(state, lambda: f", {duration(time.monotonic() - start)}" if self._in_place else "")
+    def during(self, text: str) -> Iterator[None]:
+        """Show the text until the end of the context."""
+        self.show(text)
         try:
             yield
         finally:
             self.clear()
-
-    def _draw(self) -> None:
-        if self._drawn is not None:
-            state, clock = self._drawn
-            self.write(f"{ERASE}{f'{state}{clock()}'[: _columns() - 1]}")
-
-    def _tick(self) -> None:
-        if self._ticker is None:
-            self._ticker = threading.Thread(target=self._redraw, name="progress", daemon=True)
-            self._ticker.start()
-
-    def _redraw(self) -> None:
-        while not self._ended.wait(TICK):
-            with self._lock:
-                self._draw()
 
     def write(self, text: str) -> None:
         """Write to standard error as it is. Progress that cannot be written ends, and costs nothing else."""
         try:
             print(text, end="", file=sys.stderr, flush=True)
         except (OSError, ValueError):
-            self.shown, self._drawn = False, None
+            self.shown = False
 
 
 def _columns() -> int:
@@ -127,96 +91,67 @@ class Meter:
 
     def __init__(self, total: int | None) -> None:
         self.total = total
-        self.finished = 0
-        self.failed = 0
-        self._start = self._now = time.monotonic()
-        self._input = (self._start, 0.0)  # the last time at which there were more computed tokens, and how many
-        self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
+        self.finished = self.failed = 0
         # Of finished requests: prompt tokens, how many of them were computed, generated tokens.
-        self._ended_prompts = self._ended_input = self._ended_output = 0
+        self._prompts = self._computed = self._generated = 0
+        self._input = (0.0, 0.0)  # the last time at which there were more computed tokens, and how many
+        self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
+        self.restart()
 
     def restart(self) -> None:
         """Count time from now on, since only now the work begins."""
-        self._start = self._now = time.monotonic()
-        self._input = (self._start, self._input[1])
+        self._start = time.monotonic()
 
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output that is final, or holds only what is new."""
-        prompt, computed = len(output.prompt_token_ids), output.metrics.prefill_tokens
-        generated = sum(len(completion.token_ids) for completion in output.outputs)
-        self.count_tokens(*((prompt, computed) if output.finished else (0, 0)), generated)
+        prompt = (len(output.prompt_token_ids), output.metrics.prefill_tokens) if output.finished else (0, 0)
+        self.count_tokens(*prompt, sum(len(completion.token_ids) for completion in output.outputs))
 
     def count_tokens(self, prompt: int, computed: int, generated: int) -> None:
         """Count tokens of finished prompts, how many of these were computed, and generated tokens."""
-        self._ended_prompts += prompt
-        self._ended_input += computed
-        self._ended_output += generated
+        self._prompts += prompt
+        self._computed += computed
+        self._generated += generated
 
     @property
     def num_tokens(self) -> int:
         """Tokens of finished requests, of prompts and generated."""
-        return self._ended_prompts + self._ended_output
+        return self._prompts + self._generated
 
-    def state(self, running: Progress) -> str:
-        """Such as `3 of 10 prompts, prefill 14,746 of 32,768 tokens (45%), 980.1 tok/s in, 31.0 tok/s out`."""
-        self._now = time.monotonic()
-        parts = [] if self.total == 1 else [f"{of(self.finished + self.failed, self.total)} prompts"]
-        done, tokens = self._prefill(running)
+    def text(self, running: Progress) -> str:
+        """Such as `3 of 10 prompts, prefill 14,746 of 32,768 tokens (45%), 980.1 tok/s in, 0:15, about 0:18 left`."""
+        seconds, ended = time.monotonic() - self._start, self.finished + self.failed
+        parts = [] if self.total == 1 else [f"{of(ended, self.total)} prompts"]
+        before = self._prompts + running.prefilled_tokens
+        done, tokens = before + running.prompt_tokens_done, before + running.prompt_tokens + running.waiting_tokens
         if done < tokens:
             parts.append(f"prefill {int(done):,} of {tokens:,} tokens ({100 * int(done) // tokens}%)")
-        return ", ".join([*parts, *self._rates(running)])
-
-    def clock(self, running: Progress) -> Callable[[], str]:
-        """Says how long the work has lasted, and about how long it will still take."""
-        now = time.monotonic()
-        left = self._seconds_left(running, now - self._start)
-
-        def say() -> str:
-            later = time.monotonic()
-            rest = "" if left is None else f", about {duration(max(0.0, now + left - later))} left"
-            return f", {duration(later - self._start)}{rest}"
-
-        return say
+        parts += [*self._rates(running, seconds), duration(seconds)]
+        computed = self._computed + running.computed_tokens
+        if self.total is not None and ended:  # as fast as the prompts so far
+            parts.append(f"about {duration(seconds / ended * (self.total - ended))} left")
+        elif computed and done < tokens:
+            parts.append(f"about {duration(seconds / computed * (tokens - done))} left")
+        return ", ".join(parts)
 
     def summary(self) -> str:
         """The totals, at the end."""
-        self._now, seconds = time.monotonic(), time.monotonic() - self._start
-        tokens = f"{self._ended_input:,} tokens computed, {self._ended_output:,} generated"
-        self._output = self._output or (self._start, 0.0)
-        rates = "".join(f", {rate}" for rate in self._rates(Progress()))
-        return f"{self.finished:,} prompt{'s' * (self.finished != 1)}, {tokens} in {seconds:,.1f} s{rates}"
+        seconds = time.monotonic() - self._start
+        self._output = self._output or (0.0, 0.0)
+        tokens = f"{self._computed:,} tokens computed, {self._generated:,} generated in {seconds:,.1f} s"
+        prompts = f"{self.finished:,} prompt{'s' * (self.finished != 1)}"
+        return ", ".join([prompts, tokens, *self._rates(Progress(), seconds)])
 
-    def _prefill(self, running: Progress) -> tuple[float, int]:
-        """Prompt tokens done of all, of the prompts seen so far."""
-        before = self._ended_prompts + running.prefilled_tokens
-        return before + running.prompt_tokens_done, before + running.prompt_tokens + running.waiting_tokens
-
-    def _seconds_left(self, running: Progress, seconds: float) -> float | None:
-        """At the average speed so far: of all prompts if some have finished, else of the prefill.
-
-        A running prompt counts by its generated tokens, as if it had as many in all as the finished ones on average.
-        """
-        ended = self.finished + self.failed
-        if self.total is not None and ended:
-            average = self._ended_output / ended
-            done = ended + (min(running.output_tokens / average, running.num_requests) if average else 0.0)
-            return seconds / done * (self.total - done) if done < self.total else None
-        done, tokens = self._prefill(running)
-        computed = self._ended_input + running.computed_tokens
-        return seconds * (tokens - done) / computed if computed and done < tokens else None
-
-    def _rates(self, running: Progress) -> list[str]:
-        read, written = self._ended_input + running.computed_tokens, self._ended_output + running.output_tokens
+    def _rates(self, running: Progress, seconds: float) -> list[str]:
+        read, written = self._computed + running.computed_tokens, self._generated + running.output_tokens
         if read > self._input[1]:
-            self._input = (self._now, read)
+            self._input = (seconds, read)
         if written and self._output is None:
-            self._output = (self._now, written)
-        rates = []
-        if read:
-            rates.append(f"{read / max(self._input[0] - self._start, 1e-9):,.1f} tok/s in")
-        begin, before = self._output or (self._now, written)
+            self._output = (seconds, written)
+        rates = [f"{read / max(self._input[0], 1e-9):,.1f} tok/s in"] if read else []
+        begin, before = self._output or (seconds, written)
         if written > before:
-            rates.append(f"{(written - before) / max(self._now - begin, 1e-9):,.1f} tok/s out")
+            rates.append(f"{(written - before) / max(seconds - begin, 1e-9):,.1f} tok/s out")
         return rates
 
 
@@ -234,10 +169,10 @@ class ProgressDisplay:
         watch_steps: WatchSteps,
         prefix: str = "",
     ) -> None:
-        self.meter = meter
-        self.has_shown = False
         self.is_held = False  # whether other text is on the terminal's line
-        self._line, self._progress, self._watch_steps, self._prefix = line, progress, watch_steps, prefix
+        self._has_shown = False
+        self._line, self._meter, self._progress, self._prefix = line, meter, progress, prefix
+        self._watch_steps = watch_steps
         self._begin = time.monotonic() + DELAY
         self._others: Callable[[float], None] | None = None
 
@@ -254,39 +189,25 @@ class ProgressDisplay:
     def refresh(self, step_share: float = 0.0) -> None:
         """Show the state if it is time to."""
         if self._line.is_due() and not self.is_held and time.monotonic() >= self._begin:
-            running = self._progress(step_share)
-            self.has_shown = True
-            self._line.show(self._prefix + self.meter.state(running), self.meter.clock(running))
+            self._has_shown = True
+            self._line.show(self._prefix + self._meter.text(self._progress(step_share)))
+
+    def update(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count what a step has computed and finished, and show it."""
+        for output in outputs:
+            self._meter.count(output)
+            self._meter.finished += output.finished
+        self.refresh()
+
+    def show_totals(self) -> None:
+        """A line with the totals, if any progress was shown."""
+        if self._has_shown:
+            self._line.write(f"{self._meter.summary()}\n")
 
     def _on_layer(self, step_share: float) -> None:
         if self._others is not None:
             self._others(step_share)
         self.refresh(step_share)
-
-
-class ProgressBar:
-    """The display of `LLM.generate`, which ends with a line of totals if it has shown anything."""
-
-    def __init__(self, num_prompts: int, progress: Callable[[float], Progress], watch_steps: WatchSteps) -> None:
-        self._line = StatusLine(shown=True)
-        self._display = ProgressDisplay(self._line, Meter(num_prompts), progress, watch_steps)
-
-    def __enter__(self) -> ProgressBar:
-        self._display.__enter__()
-        return self
-
-    def __exit__(self, error: object = None, *_: object) -> None:
-        self._display.__exit__()
-        if self._display.has_shown and error is None:
-            self._line.write(f"{self._display.meter.summary()}\n")
-        self._line.__exit__()
-
-    def update(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count the requests that a step has finished."""
-        for output in outputs:
-            self._display.meter.count(output)
-            self._display.meter.finished += output.finished
-        self._display.refresh()
 
 
 def of(done: int, total: int | None) -> str:

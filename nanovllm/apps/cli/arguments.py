@@ -14,15 +14,18 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, field, fields, make_dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
+
+if TYPE_CHECKING:
+    from nanovllm import LLMEngine
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
@@ -34,8 +37,43 @@ TOKENS = "such as 4096, 32K or 1M (as in vLLM k is 1,000 and K is 1,024)"
 COUNTS = "Counts may be written as 32K or 1m: as in vLLM k, m and g are powers of 1,000, and K, M and G of 1,024."
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-PROGRESS = "show progress on standard error (default: if that is a terminal)"
-EXAMPLE_OBJECT = '{"top_p": 0.9}'
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of vLLM's EngineArgs
+
+
+def add_command(subparsers: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=summary, description=description, allow_abbrev=False
+    )
+    return parser
+
+
+def add_progress_flag(parser: argparse.ArgumentParser) -> None:
+    """--progress and --no-progress."""
+    text = "show progress on standard error (default: if that is a terminal)"
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=text)
+
+
+def add_chat_flags(parser: argparse.ArgumentParser, *, prompts: bool) -> None:
+    """How messages become a prompt and, if there are prompts, how these become messages."""
+    add = parser.add_argument
+    if prompts:
+        text = "each prompt is a user's message: put it into the model's chat template"
+        add("--chat", action="store_true", help=text)
+    add("--system", type=text_argument, metavar="TEXT", help="a system message at the start of each conversation")
+    add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
+
+
+def read_text(flag: str, path: str | None) -> str | None:
+    """The text of the file that a flag names. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path!r} is not UTF-8: {error.reason} at position {error.start}") from None
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +81,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "a checkpoint in Hugging Face format, its name on the hub, or a GGUF file")
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
     for name, same in ENGINE_ARGUMENTS.items():
-        _add_hidden(parser, name, vllm_flag_options(same))
+        _add_hidden(parser, name, _vllm_options(same))
 
 
 def add_model(parser: argparse.ArgumentParser, text: str) -> None:
@@ -83,29 +121,21 @@ def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) ->
     hints = typing.get_type_hints(EngineConfig)
     for alias, name in ENGINE_ALIASES.items():
         if name in names:
-            _add_hidden(group, alias, flag_options(hints[name]))
+            _add_hidden(group, alias, _options(hints[name]))
     return group
 
 
 def _add_hidden(parser: Any, name: str, options: Mapping[str, Any]) -> None:
     """A flag of vLLM's that --help leaves out. Its value is checked with those of all engine arguments."""
     with suppress(argparse.ArgumentError):  # the command has a flag of this name
-        parser.add_argument(
-            flag_name(ENGINE, name),
-            dest=f"{ENGINE}.{name}",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-            **options,
-        )
+        hidden = {"dest": f"{ENGINE}.{name}", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        parser.add_argument(flag_name(ENGINE, name), **hidden, **options)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any) -> None:
     """A flag for every sampling parameter but those in `leave_out`. defaults: those that this command differs in."""
-    group = parser.add_argument_group(
-        "sampling",
-        "as in SamplingParams. A default of the checkpoint's generation_config.json takes the place of the one below. "
-        f"{COUNTS}",
-    )
+    recommended = "A default of the checkpoint's generation_config.json takes the place of the one below."
+    group = parser.add_argument_group("sampling", f"as in SamplingParams. {recommended} {COUNTS}")
     left_out = (*NO_SAMPLING_FLAGS, *leave_out)
     names = [field.name for field in fields(SamplingParams) if field.name not in left_out]
     _add_flags(group, SAMPLING, SamplingParams, names, defaults)
@@ -158,25 +188,20 @@ def _add_flags(
     group: Any, kind: str, described: type, names: Collection[str], defaults: Mapping[str, Any] | None = None
 ) -> None:
     hints = typing.get_type_hints(described)
-    for field in fields(described):
-        if field.name in names:
-            options = flag_options(hints[field.name])
-            default = (defaults or {}).get(field.name, field.default)
-            group.add_argument(
-                flag_name(kind, field.name),
-                dest=f"{kind}.{field.name}",
-                default=argparse.SUPPRESS,
-                help=_help(field, default, may_repeat=options.get("action") in ("append", _Pairs)),
-                **options,
-            )
+    for found in fields(described):
+        if found.name not in names:
+            continue
+        options = _options(hints[found.name])
+        text, default = found.metadata["help"], (defaults or {}).get(found.name, found.default)
+        if options.get("action") in ("append", _Pairs):
+            text += "; repeat it for several"
+        if default not in (MISSING, None, ()):
+            text += f" (default: {default})"
+        dest = f"{kind}.{found.name}"
+        group.add_argument(flag_name(kind, found.name), dest=dest, default=argparse.SUPPRESS, help=text, **options)
 
 
-def _help(field: Field[Any], default: Any, may_repeat: bool) -> str:
-    text = f"{field.metadata['help']}{'; repeat it for several' if may_repeat else ''}"
-    return text if default in (MISSING, None, ()) else f"{text} (default: {default})"
-
-
-def flag_options(hint: Any) -> dict[str, Any]:
+def _options(hint: Any) -> dict[str, Any]:
     """How argparse reads a value of this type. The engine itself checks ranges and choices."""
     kinds = set(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else {hint}
     origins = {typing.get_origin(kind): kind for kind in kinds}
@@ -186,7 +211,7 @@ def flag_options(hint: Any) -> dict[str, Any]:
         return {"type": _bias, "action": _Pairs, "metavar": "TOKEN=BIAS"}
     if Sequence in origins:
         (element,) = typing.get_args(origins[Sequence])
-        return {"action": "append"} | flag_options(element)
+        return {"action": "append"} | _options(element)
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
@@ -199,7 +224,7 @@ def flag_options(hint: Any) -> dict[str, Any]:
     raise TypeError(f"no flag can be made for a field of type {hint}")
 
 
-def vllm_flag_options(same: Sequence[Any]) -> dict[str, Any]:
+def _vllm_options(same: Sequence[Any]) -> dict[str, Any]:
     """How argparse reads an argument that only vLLM has: a flag for a truth value, else JSON, else text."""
     if any(isinstance(value, bool) for value in same):
         return {"action": argparse.BooleanOptionalAction}
@@ -259,7 +284,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object, such as {EXAMPLE_OBJECT}")
+        raise argparse.ArgumentTypeError(f'{quoted(text)} is not a JSON object, such as {{"top_p": 0.9}}')
     return found
 
 
@@ -283,7 +308,7 @@ def text_argument(text: str) -> str:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    return _at_least(1, text)
+    return not_negative(text, 1)
 
 
 def positive_tokens(text: str) -> int:
@@ -297,12 +322,8 @@ def positive_tokens(text: str) -> int:
     return value
 
 
-def not_negative(text: str) -> int:
-    """A whole number of at least 0."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
+def not_negative(text: str, least: int = 0) -> int:
+    """A whole number of at least 0, or of at least `least`."""
     if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
         raise argparse.ArgumentTypeError(
             f"{quoted(text)} is not a whole number of at least {least} and at most {MOST_DIGITS} digits"
@@ -313,3 +334,63 @@ def _at_least(least: int, text: str) -> int:
 def _given(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     prefix = f"{kind}."
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+# ---- all of them as an object, as in vLLM
+
+_Fields: Any = make_dataclass(
+    "_Fields",
+    [
+        ("model", str, field(default=DEFAULT_MODEL)),
+        *(
+            (own.name, Any, field(default=own.default, default_factory=own.default_factory))
+            for own in fields(EngineConfig)
+            if own.name != "model"
+        ),
+        *((alias, Any, field(default=None)) for alias in ENGINE_ALIASES),
+        *((name, Any, field(default=same[0])) for name, same in ENGINE_ARGUMENTS.items()),
+    ],
+)
+
+
+class EngineArgs(_Fields):
+    """Engine arguments as an object, for `from_engine_args` of LLMEngine and LLM, and for `LLM(**asdict(args))`.
+
+    The fields are those of `nanovllm.config.EngineConfig` and all others of vLLM's; see `nanovllm.vllm_names`. Values
+    are checked when an engine is made. Unknown names raise ConfigError.
+    """
+
+    def __new__(cls, *args: Any, **engine_args: Any) -> Self:
+        known = [found.name for found in fields(cls)]
+        for name in engine_args:
+            if name not in known:
+                own = [found.name for found in fields(EngineConfig)]
+                raise ConfigError(unknown_name("engine argument", name, known, listed=own))
+        return super().__new__(cls)
+
+    def create_engine_config(self) -> EngineConfig:
+        """The checked configuration. Raises ConfigError."""
+        arguments = {found.name: getattr(self, found.name) for found in fields(self)}
+        return engine_config(arguments.pop("model"), arguments)
+
+    def create_engine(self) -> LLMEngine:
+        """For `LLMEngine.from_engine_args`. Raises ConfigError and ModelError."""
+        from nanovllm import build_engine  # imports torch, which takes seconds
+
+        return build_engine(self.create_engine_config()).engine
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every field to the parser, under the field's name in the result. Returns the parser."""
+        hints = typing.get_type_hints(EngineConfig)
+        for found in fields(EngineArgs):
+            name = ENGINE_ALIASES.get(found.name, found.name)
+            options = _options(hints[name]) if name in hints else _vllm_options(ENGINE_ARGUMENTS[name])
+            default = found.default_factory() if callable(found.default_factory) else found.default
+            parser.add_argument(f"--{found.name.replace('_', '-')}", dest=found.name, default=default, **options)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The arguments that a parser with `add_cli_args` has read."""
+        return cls(**{found.name: getattr(args, found.name) for found in fields(cls) if hasattr(args, found.name)})

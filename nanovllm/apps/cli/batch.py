@@ -18,19 +18,20 @@ from nanovllm.apps.batch.router import Router
 from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
 from nanovllm.apps.batch.run import Job, LocalReplica, Replicas
 from nanovllm.apps.cli.arguments import (
-    PROGRESS,
+    add_chat_flags,
+    add_command,
     add_engine_flags,
+    add_progress_flag,
     add_sampling_flags,
     checked_config,
     engine_arguments,
     positive,
+    read_text,
     sampling_arguments,
-    text_argument,
 )
 from nanovllm.apps.cli.boundary import Interrupt, say
-from nanovllm.apps.cli.closing import kv_line
+from nanovllm.apps.cli.engine import kv_line
 from nanovllm.apps.cli.main import INTERRUPTED
-from nanovllm.apps.cli.templates import read_template
 from nanovllm.config import EngineConfig
 from nanovllm.data.progress import WatchSteps
 from nanovllm.errors import ConfigError, EngineError
@@ -47,19 +48,18 @@ WITHOUT_EFFECT = (
     *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
 )
-GIVE_MAX_TOKENS = ("max_tokens", "sampling_params", "body")  # columns that may
 PATHS = ("tokenizer", "generation_config", "download_dir")  # engine arguments that may be directories
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """Add the command and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "batch",
-        help=summary,
-        description="Answers the rows of files: each has a prompt, prompt_token_ids, messages or, as in OpenAI's batch "
-        "files, a body; and, if wanted, sampling parameters. Every row is written once, with its columns and the "
-        "answer or an error, to part files of the same format.",
-        allow_abbrev=False,
+        summary,
+        "Answers the rows of files: each has a prompt, prompt_token_ids, messages or, as in OpenAI's batch files, a "
+        "body; and, if wanted, sampling parameters. Every row is written once, with its columns and the answer or an "
+        "error, to part files of the same format.",
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
@@ -67,10 +67,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--output", required=True, metavar="DIR", help="directory of the results")
     add("--resume", action="store_true", help="compute the rows that an earlier run has not written to DIR")
     add("--prompt-column", default="prompt", metavar="NAME", help="column that is the prompt (default: prompt)")
-    add("--chat", action="store_true", help="each prompt is a user's message: put it into the model's chat template")
-    add("--system", type=text_argument, metavar="TEXT", help="a system message before each conversation")
-    add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
-    add("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    add_chat_flags(parser, prompts=True)
+    add_progress_flag(parser)
     _add_cluster_flags(parser.add_argument_group("replicas"))
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -110,7 +108,7 @@ def _amount(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if a row failed."""
-    inputs, template = open_inputs(args.input), read_template(args.chat_template)
+    inputs, template = open_inputs(args.input), read_text("--chat-template", args.chat_template)
     sampling = sampling_arguments(args)
     SamplingParams(**sampling)  # refuses wrong values before a model is loaded
     config = checked_config(args)
@@ -126,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     output = ResultDirectory(args.output, inputs.format, inputs.schema())
     output.open(_job(inputs, settings, row_format), args.resume)
     with Interrupt() as interrupt, StatusLine(args.progress) as status, output:
-        show = Display(status, interrupt, row_format.has_max_tokens)
+        show = Display(status, interrupt)
         return _run(args, inputs, settings, row_format, config, output, show)
 
 
@@ -212,14 +210,12 @@ def _replicas(
 class Display:
     """What the command shows: one line of progress for all replicas, sentences, and the totals."""
 
-    def __init__(self, status: StatusLine, interrupt: Interrupt, is_bounded: bool) -> None:
-        """is_bounded: whether the job gives max_tokens."""
-        self.status, self.interrupt, self._is_bounded = status, interrupt, is_bounded
+    def __init__(self, status: StatusLine, interrupt: Interrupt) -> None:
+        self.status, self.interrupt = status, interrupt
         self.meter = Meter(None)
         self.first_error = ""
         self.kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
-        # Answered rows: without text, cut at max_tokens or max_model_len, and cut at the default of max_tokens.
-        self._num_empty = self._num_cut = self._num_default_cut = 0
+        self._num_empty = self._num_cut = 0  # answered rows: without text, cut at max_tokens or max_model_len
 
     def say(self, sentence: str) -> None:
         """A sentence, on a line of its own."""
@@ -233,11 +229,8 @@ class Display:
         self.meter.finished += result.error is None
         if result.error is None:
             outputs = result.columns["outputs"] or ()
-            cut = [len(output["token_ids"]) for output in outputs if output["finish_reason"] == "length"]
             self._num_empty += not any(output["text"] for output in outputs)
-            self._num_cut += bool(cut)
-            is_default = not self._is_bounded and row.columns.keys().isdisjoint(GIVE_MAX_TOKENS)
-            self._num_default_cut += is_default and SamplingParams.max_tokens in cut
+            self._num_cut += any(output["finish_reason"] == "length" for output in outputs)
         self.first_error = self.first_error or result.error or ""
 
     def ended(self, output: ResultDirectory) -> int:
@@ -247,11 +240,9 @@ class Display:
             say(meter.summary())
             if self.kv_stats is not None:
                 say(kv_line(self.kv_stats(), meter.num_tokens))
-            default = f", {self._num_default_cut:,} of them at the default of {SamplingParams.max_tokens} tokens"
             say(
                 f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self._num_empty:,} "
-                f"empty and {self._num_cut:,} cut at --max-tokens or max_model_len"
-                f"{default if self._num_default_cut else ''}; {meter.failed:,} failed"
+                f"empty and {self._num_cut:,} cut at --max-tokens or max_model_len; {meter.failed:,} failed"
             )
         failed = output.done.num_failed
         if not failed:

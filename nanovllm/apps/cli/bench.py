@@ -15,15 +15,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.cli.arguments import (
-    PROGRESS,
     TOKENS,
+    add_command,
     add_engine_flags,
+    add_progress_flag,
     checked_config,
-    engine_arguments,
     not_negative,
     positive,
     positive_tokens,
 )
+from nanovllm.apps.cli.boundary import Interrupt
+from nanovllm.apps.cli.engine import load_llm
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.outputs import RequestOutput
@@ -74,12 +76,12 @@ FIGURES = {  # label, unit, factor, digits
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help=summary,
-        description="Measures prefill and decode with random prompts, each prompt length in turn: medians over the "
-        "counted runs, and their extremes. Prefix caching is off unless requested.",
-        allow_abbrev=False,
+        summary,
+        "Measures prefill and decode with random prompts, each prompt length in turn: medians over the counted runs, "
+        "and their extremes. Prefix caching is off unless requested.",
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
@@ -90,7 +92,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=3, metavar="N", help="counted runs (default: %(default)s)")
     add("--warmup", type=not_negative, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
     add("--json", action="store_true", help="all figures as one JSON object")
-    add("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    add_progress_flag(parser)
     add_engine_flags(parser)
     return parser
 
@@ -99,20 +101,15 @@ def run(args: argparse.Namespace) -> int:
     checked_config(args, **DEFAULTS)
 
     results: list[dict[str, Any]] = []
-    with StatusLine(args.progress) as status:
-        with status.during(f"loading {args.model}"):
-            from nanovllm import LLM  # with torch, which takes seconds to import
-
-            llm = LLM(args.model, **DEFAULTS | engine_arguments(args))
-        with llm:
-            _check_lengths(args, llm)
-            for prompt_len in args.prompt_len:
-                runs = _measure(args, llm, prompt_len, status)
-                results.append(_summary(args, prompt_len, runs))
-                if not args.json:
-                    _show(results[-1])
-            if args.json:
-                print(json.dumps(_report(args, llm, results), indent=2, allow_nan=False))
+    with StatusLine(args.progress) as status, load_llm(args, status, Interrupt(), **DEFAULTS) as llm:
+        _check_lengths(args, llm)
+        for prompt_len in args.prompt_len:
+            runs = _measure(args, llm, prompt_len, status)
+            results.append(_summary(args, prompt_len, runs))
+            if not args.json:
+                _show(results[-1])
+        if args.json:
+            print(json.dumps(_report(args, llm, results), indent=2, allow_nan=False))
     return 0
 
 

@@ -99,16 +99,11 @@ class Boundary:
             # Who asked for a length is also told how to get it, not only how to give it up.
             others = map(as_flags, changes[1:2] if changes and set(changes[0]) == {"max_model_len"} else ())
             return "\nor ".join(["\n".join([one_line(str(error), LONGEST), *map(as_flags, changes[:1])]), *others])
-        if isinstance(error, OSError):
-            return one_line(_system_message(error), LONGEST)
+        if isinstance(error, OSError) and error.strerror:
+            file = "" if error.filename is None else f"{os.fsdecode(error.filename)!r}: "
+            return one_line(f"{file}{error.strerror}", LONGEST)
         hint = "" if self._verbose else "; --verbose shows where"
         return one_line(f"unexpected error: {told(error)}{hint}", LONGEST)
-
-
-def _system_message(error: OSError) -> str:
-    """The system's message and the file that it is about."""
-    said = error.strerror or str(error) or type(error).__name__
-    return said if error.filename is None else f"{os.fsdecode(error.filename)!r}: {said}"
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -126,14 +121,7 @@ def discard(stream: TextIO) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the null device for closed standard streams, so that no other file gets their descriptors.
-
-    sys.stdin and sys.stdout stay None if they were closed. sys.stderr becomes a stream to the null device.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process exits
+    """Open the null device for closed standard streams, whose descriptors other files would get otherwise."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # an open takes the lowest free descriptor, which is that of the stream
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  until the process exits

@@ -9,35 +9,33 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.cli.arguments import (
-    PROGRESS,
+    add_chat_flags,
+    add_command,
     add_engine_flags,
+    add_progress_flag,
     add_sampling_flags,
     checked_config,
-    engine_arguments,
+    read_text,
     sampling_arguments,
-    text_argument,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.closing import kv_line
-from nanovllm.apps.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
-from nanovllm.apps.cli.templates import chat_template, read_template
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm
 from nanovllm.errors import ConfigError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
-from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.outputs import RequestMetrics, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:
     from nanovllm import LLM, LoRARequest
-    from nanovllm.text.chat_template import ChatTemplate
 
 # These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
@@ -51,20 +49,19 @@ COMMANDS = (
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """Add the command and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "chat",
-        help=summary,
-        description=f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second "
-        "one the program. After each turn, standard error shows the numbers of cached and computed tokens, and whether "
-        "the answer was cut; at the end of a terminal's conversation, where the KV was.",
-        allow_abbrev=False,
+        summary,
+        f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second one the "
+        "program. After each turn, standard error shows the numbers of cached and computed tokens, and whether the "
+        "answer was cut; at the end of a terminal's conversation, where the KV was.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
-    parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
+    add_chat_flags(parser, prompts=False)
     add_lora_flags(parser)
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    add_progress_flag(parser)
     add_sampling_flags(parser, leave_out=NO_FLAGS, max_tokens=MAX_TOKENS)
     add_engine_flags(parser)
     return parser
@@ -72,45 +69,24 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if an answer failed."""
-    if sys.stdin is None:
-        raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
-    SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
-    document, template = _read_document(args.document), read_template(args.chat_template)
+    sampling = sampling_arguments(args)
+    SamplingParams(**sampling)  # refuses wrong values before the model is loaded
+    document, template = read_text("--document", args.document), read_text("--chat-template", args.chat_template)
+    if document is not None and not document.strip():
+        raise ConfigError(f"--document {args.document!r} is empty: give a text to talk about")
     check_chosen(args, checked_config(args))
 
-    with Interrupt() as interrupt, StatusLine(args.progress) as status:
-        with interrupt.allowed(), status.during(f"loading {args.model}"):
-            from nanovllm import LLM  # imports torch, which takes seconds
-
-            llm = LLM(args.model, **engine_arguments(args))
-        with llm:
-            answers = Answers(llm, _params(llm, args), status, interrupt, ChosenAdapters(llm, args).default)
-            chat = Conversation(chat_template(llm, template), args.system, document)
-            if document is not None:
-                _read_ahead(answers, chat)
-            exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose))
-            if status.shown and answers.num_tokens:
-                say(kv_line(llm.kv_stats(), answers.num_tokens))
-            return exit_status
-
-
-def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
-    """The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default."""
-    return SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling_arguments(args))
-
-
-def _read_document(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--document {path!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--document {path!r} is not UTF-8: {error.reason} at position {error.start}") from None
-    if not text.strip():
-        raise ConfigError(f"--document {path!r} is empty: give a text to talk about")
-    return text
+    with Interrupt() as interrupt, StatusLine(args.progress) as status, load_llm(args, status, interrupt) as llm:
+        # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
+        params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
+        answers = Answers(llm, params, status, interrupt, ChosenAdapters(llm, args).default)
+        chat = Conversation(ChatTemplate(llm.engine.tokenizer, template), args.system, document)
+        if document is not None and (prefix := chat.prefix()):
+            say(f"[document: {answers.compute(prefix).prefill}]")
+        exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose))
+        if status.shown and answers.num_tokens:
+            say(kv_line(llm.kv_stats(), answers.num_tokens))
+        return exit_status
 
 
 # ---- the conversation
@@ -178,27 +154,12 @@ class Answers:
     """Runs one request at a time and shows its text as it comes."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        status: StatusLine,
-        interrupt: Interrupt,
-        lora_request: LoRARequest | None = None,
+        self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt, adapter: LoRARequest | None
     ) -> None:
-        self._llm = llm
-        self._lora_request = lora_request
+        self._llm, self._adapter, self._status, self._interrupt = llm, adapter, status, interrupt
         self._params = replace(params, output_kind=RequestOutputKind.DELTA)
-        self._status = status
-        self._interrupt = interrupt
         self._ids = map(str, itertools.count())
         self.num_tokens = 0  # computed and generated so far
-
-    def answer(self, token_ids: Sequence[int]) -> Answer:
-        """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
-        answer = self._run(token_ids, self._params, is_shown=True)
-        if answer.text:
-            print(flush=True)
-        return answer
 
     def compute(self, token_ids: Sequence[int]) -> Answer:
         """Compute a prompt, so that the prefix cache holds it."""
@@ -208,48 +169,41 @@ class Answers:
             raise KeyboardInterrupt
         return answer
 
+    def answer(self, chat: Conversation, question: str) -> Answer:
+        """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
+        return self._run(chat.prompt(question), self._params, is_shown=True)
+
     def _run(self, token_ids: Sequence[int], params: SamplingParams, is_shown: bool) -> Answer:
-        answer = None
-        for output in self._outputs(token_ids, params):
-            answer = answer or Answer(output.metrics, params.max_tokens)
-            answer.error = output.error
-            for new in output.outputs:
-                answer.text += new.text
-                answer.num_tokens += len(new.token_ids)
-                answer.finish_reason = new.finish_reason
-                if is_shown and new.text:
-                    self._status.clear()
-                    print(new.text, end="", flush=True)
-        assert answer is not None, "a request ends with an output"
+        llm, client = self._llm, EngineClient(self._llm.engine)
+        prompt = PromptParts(None, token_ids)
+        request = llm.engine.make_request(next(self._ids), prompt, params, lora_request=self._adapter)
+        client.add(request)
+        answer = Answer(request.metrics, params.max_tokens)
+        display = ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps)
+        with closing(client), display:
+            while client.pending:
+                outputs = client.step()
+                # Only between steps: an interrupted step would drop the prefix cache.
+                if client.pending and self._interrupt.take():
+                    outputs += client.abort()
+                for output in outputs:
+                    answer.error = output.error
+                    for new in output.outputs:
+                        answer.text += new.text
+                        answer.num_tokens += len(new.token_ids)
+                        answer.finish_reason = new.finish_reason
+                        display.is_held = True  # from the first token on, the answer is on the terminal's line
+                        if is_shown and new.text:
+                            self._status.clear()
+                            print(new.text, end="", flush=True)
+                display.refresh()
+        if is_shown and answer.text:
+            print(flush=True)
         self.num_tokens += answer.metrics.prefill_tokens + answer.num_tokens
         return answer
 
-    def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        llm, client = self._llm, EngineClient(self._llm.engine)
-        prompt, adapter = PromptParts(None, token_ids), self._lora_request
-        client.add(llm.engine.make_request(next(self._ids), prompt, params, lora_request=adapter))
-        try:
-            with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
-                while client.pending:
-                    outputs = client.step()
-                    # From the first token on, the answer is on the terminal's line.
-                    display.is_held = display.is_held or any(output.outputs for output in outputs)
-                    yield from outputs
-                    display.refresh()
-                    # Only between steps: an interrupted step would drop the prefix cache.
-                    if client.pending and self._interrupt.take():
-                        yield from client.abort()
-        finally:
-            client.close()
-
 
 # ---- the terminal
-
-
-def _read_ahead(answers: Answers, chat: Conversation) -> None:
-    prefix = chat.prefix()
-    if prefix:
-        say(f"[document: {answers.compute(prefix).prefill}]")
 
 
 def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
@@ -261,8 +215,7 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, bounda
             say(f"{question} is not a command: {COMMANDS}")
         else:
             # An OSError comes from the terminal, not from the question.
-            ask = partial(_answer, answers, chat, question)
-            answer, error = boundary.attempt(ask, passing=(OSError,))
+            answer, error = boundary.attempt(partial(answers.answer, chat, question), passing=(OSError,))
             if answer is None:
                 say(f"nanovllm chat: error: {error}")
                 failed = True
@@ -274,10 +227,6 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, bounda
             if answer.error is not None:
                 say(f"nanovllm chat: error: {answer.error}")
     return 1 if failed else 0
-
-
-def _answer(answers: Answers, chat: Conversation, question: str) -> Answer:
-    return answers.answer(chat.prompt(question))
 
 
 def _questions(interrupt: Interrupt) -> Iterator[str]:

@@ -6,25 +6,30 @@ The engine holds a limited number of prompts at a time, so that files of any len
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanovllm import EngineClient
 from nanovllm.apps.cli.arguments import (
-    PROGRESS,
+    add_chat_flags,
+    add_command,
     add_engine_flags,
+    add_progress_flag,
     add_sampling_flags,
     checked_config,
-    engine_arguments,
+    read_text,
     sampling_arguments,
-    text_argument,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.closing import cut_hints, kv_line
-from nanovllm.apps.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm
 from nanovllm.apps.cli.main import INTERRUPTED
 from nanovllm.apps.cli.prompts import (
     FILE,
@@ -39,105 +44,80 @@ from nanovllm.apps.cli.prompts import (
     check_sources,
     count_prompts,
 )
-from nanovllm.apps.cli.results import InOrder, check_output, json_result, open_output, text_result
-from nanovllm.apps.cli.templates import Messages, read_template
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
-from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.outputs import Logprob, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:
     from nanovllm import LLM
 
-WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit
-HELD = 8  # most requests and results held back for an earlier one, as a multiple of max_num_seqs
+WINDOW = 8  # most prompts in the engine or with a result that waits for an earlier one, as a multiple of max_num_seqs
 WINDOW_TOKENS = 1 << 22  # prompt tokens in the engine; each takes about 50 bytes besides its KV cache
+COMPLETION = ("index", "text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob")
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """Add the command and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "generate",
-        help=summary,
-        description="Answers prompts. Results come in the order of the prompts, as they finish. One line end at the "
-        "end of a text file is ignored. - is standard input, which is also read if no prompt is given.",
-        allow_abbrev=False,
+        summary,
+        "Answers prompts. Results come in the order of the prompts, as they finish. One line end at the end of a text "
+        "file is ignored. - is standard input, which is also read if no prompt is given.",
     )
     parser.set_defaults(run=run)
-    add_source = {"action": "append", "dest": "sources", "metavar": "FILE"}
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="DIR PROMPT",
-        help="the model, unless --model is given, and prompts; -: standard input",
+    add = parser.add_argument
+    text = "the model, unless --model is given, and prompts; -: standard input"
+    add("prompts", nargs="*", metavar="DIR PROMPT", help=text)
+    add_source = partial(parser.add_argument, action="append", dest="sources")
+    add_source("--prompt", type=partial(Source, TEXT), metavar="TEXT", help="a prompt")
+    add_source("--file", type=partial(Source, FILE), metavar="FILE", help="a file that is one prompt")
+    add_source("--lines", type=partial(Source, LINES), metavar="FILE", help="a file with a prompt in each line")
+    text = (
+        "a file with a JSON object in each line: prompt, prompt_token_ids or messages, and optionally sampling "
+        "parameters that override the flags, a cache_salt, an id and lora, the name of an adapter"
     )
-    parser.add_argument("--prompt", type=_prompt, help="a prompt", **add_source | {"metavar": "TEXT"})  # type: ignore[arg-type]
-    parser.add_argument("--file", type=_source(FILE), help="a file that is one prompt", **add_source)  # type: ignore[arg-type]
-    parser.add_argument("--lines", type=_source(LINES), help="a file with a prompt in each line", **add_source)  # type: ignore[arg-type]
-    parser.add_argument(
-        "--jsonl",
-        type=_source(JSONL),
-        help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, and optionally "
-        "sampling parameters that override the flags, a cache_salt, an id and lora, the name of an adapter",
-        **add_source,  # type: ignore[arg-type]
-    )
-    parser.add_argument("--json", action="store_true", help="results as JSON lines with all outputs and metrics")
-    parser.add_argument("--output", metavar="FILE", help="where results go; by default standard output")
-    parser.add_argument("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
-    add_chat_options(parser)
+    add_source("--jsonl", type=partial(Source, JSONL), metavar="FILE", help=text)
+    add("--json", action="store_true", help="results as JSON lines with all outputs and metrics")
+    add("--output", metavar="FILE", help="where results go; by default standard output")
+    add("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
+    add_chat_flags(parser, prompts=True)
     add_lora_flags(parser)
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    add_progress_flag(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
-
-
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """How prompts become messages, and messages a prompt."""
-    add = parser.add_argument
-    add("--chat", action="store_true", help="each prompt is a user's message: put it into the model's chat template")
-    add("--system", type=text_argument, metavar="TEXT", help="with --chat, a system message before each prompt")
-    add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
-
-
-def _source(kind: str) -> Any:
-    return lambda path: Source(kind, path)
-
-
-def _prompt(text: str) -> Source:
-    return Source(TEXT, text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if a prompt failed."""
     sources = _sources(args)
     check_sources(sources)
-    check_output(args.output, [source.value for source in sources if source.kind != TEXT])
+    _check_output(args.output, [source.value for source in sources if source.kind != TEXT])
     if args.stream and args.json:
         raise ConfigError("--stream shows text as it comes and --json complete results: leave one of them out")
     if args.system is not None and not args.chat:
         raise ConfigError("--system is a message of a conversation: add --chat, which makes each prompt one")
     given = SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
     if args.stream:
-        check_streamed(given)
-    template = read_template(args.chat_template)
+        _check_streamed(given)
+    template = read_text("--chat-template", args.chat_template)
+    only_jsonl = all(source.kind == JSONL for source in sources)
     check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
     with Interrupt() as interrupt, StatusLine(args.progress) as status:
-        with interrupt.allowed(), status.during(f"loading {args.model}"):
-            from nanovllm import LLM  # imports torch, which takes seconds
-
-            llm = LLM(args.model, **engine_arguments(args))
-        with llm, open_output(args.output) as file:
-            _check_tokenizer(llm, args, sources)
-            params = replace(llm.get_default_sampling_params(), **sampling_arguments(args))
-            messages = Messages(llm, template, args.chat, args.system)
-            requests = Requests(llm, params, messages, args.stream, ChosenAdapters(llm, args))
-            requests.is_bounded = "max_tokens" in llm.engine.sampling_defaults | sampling_arguments(args)
-            boundary = Boundary(args.verbose)
-            feed, meter = Feed(sources, boundary), Meter(count_prompts(sources))
-            return Generation(requests, feed, file, args.json, args.stream, status, meter, interrupt, boundary).run()
+        llm = load_llm(args, status, interrupt)
+        path = args.output
+        with llm, nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8", newline="") as file:
+            if llm.engine.tokenizer is None and not (args.json and only_jsonl):
+                raise ConfigError(
+                    f"{args.model} has no tokenizer files, so it takes token ids and gives token ids: use --jsonl and "
+                    "--json, or add the files"
+                )
+            return Generation(llm, args, template, sources, file, status, interrupt).run()
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -146,7 +126,7 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     sources += args.sources or []
     if sources:
         return sources
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise ConfigError(
             f"there is no prompt for the model {args.model!r:.200}: give one as an argument, or name a --file, "
             "--lines, --jsonl or -"
@@ -154,97 +134,74 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     return [Source(FILE, STDIN)]
 
 
-def _check_tokenizer(llm: LLM, args: argparse.Namespace, sources: Iterable[Source]) -> None:
-    if llm.engine.tokenizer is None and not (args.json and all(source.kind == JSONL for source in sources)):
-        raise ConfigError(
-            f"{args.model} has no tokenizer files, so it takes token ids and gives token ids: use --jsonl and --json, "
-            "or add the files"
-        )
+def _check_output(path: str | None, inputs: list[str]) -> None:
+    """Raise ConfigError if the file cannot be written, before a model is loaded. Its content is kept."""
+    if path is None:
+        return
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ConfigError(f"--output {path!r} cannot be written: {error.strerror}") from None
+    for name in inputs:
+        if os.path.exists(name) and Path(path).samefile(name):
+            raise ConfigError(f"--output {path!r} is also read: give it another name")
 
 
-def check_streamed(params: SamplingParams) -> None:
-    """Raise RequestError for parameters that --stream cannot show."""
+def _check_streamed(params: SamplingParams) -> None:
     if params.n > 1:
         raise RequestError(f"n={params.n}: --stream shows one sequence; leave it out to get all")
 
 
-class Requests:
-    """The prompts that are in the engine, by request id."""
+@dataclass(slots=True)
+class Task:
+    """A prompt, and its result once there is one: a line, which waits for those of earlier prompts."""
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, messages: Messages, stream: bool, adapters: ChosenAdapters
-    ) -> None:
-        self.llm = llm
-        self._adapters = adapters
-        self._client = EngineClient(llm.engine)
-        self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
-        self._stream = stream
-        self._messages = messages
-        self.is_chat = messages.is_chat
-        self.running: dict[str, tuple[int, PromptItem]] = {}  # index and prompt of the unfinished ones
-        self.num_tokens = 0  # of their prompts
-        self.is_bounded = False  # whether the flags or the checkpoint give max_tokens
-
-    def add(self, index: int, item: PromptItem) -> None:
-        """Add a prompt. Raises RequestError if it cannot be served."""
-        params = replace(self._params, **item.params)
-        if self._stream:
-            check_streamed(params)
-        adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
-        prompt = PromptParts(item.prompt, self._messages.token_ids(item), item.cache_salt)
-        request = self.llm.engine.make_request(str(index), prompt, params, lora_request=adapter)
-        self._client.add(request)
-        self.running[str(index)] = (index, item)
-        self.num_tokens += request.prompt_len
-
-    def remove(self, output: RequestOutput) -> tuple[int, PromptItem]:
-        """Remove a finished request. Returns its index and prompt."""
-        self.num_tokens -= len(output.prompt_token_ids)
-        return self.running.pop(output.request_id)
-
-    def step(self) -> list[RequestOutput]:
-        """The outputs of one step. A failed step ends its requests, with outputs that give the error."""
-        try:
-            return self._client.step()
-        except EngineError as error:
-            if not error.outputs:
-                raise
-            say(f"nanovllm generate: {error}")
-            return [output for output in error.outputs if isinstance(output, RequestOutput)]
+    index: int
+    item: PromptItem
+    line: str | None = None
 
 
-@dataclass
 class Generation:
     """Runs all prompts and writes their results, until none is left or Ctrl-C is pressed."""
 
-    requests: Requests
-    feed: Feed
-    file: TextIO
-    json: bool
-    stream: bool
-    status: StatusLine
-    meter: Meter
-    interrupt: Interrupt
-    boundary: Boundary
-    _num_taken: int = 0
-    _order: InOrder = field(default_factory=InOrder)
-    _in_line: bool = False  # whether a streamed text has begun and not ended
-    _num_cut: int = 0  # prompts with an output that ended at max_tokens or max_model_len
-    _num_default_cut: int = 0  # at max_tokens, which nothing but its default gave
-    _num_plain_cut: int = 0  # without a chat template
-    _first_error: str = ""
+    def __init__(
+        self,
+        llm: LLM,
+        args: argparse.Namespace,
+        template: str | None,
+        sources: Sequence[Source],
+        file: TextIO,
+        status: StatusLine,
+        interrupt: Interrupt,
+    ) -> None:
+        self._llm, self._args, self._template_text = llm, args, template
+        self._file, self._status, self._interrupt = file, status, interrupt
+        self._client, self._adapters = EngineClient(llm.engine), ChosenAdapters(llm, args)
+        given = llm.engine.sampling_defaults | sampling_arguments(args)
+        self._is_bounded = "max_tokens" in given
+        kind = RequestOutputKind.DELTA if args.stream else RequestOutputKind.FINAL_ONLY
+        self._params = SamplingParams(**given, output_kind=kind)
+        self._boundary = Boundary(args.verbose)
+        self._feed, self._meter = Feed(sources, self._boundary), Meter(count_prompts(sources))
+        self._running: dict[str, Task] = {}  # by request_id
+        self._unwritten: deque[Task] = deque()
+        self._num_taken = self._num_tokens = 0  # prompts taken; prompt tokens in the engine
+        self._in_line = False  # whether a streamed text has begun and not ended
+        # Prompts with an output that was cut: all, those at max_tokens' own default, those without a chat template.
+        self._num_cut = self._num_default_cut = self._num_plain_cut = 0
+        self._first_error = ""
 
     def run(self) -> int:
         """Run all prompts. Returns the exit status."""
-        llm = self.requests.llm
+        llm = self._llm
         try:
-            with ProgressDisplay(self.status, self.meter, llm.engine.progress, llm.watch_steps) as display:
-                while self._top_up() or self.requests.running:
-                    with self.interrupt.allowed():
-                        outputs = self.requests.step()
+            with ProgressDisplay(self._status, self._meter, llm.engine.progress, llm.watch_steps) as display:
+                while self._top_up() or self._running:
+                    with self._interrupt.allowed():
+                        outputs = self._step()
                     for output in outputs:
                         self._take(output)
-                    self.file.flush()
+                    self._file.flush()
                     display.is_held = self._in_line  # the status line would overwrite streamed text
                     display.refresh()
         except KeyboardInterrupt:
@@ -255,100 +212,132 @@ class Generation:
 
     def _top_up(self) -> bool:
         """Add prompts until the window is full. Returns whether more may follow."""
-        while not self.feed.ended and not self._is_full():
-            with self.interrupt.allowed():
-                item = self.feed.take(wait=not self.requests.running)
+        while not self._feed.ended and not self._is_full():
+            with self._interrupt.allowed():
+                item = self._feed.take(wait=not self._running)
             if item is None:
                 break
-            self._add(item)
-        return not self.feed.ended
+            task = Task(self._num_taken, item)
+            self._num_taken += 1
+            self._unwritten.append(task)
+            error = item.error
+            if error is None:
+                _, error = self._boundary.attempt(partial(self._add, task))
+            if error is not None:
+                self._fail(task, error, None)
+        return not self._feed.ended
 
     def _is_full(self) -> bool:
         """Whether no prompt can be added now. --stream runs one prompt at a time."""
-        requests, seqs = self.requests, self.requests.llm.config.max_num_seqs
-        num_running = len(requests.running)
-        if self.stream or not num_running:
-            return num_running > 0
-        many_held = num_running + self._order.num_held >= HELD * seqs
-        return num_running >= WINDOW * seqs or requests.num_tokens >= WINDOW_TOKENS or many_held
+        if self._args.stream or not self._running:
+            return bool(self._running)
+        most = WINDOW * self._llm.config.max_num_seqs
+        return len(self._unwritten) >= most or self._num_tokens >= WINDOW_TOKENS
 
-    def _add(self, item: PromptItem) -> None:
-        index = self._num_taken
-        self._num_taken += 1
-        error = item.error
-        if error is None:
-            _, error = self.boundary.attempt(lambda: self.requests.add(index, item))
-        if error is not None:
-            self._fail(index, item, error, None)
+    def _add(self, task: Task) -> None:
+        """Add a prompt to the engine. Raises RequestError if it cannot be served."""
+        item = task.item
+        params = replace(self._params, **item.params)
+        if self._args.stream:
+            _check_streamed(params)
+        adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
+        prompt = PromptParts(item.prompt, self._token_ids(item), item.cache_salt)
+        request = self._llm.engine.make_request(str(task.index), prompt, params, lora_request=adapter)
+        self._client.add(request)
+        self._running[request.request_id] = task
+        self._num_tokens += request.prompt_len
+
+    def _token_ids(self, item: PromptItem) -> Any:
+        """The prompt's token ids; None for plain text. Raises RequestError."""
+        messages = item.messages
+        if self._args.chat and item.prompt_token_ids is not None:
+            raise RequestError("prompt_token_ids are no message, and --chat needs one: give prompt or messages")
+        if self._args.chat and messages is None:
+            messages = [{"role": "user", "content": item.prompt}]
+        if messages is None:
+            return item.prompt_token_ids
+        system = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
+        return self._template.token_ids([*system, *messages])
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._llm.engine.tokenizer, self._template_text)
 
     # ---- results
 
+    def _step(self) -> list[RequestOutput]:
+        """The outputs of one step. A failed step ends its requests, with outputs that give the error."""
+        try:
+            return self._client.step()
+        except EngineError as error:
+            if not error.outputs:
+                raise
+            say(f"nanovllm generate: {error}")
+            return [output for output in error.outputs if isinstance(output, RequestOutput)]
+
     def _take(self, output: RequestOutput) -> None:
-        if output.request_id not in self.requests.running:
+        if output.request_id not in self._running:
             return
-        self.meter.count(output)
-        if self.stream:
-            self._write(completion.text for completion in output.outputs)
+        self._meter.count(output)
+        if self._args.stream:
+            self._write("".join(completion.text for completion in output.outputs))
             self._in_line = self._in_line or bool(output.outputs)
         if not output.finished:
             return
-        index, item = self.requests.remove(output)
-        failed = [o.finish_reason for o in output.outputs if o.finish_reason in ("error", "abort")]
-        if failed:
-            self._fail(index, item, output.error or "the request was ended by a failure of the engine", output)
+        self._num_tokens -= len(output.prompt_token_ids)
+        task = self._running.pop(output.request_id)
+        if any(o.finish_reason in ("error", "abort") for o in output.outputs):
+            self._fail(task, output.error or "the request was ended by a failure of the engine", output)
             return
-        line, error = self.boundary.attempt(lambda: self._line(index, item, output, None))
-        if line is None or error is not None:
-            self._fail(index, item, error or "", None)
+        make = partial(_json_result, task, output) if self._args.json else partial(_text_result, output)
+        line, error = self._boundary.attempt(make)
+        if line is None:
+            self._fail(task, error or "", None)
             return
-        self.meter.finished += 1
+        self._meter.finished += 1
         if any(completion.finish_reason == "length" for completion in output.outputs):
             self._num_cut += 1
-            self._num_default_cut += not self.requests.is_bounded and "max_tokens" not in item.params
-            self._num_plain_cut += item.prompt is not None and not self.requests.is_chat
-        if self.stream:
-            self._write(["\n"])
-            self._in_line = False
-        self._put(index, line)
+            self._num_default_cut += not self._is_bounded and "max_tokens" not in task.item.params
+            self._num_plain_cut += task.item.prompt is not None and not self._args.chat
+        self._in_line = False
+        self._put(task, "\n" if self._args.stream else line)
 
-    def _line(self, index: int, item: PromptItem, output: RequestOutput | None, error: str | None) -> str:
-        if self.json:
-            return json_result(index, item, output, error)
-        return "" if output is None else text_result(output)
-
-    def _fail(self, index: int, item: PromptItem, error: str, output: RequestOutput | None) -> None:
+    def _fail(self, task: Task, error: str, output: RequestOutput | None) -> None:
         """Write the error as the result of this prompt; the other prompts go on."""
-        self.meter.failed += 1
-        sentence = f"{item.source}: {error}"
+        self._meter.failed += 1
+        sentence = f"{task.item.source}: {error}"
         self._first_error = self._first_error or sentence
-        is_one_of_many = self.meter.total != 1
-        if not self.json and is_one_of_many:
-            self.status.clear()
+        if self._args.json:
+            self._put(task, _json_result(task, output, error))
+            return
+        is_one_of_many = self._meter.total != 1
+        if is_one_of_many:
+            self._status.clear()
             say(f"nanovllm generate: {sentence}")
-        self._put(index, self._line(index, item, output, error) if self.json else "\n" * is_one_of_many)
+        self._put(task, "\n" * (is_one_of_many or self._in_line))
+        self._in_line = False
 
-    def _put(self, index: int, line: str) -> None:
-        self._write(self._order.put(index, "" if self.stream else line))
+    def _put(self, task: Task, line: str) -> None:
+        """Keep the line of a prompt, and write those before which nothing is missing."""
+        task.line = line
+        while self._unwritten and self._unwritten[0].line is not None:
+            self._write(self._unwritten.popleft().line or "")
 
-    def _write(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            if line:
-                self.status.clear()
-                self.file.write(line)
+    def _write(self, text: str) -> None:
+        if text:
+            self._status.clear()
+            self._file.write(text)
 
-    # ---- display
+    # ---- the end
 
     def _ended(self) -> int:
-        meter = self.meter
-        self.file.flush()
-        if self.status.shown:
+        meter = self._meter
+        self._file.flush()
+        if self._status.shown:
             cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
             say(meter.summary() + cut)
-            if not self.json:
-                llm = self.requests.llm
-                say(kv_line(llm.kv_stats(), meter.num_tokens))
-                for hint in cut_hints(llm, meter.finished, self._num_default_cut, self._num_plain_cut):
-                    say(hint)
+            if not self._args.json:
+                self._say_more()
         if not meter.failed:
             return 0
         total = meter.finished + meter.failed
@@ -356,15 +345,55 @@ class Generation:
         say(f"nanovllm generate: error: {lead}{self._first_error}")
         return 1
 
+    def _say_more(self) -> None:
+        """Where the KV was, and what to do about cut answers."""
+        say(kv_line(self._llm.kv_stats(), self._meter.num_tokens))
+        if self._num_default_cut:
+            cut = of(self._num_default_cut, self._meter.finished)
+            say(f"{cut} cut at the default of {SamplingParams.max_tokens} tokens: --max-tokens 200 allows more")
+        if self._num_plain_cut and getattr(self._llm.get_tokenizer(), "chat_template", None):
+            say("the model has a chat template, and plain text was completed: --chat asks it as a user would")
+
     def _interrupted(self) -> int:
         """Write all finished results, also those after unfinished ones."""
-        self.status.clear()
-        self._write(self._order.rest())
-        if self._in_line:
-            self._write(["\n"])
+        self._status.clear()
+        self._write("\n" * self._in_line + "".join(task.line or "" for task in self._unwritten))
         with suppress(BrokenPipeError):
-            self.file.flush()
-        finished = of(self.meter.finished, self.meter.total)
-        known = "" if self.meter.total is not None else f" of at least {self._num_taken:,}"
+            self._file.flush()
+        finished = of(self._meter.finished, self._meter.total)
+        known = "" if self._meter.total is not None else f" of at least {self._num_taken:,}"
         say(f"nanovllm generate: interrupted: {finished}{known} prompts were finished")
         return INTERRUPTED
+
+
+def _text_result(output: RequestOutput) -> str:
+    """Each sequence's text, and a line end."""
+    return "".join(f"{completion.text}\n" for completion in output.outputs)
+
+
+def _json_result(task: Task, output: RequestOutput | None, error: str | None = None) -> str:
+    """One line of strict JSON: the result of the request, or its error."""
+    result: dict[str, Any] = {"index": task.index}
+    if task.item.given_id is not None:
+        result["id"] = task.item.given_id
+    result["source"] = task.item.source
+    if error is not None:
+        result["error"] = error.partition("\n")[0]  # without flags
+    if output is not None:
+        result |= {
+            "outputs": [
+                {name: getattr(completion, name) for name in COMPLETION} | {"logprobs": _logprobs(completion.logprobs)}
+                for completion in output.outputs
+            ],
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
+            "prompt_logprobs": _logprobs(output.prompt_logprobs),
+            "metrics": output.metrics.as_dict(),
+        }
+    return json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _logprobs(rows: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[int, Any] | None] | None:
+    if rows is None:
+        return None
+    return [None if row is None else {token: asdict(logprob) for token, logprob in row.items()} for row in rows]

@@ -35,7 +35,6 @@ COMMANDS = {  # modules of this package, imported on use: importing torch takes 
 }
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
-OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in arguments
     open_closed_streams()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000)  # a start makes so many objects that stay, and looking for cycles takes 0.1 s of it
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8 in every locale
     try:
-        with _log_to_stderr(verbose), _rare_garbage_collection():
+        with _log_to_stderr(verbose):
             args = _parse(arguments)
-            _check_stdout(args)
             status = int(args.run(args))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:
         discard(sys.stdout)
@@ -66,22 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain(arguments, "interrupted", INTERRUPTED)
     except Exception as error:
-        _discard_unwritable_output()
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            discard(sys.stdout)
         refused = isinstance(error, (ConfigError, ModelError, RequestError))
         return _complain(arguments, f"error: {Boundary(verbose).sentence(error)}", 2 if refused else 1)
-
-
-def _discard_unwritable_output() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except (OSError, ValueError):
-        discard(sys.stdout)
-
-
-def _check_stdout(args: argparse.Namespace) -> None:
-    if sys.stdout is None and getattr(args, "output", None) is None:
-        raise ConfigError("standard output is closed, and results go there: redirect it to a file")
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager
@@ -104,17 +95,6 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """A start makes some 100,000 objects that stay: to look for cycles among them again and again takes 0.1 s of it."""
-    before = gc.get_threshold()
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _LineFormatter(logging.Formatter):

@@ -169,14 +169,12 @@ def _command(model: str, arguments: dict[str, Any], output_len: int) -> str:
 
 def _take_rates_of_card(args: argparse.Namespace) -> None:
     """Put what --gpu says into the options that are not given."""
-    card = args.gpu
-    if card is not None:
-        found = {
-            "gpu_mem": int(card.memory), "compute": card.compute, "device_bandwidth": card.bandwidth, "link": card.link
-        }  # fmt: skip
-        for name, value in found.items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
+    if (card := args.gpu) is None:
+        return
+    rates = {"compute": card.compute, "device_bandwidth": card.bandwidth, "link": card.link}
+    for name, value in {"gpu_mem": int(card.memory), **rates}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 # ---- options

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any
 
 from nanovllm.apps.cli.boundary import Boundary
 from nanovllm.errors import ConfigError, RequestError, quoted
@@ -36,10 +36,6 @@ class Source:
 
     kind: str
     value: str
-
-    @property
-    def name(self) -> str:
-        return "standard input" if self.value == STDIN else os.fsencode(self.value).decode(errors="replace")
 
     @property
     def is_stdin(self) -> bool:
@@ -77,15 +73,12 @@ def check_sources(sources: Sequence[Source]) -> None:
     """Raise ConfigError if a source cannot be opened, before a model is loaded."""
     if sum(source.is_stdin for source in sources) > 1:
         raise ConfigError("standard input can be read once only: name - one time")
-    if sys.stdin is None and any(source.is_stdin for source in sources):
-        raise ConfigError("standard input is closed, and prompts are to be read from it: redirect it from a file")
     for source in sources:
-        path = Path(source.value)
         # A pipe is not opened here: closing it again would disconnect its writer.
-        if source.kind == TEXT or source.is_stdin or (path.exists() and not path.is_file() and not path.is_dir()):
+        if source.kind == TEXT or source.is_stdin or Path(source.value).is_fifo():
             continue
         try:
-            path.open("rb").close()
+            open(source.value, "rb").close()
         except OSError as error:
             raise ConfigError(f"{source.value!r} cannot be read: {error.strerror}") from None
 
@@ -94,17 +87,14 @@ def count_prompts(sources: Sequence[Source]) -> int | None:
     """The number of prompts; None if it is only known after reading them."""
     if any(source.can_stall and source.kind in (LINES, JSONL) for source in sources):
         return None
-    try:
-        return sum(map(_count, sources))
-    except OSError:  # reported when the source is read
-        return None
-
-
-def _count(source: Source) -> int:
-    if source.kind in (TEXT, FILE):
-        return 1
-    with open(source.value, "rb") as file:
-        return sum(source.kind == LINES or bool(line.strip()) for line in file)
+    num_prompts = 0
+    for source in sources:
+        if source.kind in (TEXT, FILE):
+            num_prompts += 1
+        else:
+            with open(source.value, "rb") as file:
+                num_prompts += sum(source.kind == LINES or bool(line.strip()) for line in file)
+    return num_prompts
 
 
 def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[PromptItem]:
@@ -113,55 +103,40 @@ def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[Prom
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield _item(f"prompt {texts}", TEXT, _bytes_of(source.value), boundary)
+            yield _item(f"prompt {texts}", TEXT, source.value.encode("utf-8", "surrogateescape"), boundary)
             continue
+        name = "standard input" if source.is_stdin else os.fsencode(source.value).decode(errors="replace")
         try:
-            with _open(source) as file:
-                yield from _read(source, file, boundary)
+            # A separate file object: sys.stdin is not safe in a thread that still waits when the process exits.
+            with open(os.dup(sys.stdin.fileno()) if source.is_stdin else source.value, "rb") as file:
+                if source.kind == FILE:
+                    yield _item(name, FILE, file.read().removeprefix(BYTE_ORDER_MARK), boundary)
+                    continue
+                for number, line in enumerate(file, start=1):
+                    content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                    if source.kind == LINES or content.strip():
+                        yield _item(f"{name} line {number}", source.kind, content, boundary)
         except OSError as error:
-            yield PromptItem(source.name, error=f"cannot be read: {error.strerror}")
-
-
-def _bytes_of(argument: str) -> bytes:
-    """The bytes of an argument. A lone surrogate, which only a caller of `main` can pass, gives invalid UTF-8."""
-    try:
-        return os.fsencode(argument)
-    except UnicodeEncodeError:
-        return argument.encode("utf-8", "surrogatepass")
-
-
-def _open(source: Source) -> BinaryIO:
-    if not source.is_stdin:
-        return open(source.value, "rb")
-    try:
-        # A separate file object: sys.stdin is not safe in a thread that still waits when the process exits.
-        return open(os.dup(sys.stdin.fileno()), "rb")
-    except (OSError, ValueError):  # standard input has no file descriptor
-        return sys.stdin.buffer
-
-
-def _read(source: Source, file: BinaryIO, boundary: Boundary) -> Iterator[PromptItem]:
-    if source.kind == FILE:
-        yield _item(source.name, source.kind, file.read().removeprefix(BYTE_ORDER_MARK), boundary)
-        return
-    for number, line in enumerate(file, start=1):
-        content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-        if source.kind == LINES or content.strip():
-            yield _item(f"{source.name} line {number}", source.kind, content, boundary)
+            yield PromptItem(name, error=f"cannot be read: {error.strerror}")
 
 
 def _item(where: str, kind: str, content: bytes, boundary: Boundary) -> PromptItem:
-    item, error = boundary.attempt(lambda: _parsed(where, kind, content))
-    return item or PromptItem(where, error=error)
+    item = PromptItem(where)
+    _, item.error = boundary.attempt(lambda: _read_content(item, kind, content))
+    return item
 
 
-def _parsed(where: str, kind: str, content: bytes) -> PromptItem:
+def _read_content(item: PromptItem, kind: str, content: bytes) -> None:
+    """Put the content into the item. Raises RequestError."""
     try:
         text = (content if kind == TEXT else content.removesuffix(b"\n").removesuffix(b"\r")).decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise RequestError(f"is not UTF-8: byte 0x{byte:02x} at position {error.start}") from None
-    return PromptItem(where, prompt=text) if kind != JSONL else _json_item(where, _json_object(text))
+    if kind == JSONL:
+        _read_object(item, _json_object(text))
+    else:
+        item.prompt = text
 
 
 # ---- JSON lines
@@ -170,8 +145,7 @@ def _parsed(where: str, kind: str, content: bytes) -> PromptItem:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        if "\\u" in text:  # an escape may be a lone surrogate
-            json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError("it has an escape for half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError) as error:
@@ -181,47 +155,36 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
-    given_id, cache_salt = value.pop("id", None), value.pop("cache_salt", None)
-    lora = value.pop("lora", OF_FLAGS)
+def _read_object(item: PromptItem, value: dict[str, Any]) -> None:
+    """Put the object of a line into the item. Raises RequestError."""
+    given_id = value.pop("id", None)
+    try:
+        json.dumps(given_id, allow_nan=False)  # Python reads NaN and infinity, which are not JSON
+    except ValueError:
+        raise RequestError("its id holds NaN or infinity, and cannot be written as JSON") from None
+    item.given_id = given_id
+    item.cache_salt, item.lora = value.pop("cache_salt", None), value.pop("lora", OF_FLAGS)
     prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
-    error = _prompt_error(prompts)
-    if error is None:
-        known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
-        unknown = next((key for key in value if key not in known), None)
-        if unknown is not None:
-            error = unknown_name("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"])
-    if not _can_be_written(given_id):
-        given_id, error = None, "its id holds NaN or infinity or is nested too deeply, and cannot be written as JSON"
-    if isinstance(value.get("logit_bias"), dict):
-        value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
-    others = {"params": value, "cache_salt": cache_salt, "given_id": given_id, "lora": lora, "error": error}
-    return PromptItem(where, **prompts, **others)
-
-
-def _prompt_error(prompts: Mapping[str, Any]) -> str | None:
     if len(prompts) != 1:
-        return f"it needs exactly one of {', '.join(PROMPT_KEYS)}, and has {' and '.join(prompts) or 'none'}"
+        has = " and ".join(prompts) or "none"
+        raise RequestError(f"it needs exactly one of {', '.join(PROMPT_KEYS)}, and has {has}")
     if not isinstance(prompts.get("prompt", ""), str):
-        return f"prompt must be text, got {quoted(prompts['prompt'])}"
+        raise RequestError(f"prompt must be text, got {quoted(prompts['prompt'])}")
     messages = prompts.get("messages", [{}])
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        return f"messages must be a list of objects with role and content, got {quoted(messages)}"
-    return None
+        raise RequestError(f"messages must be a list of objects with role and content, got {quoted(messages)}")
+    known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
+    for key in value:
+        if key not in known:
+            raise RequestError(unknown_name("key", key, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"]))
+    if isinstance(value.get("logit_bias"), dict):  # JSON keys are strings
+        value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
+    item.prompt, item.prompt_token_ids = prompts.get("prompt"), prompts.get("prompt_token_ids")
+    item.messages, item.params = prompts.get("messages"), value
 
 
 def _token_id(key: str) -> int | str:
-    """The token id of a key: JSON keys are strings."""
     return int(key) if key.isdecimal() and len(key) <= MOST_ID_DIGITS else key
-
-
-def _can_be_written(value: Any) -> bool:
-    """Whether a value can be written as JSON. Python also reads NaN and infinity, which are not JSON."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 # ---- reading ahead
@@ -233,11 +196,11 @@ class Feed:
     `take` waits for files, so that the batches do not depend on the speed of reading.
     """
 
-    def __init__(self, sources: Sequence[Source], boundary: Boundary | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], boundary: Boundary) -> None:
         self.ended = False
         self._can_stall = any(source.can_stall for source in sources)
         self._queue: Queue[PromptItem | BaseException | None] = Queue(READ_AHEAD)
-        Thread(target=self._read, args=(sources, boundary or Boundary()), daemon=True, name="prompts").start()
+        Thread(target=self._read, args=(sources, boundary), daemon=True, name="prompts").start()
 
     def take(self, wait: bool) -> PromptItem | None:
         """The next prompt; None at the end, and without `wait` also if a pipe is empty."""

@@ -13,10 +13,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.apps.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
+from nanovllm.apps.cli.arguments import (
+    add_command,
+    add_engine_flags,
+    checked_config,
+    engine_arguments,
+    positive,
+    read_text,
+)
 from nanovllm.apps.cli.boundary import Interrupt, say
-from nanovllm.apps.cli.lora import NAMED, check_lora_modules, lora_module, lora_requests
-from nanovllm.apps.cli.templates import read_template
+from nanovllm.apps.cli.engine import NAMED, check_lora_modules, lora_module, lora_requests
 from nanovllm.errors import ConfigError
 from nanovllm.features.progress_bar import StatusLine
 
@@ -25,12 +31,12 @@ KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """Add the command and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "serve",
-        help=summary,
-        description="Serves OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also /tokenize, "
-        "/detokenize, /health, /version and /metrics. SIGTERM and Ctrl-C let running requests end first.",
-        allow_abbrev=False,
+        summary,
+        "Serves OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also /tokenize, /detokenize, /health, "
+        "/version and /metrics. SIGTERM and Ctrl-C let running requests end first.",
     )
     parser.set_defaults(run=run)
     _add_server_flags(parser.add_argument_group("server"))
@@ -97,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
     names = _names(config.served_model_name, args.model)
     check_lora_modules(args.lora_modules, config, names)
     given = {each.name: getattr(args, each.name) for each in fields(ServerSettings) if each.name in vars(args)}
-    own = {"chat_template": read_template(args.chat_template), "allowed_origins": tuple(args.allow_origin)}
     settings = ServerSettings(
-        **given | own,
+        **given | {"chat_template": read_text("--chat-template", args.chat_template)},
+        allowed_origins=tuple(args.allow_origin),
         served_model_names=names,
         api_keys=_api_keys(args.api_key, args.api_key_file),
     )
@@ -140,14 +146,9 @@ def _names(given: str | Sequence[str] | None, model: str) -> tuple[str, ...]:
 
 def _api_keys(keys: list[str], path: str | None) -> tuple[str, ...]:
     given = [*keys, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
-    if path is not None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"--api-key-file {path!r} is not text: give one key on each line") from None
-        given += [line.strip() for line in lines if line.strip()]
+    text = read_text("--api-key-file", path)
+    if text is not None:
+        given += text.split()
         if not given:
             raise ConfigError(f"--api-key-file {path!r} holds no key: give one key on each line")
     return tuple(given)

@@ -1,20 +1,55 @@
-"""`--lora-modules`: the adapters that prompts and requests may use, by name."""
+"""What the commands that run an engine share: its start, `--lora-modules`, and what they say of its KV at the end."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm import LoRARequest
+from nanovllm.apps.cli.arguments import engine_arguments
+from nanovllm.apps.cli.boundary import Interrupt
 from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
+from nanovllm.features.progress_bar import StatusLine
 
 if TYPE_CHECKING:
-    from nanovllm import LLM
+    from nanovllm import LLM, KVStats
     from nanovllm.config import EngineConfig
 
 NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --enable-lora"
+
+
+def load_llm(args: argparse.Namespace, status: StatusLine, interrupt: Interrupt, **defaults: object) -> LLM:
+    """The engine of the arguments. defaults: engine arguments that the command has other defaults for."""
+    with interrupt.allowed(), status.during(f"loading {args.model}"):
+        from nanovllm import LLM  # imports torch, which takes seconds
+
+        return LLM(args.model, **defaults | engine_arguments(args))
+
+
+def kv_line(stats: KVStats, tokens: int) -> str:
+    """Where the KV of so many tokens was, such as `5,789 tokens: at most 29.5 MB of KV on the device, 113 MB out, ...`.
+
+    Tokens whose KV was shared or freed take less than that.
+    """
+    blocks = min(-(-tokens // stats.block_size), stats.resident_blocks)
+    parts = [f"at most {_size(blocks * stats.bytes_per_block)} of KV on the device"]
+    moved = stats.transfers
+    if moved.d2h_bytes or moved.h2d_bytes:
+        parts += [f"{_size(moved.d2h_bytes)} copied out to the host", f"{_size(moved.h2d_bytes)} copied in"]
+    if moved.cpu_attention_bytes:
+        parts.append(f"the CPU attended to {_size(moved.cpu_attention_bytes)}")
+    return f"{tokens:,} tokens: {', '.join(parts)}"
+
+
+def _size(num_bytes: int) -> str:
+    """Such as `29.5 MB`, `113 MB` or `6.8 GB`."""
+    value, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+
+
+# ---- adapters
 
 
 class LoRAModule(NamedTuple):
@@ -27,16 +62,10 @@ class LoRAModule(NamedTuple):
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of commands whose prompts use one adapter."""
-    parser.add_argument(
-        "--lora-modules",
-        action="append",
-        default=[],
-        type=lora_module,
-        metavar="NAME=PATH",
-        help=f"an adapter: {NAMED}",
-    )
+    add, named = parser.add_argument, f"an adapter: {NAMED}"
+    add("--lora-modules", action="append", default=[], type=lora_module, metavar="NAME=PATH", help=named)
     chosen = "the adapter that prompts use; may be left out if --lora-modules names one only"
-    parser.add_argument("--lora", metavar="NAME", help=chosen)
+    add("--lora", metavar="NAME", help=chosen)
 
 
 def lora_module(text: str) -> LoRAModule:
@@ -95,7 +124,7 @@ class ChosenAdapters:
     """Which adapter a prompt uses: the one that it names, else that of --lora, else the only one."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
-        self._requests: Mapping[str, LoRARequest] = lora_requests(llm, args.lora_modules)
+        self._requests = lora_requests(llm, args.lora_modules)
         (default, *others) = self._requests.values() or (None,)
         self.default = self._requests[args.lora] if args.lora is not None else None if others else default
 
