@@ -24,17 +24,6 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 PreemptionMode = Literal["recompute", "swap"]
-# Arguments whose None stands for the default, as in vLLM.
-NONE_IS_DEFAULT = (
-    "seed",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "hf_overrides",
-    "override_generation_config",
-    "distributed_timeout_seconds",
-    *ENGINE_ALIASES,
-)
 
 
 # ---- what a value must be
@@ -294,9 +283,13 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     Names of the hub become directories. vLLM's other names for an argument or a value are resolved; `vllm_names` says
     which arguments of vLLM's are accepted without being this engine's. Raises ConfigError.
     """
-    own = {f.name for f in fields(EngineConfig)} - {"model"}
-    given = {name: value for name, value in engine_args.items() if value is not None or name not in NONE_IS_DEFAULT}
-    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS, ConfigError)
+    rules: dict[str, Rule] = {each.name: each.metadata["rule"] for each in fields(EngineConfig) if each.name != "model"}
+    known = rules.keys() | ENGINE_ALIASES.keys()
+    given = own_arguments("engine argument", engine_args, known, ENGINE_ARGUMENTS, ConfigError)
+    nones = [name for name, value in given.items() if value is None]
+    for name in nones:  # stands for the default where it is no value of its own
+        if name in ENGINE_ALIASES or not rules[name].holds(None):
+            del given[name]
     for alias, name in ENGINE_ALIASES.items():
         if alias in given:
             value, default = given.pop(alias), getattr(EngineConfig, name)

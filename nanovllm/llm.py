@@ -48,19 +48,6 @@ if TYPE_CHECKING:
     from nanovllm.features.planner.machine import Rates
     from nanovllm.features.planner.plan import Plan
 
-CHAT_ARGUMENTS = (
-    "messages",
-    "sampling_params",
-    "use_tqdm",
-    "lora_request",
-    "priority",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "chat_template_kwargs",
-)
-
 
 class OutputStream(Iterator[RequestOutput]):
     """The outputs of `LLM.stream`. A use that is refused because another thread uses the LLM changes nothing."""
@@ -141,7 +128,7 @@ class LLM:
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
         call's requests.
         """
-        refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"))
+        refuse_unknown(self.generate, unknown)
         with self.engine.guard.call("generate"):
             requests = self._requests(
                 lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=True
@@ -170,7 +157,7 @@ class LLM:
         message open instead. tools and chat_template_kwargs are passed to the template. Everything else is as in
         `generate`; the rendered text is the output's `prompt`.
         """
-        refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
+        refuse_unknown(self.chat, unknown)
         with self.engine.guard.call("chat"):
             template = ChatTemplate(
                 self.engine.tokenizer,

@@ -36,7 +36,7 @@ def refusal(error: type[Exception], name: str, value: object, text: str) -> Exce
 def argument(default: Any, rule: Rule, meaning: str, off: tuple[Any, ...] = ()) -> Any:
     """A field of a dataclass with its rule and its meaning in one line, which --help and the documentation show.
 
-    off: of a parameter that changes how a token is drawn, the values that change nothing.
+    off: of a parameter that beam search does without, the values that change nothing.
     """
     metadata = {"rule": rule, "help": meaning, "off": off}
     if isinstance(default, dict):

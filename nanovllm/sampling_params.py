@@ -20,6 +20,7 @@ LogitsProcessor = Callable[..., Any]
 PENALTY = number("must be a number from -2 to 2", lambda x: -2 <= x <= 2)
 LOGPROBS = whole(0, ", None, or -1 for the whole vocabulary", also=(None, -1), most=None)
 LIST = Rule(lambda _: True, "")  # `sampling_rules.check_lists`
+EMPTY: tuple[Any, ...] = ((), [], None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,15 @@ class SamplingParams:
         whole(1, also=(None,)),
         "sequences to generate, of which the n best are returned",
     )
-    presence_penalty: float = argument(0.0, PENALTY, "subtracted once from logits of generated tokens")
-    frequency_penalty: float = argument(0.0, PENALTY, "subtracted from logits of generated tokens for each occurrence")
+    presence_penalty: float = argument(0.0, PENALTY, "subtracted once from logits of generated tokens", off=(0.0,))
+    frequency_penalty: float = argument(
+        0.0, PENALTY, "subtracted from logits of generated tokens for each occurrence", off=(0.0,)
+    )
     repetition_penalty: float = argument(
-        1.0, number("must be a number above 0", lambda x: x > 0), "divides logits of tokens in prompt and output"
+        1.0,
+        number("must be a number above 0", lambda x: x > 0),
+        "divides logits of tokens in prompt and output",
+        off=(1.0,),
     )
     temperature: float = argument(
         1.0, number("must be a number of at least 0", lambda x: x >= 0), "0 is greedy", off=(0.0,)
@@ -138,7 +144,7 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = argument(
         False, one_of(True, False, "never"), "of beam search: true, false or never"
     )
-    stop: str | Sequence[str] = argument((), LIST, "text that ends the output")
+    stop: str | Sequence[str] = argument((), LIST, "text that ends the output", off=EMPTY)
     stop_token_ids: Sequence[int] = argument((), LIST, "token that ends the output")
     include_stop_str_in_output: bool = argument(False, FLAG, "keep the stop text")
     ignore_eos: bool = argument(False, FLAG, "continue after the model's end-of-sequence token")
@@ -155,11 +161,10 @@ class SamplingParams:
         {},
         Rule(lambda x: x is None or isinstance(x, Mapping), "must be a dict from token id to a number"),
         "added to a token's logit, such as 42=-inf to ban it",
+        off=({}, None),
     )
-    bad_words: Sequence[str] = argument((), LIST, "text that is never generated")
-    allowed_token_ids: Sequence[int] | None = argument(
-        None, LIST, "the only tokens that are generated"
-    )
+    bad_words: Sequence[str] = argument((), LIST, "text that is never generated", off=EMPTY)
+    allowed_token_ids: Sequence[int] | None = argument(None, LIST, "the only tokens that are generated", off=(None,))
     structured_outputs: StructuredOutputsParams | None = argument(
         None,
         Rule(
@@ -167,9 +172,10 @@ class SamplingParams:
             "must be StructuredOutputsParams or a dict of their fields",
         ),
         "what every output matches, see StructuredOutputsParams",
+        off=(None,),
     )
     logits_processors: Sequence[LogitsProcessor] = argument(
-        (), LIST, "functions that change the logits of each sampled token"
+        (), LIST, "functions that change the logits of each sampled token", off=EMPTY
     )
     detokenize: bool = argument(True, FLAG, "give token ids as text")
     truncate_prompt_tokens: int | None = argument(

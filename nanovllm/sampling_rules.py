@@ -15,24 +15,6 @@ from nanovllm.rules import is_number, is_whole, refusal
 GREEDY_EPS = 1e-5  # lower temperatures mean greedy sampling
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured outputs
 
-_RAW = "with use_beam_search, which ranks by the raw logits"
-# With beam search: fields, their values that are off, and the rule; besides those that change how a token is drawn.
-BEAM_SEARCH: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("presence_penalty", (0.0,), f"must be 0 {_RAW}"),
-    ("frequency_penalty", (0.0,), f"must be 0 {_RAW}"),
-    ("repetition_penalty", (1.0,), f"must be 1 {_RAW}"),
-    ("logit_bias", ({}, None), f"must be empty {_RAW}"),
-    ("bad_words", ((), [], None), f"must be empty {_RAW}"),
-    ("logits_processors", ((), [], None), f"must be empty {_RAW}"),
-    ("allowed_token_ids", (None,), f"must be None {_RAW}"),
-    ("structured_outputs", (None,), f"must be None {_RAW}: use n or best_of"),
-    (
-        "stop",
-        ((), [], None),
-        "must be empty with use_beam_search, whose beams end with a token: use stop_token_ids",
-    ),
-)
-
 
 def check_lists(values: Mapping[str, Any]) -> None:
     """Raise RequestError for the first wrong element of a list, by the parameters' names."""
@@ -61,10 +43,10 @@ def check_lists(values: Mapping[str, Any]) -> None:
             _refuse("logits_processors", rule, function)
 
 
-def check_together(values: Mapping[str, Any], draws: Mapping[str, tuple[Any, ...]]) -> None:
+def check_together(values: Mapping[str, Any], off: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise RequestError for parameters that contradict each other. Each of them is right by itself.
 
-    draws: of the parameters that change how a token is drawn, the values that change nothing.
+    off: of the parameters that beam search does without, the values that change nothing.
     """
     n, best_of, max_tokens = values["n"], values["best_of"], values["max_tokens"]
     if best_of is not None and best_of < n:
@@ -83,17 +65,15 @@ def check_together(values: Mapping[str, Any], draws: Mapping[str, tuple[Any, ...
         if values["temperature"] < GREEDY_EPS and several:
             rule = "must be 1 with greedy sampling, whose sequences would all be the same"
             _refuse(several, rule, values[several])
-        for name, off in (("early_stopping", False), ("length_penalty", 1.0)):
-            if values[name] != off:
+        for name, default in (("early_stopping", False), ("length_penalty", 1.0)):
+            if values[name] != default:
                 _refuse(name, "needs use_beam_search=True", values[name])
         return
     if not several:
         _refuse("use_beam_search", "needs n or best_of of at least 2, the beam width", True)
-    for name, same in draws.items():
+    for name, same in off.items():
         if values[name] not in same:
-            _refuse(name, f"must be {same[0]:g} with use_beam_search, which does not sample", values[name])
-    for name, off_values, rule in BEAM_SEARCH:
-        if values[name] not in off_values:
+            rule = f"must be {same[0]!r} with use_beam_search, which ranks tokens by the raw logits"
             _refuse(name, rule, values[name])
 
 

@@ -21,38 +21,16 @@ NAN, INF = math.nan, math.inf
 
 def test_defaults() -> None:
     params = SamplingParams()
+    off = ("use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_clone")
+    none = ("best_of", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")
     assert {field.name: getattr(params, field.name) for field in fields(params)} == {
-        "n": 1,
-        "best_of": None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": None,
-        "use_beam_search": False,
-        "length_penalty": 1.0,
-        "early_stopping": False,
-        "stop": (),
-        "stop_token_ids": (),
-        "include_stop_str_in_output": False,
-        "ignore_eos": False,
-        "max_tokens": 16,
-        "min_tokens": 0,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "skip_special_tokens": True,
-        "logit_bias": {},
-        "bad_words": (),
-        "allowed_token_ids": None,
-        "structured_outputs": None,
-        "logits_processors": (),
-        "detokenize": True,
-        "truncate_prompt_tokens": None,
-        "skip_clone": False,
-        "output_kind": RequestOutputKind.CUMULATIVE,
+        **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0.0),
+        **dict.fromkeys(("repetition_penalty", "temperature", "top_p", "length_penalty"), 1.0),
+        **dict.fromkeys((*none, "truncate_prompt_tokens")),
+        **dict.fromkeys(off, False),
+        **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), ()),
+        **{"n": 1, "top_k": 0, "max_tokens": 16, "min_tokens": 0, "logit_bias": {}},
+        **{"skip_special_tokens": True, "detokenize": True, "output_kind": RequestOutputKind.CUMULATIVE},
     }
 
 
@@ -60,34 +38,34 @@ def one_argument(logits: object) -> object:
     return logits
 
 
-FLAG = [0, 1, None, "yes"]
+FLAG = [0, None, "yes"]
 # field -> values that are refused
 REFUSED: dict[str, list[Any]] = {
     "temperature": [-0.1, NAN, INF, 10**400, "1", None, True],
-    "top_p": [0, -0.5, 1.0001, NAN, "0.5", None, True],
-    "min_p": [-0.1, 1.1, NAN, "0", None, False],
-    "top_k": [-2, 1.0, NAN, "5", None, True],
-    "seed": [2**63, -(2**63) - 1, 1.0, "1", True],
+    "top_p": [0, 1.0001, NAN, "0.5", None, True],
+    "min_p": [-0.1, 1.1, NAN, None, False],
+    "top_k": [-2, 1.0, "5", None, True],
+    "seed": [2**63, -(2**63) - 1, 1.0, True],
     "max_tokens": [-1, 1.5, "16", True, 0],
-    "min_tokens": [-1, 0.5, "1", None, True, 17],
+    "min_tokens": [-1, 0.5, None, True, 17],
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), FLAG),
     **dict.fromkeys(("use_beam_search", "skip_clone"), FLAG),
     "output_kind": [0, "CUMULATIVE", None],
-    "stop_token_ids": [5, "12", b"12", {1: 2}, {3}, [-1], [1.0], ["7"], [None], [True]],
-    "n": [0, 1.0, "2", None, True],
-    "best_of": [0, 2.0, "2", True],
-    **{name: [-2.01, 2.5, NAN, "1", None, True] for name in ("presence_penalty", "frequency_penalty")},
-    "repetition_penalty": [0, -1, NAN, INF, "1", None, True],
-    "length_penalty": [NAN, INF, "1", None, True, 0.5],
-    "early_stopping": ["always", None, 1, 0, True, "never"],
-    **{name: [-2, 1.0, "5", True] for name in ("logprobs", "prompt_logprobs")},
-    "stop": [5, b"x", {"x"}, [1], ["x", None], "", ["x", ""]],
-    "bad_words": ["word", b"x", 5, {"x"}, [1], ["x", None], ["x", ""]],
-    "logit_bias": [5, [(1, 2.0)], "1", {1}, {-1: 1}, {1.0: 1}, {"7": 1}, {3: NAN}, {3: INF}, {3: "1"}, {3: True}],
-    "allowed_token_ids": [5, "12", {1: 2}, {3}, [], [-1], ["7"], [None]],
-    "structured_outputs": [5, "json", [1]],
-    "logits_processors": [5, "x", len, [one_argument], [abs]],
-    "truncate_prompt_tokens": [0, -2, 1.0, "5", True],
+    "stop_token_ids": [5, "12", b"12", {1: 2}, {3}, [-1], [1.0], ["7"], [True]],
+    "n": [0, 1.0, None, True],
+    "best_of": [0, 2.0, True],
+    **{name: [-2.01, 2.5, NAN, None, True] for name in ("presence_penalty", "frequency_penalty")},
+    "repetition_penalty": [0, INF, "1", None, True],
+    "length_penalty": [NAN, "1", None, True, 0.5],
+    "early_stopping": ["always", None, 1, True, "never"],
+    **{name: [-2, 1.0, True] for name in ("logprobs", "prompt_logprobs")},
+    "stop": [5, b"x", {"x"}, ["x", None], "", ["x", ""]],
+    "bad_words": ["word", b"x", 5, {"x"}, ["x", None], ["x", ""]],
+    "logit_bias": [5, [(1, 2.0)], {1}, {-1: 1}, {"7": 1}, {3: NAN}, {3: INF}, {3: True}],
+    "allowed_token_ids": [5, "12", {3}, [], [-1], ["7"]],
+    "structured_outputs": [5, "json"],
+    "logits_processors": [5, len, [one_argument]],
+    "truncate_prompt_tokens": [0, -2, 1.0, True],
 }
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0}
 # (parameters, what the sentence says)
@@ -106,6 +84,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], str]] = [
             *(("temperature", 1.0), ("top_p", 0.5), ("min_p", 0.5), ("top_k", 5), ("presence_penalty", 1.5)),
             *(("frequency_penalty", 1.5), ("repetition_penalty", 1.5), ("logit_bias", {1: 2.0}), ("stop", ["x", "y"])),
             *(("bad_words", ["x"]), ("logits_processors", [max]), ("allowed_token_ids", [1])),
+            ("structured_outputs", StructuredOutputsParams(regex="a")),
         )
     ),
 ]
@@ -132,31 +111,26 @@ def test_every_field_has_a_refusal() -> None:
 
 
 ACCEPTED: dict[str, list[Any]] = {
-    "temperature": [0, 0.0, 1e-9, 1, 2.5, 1e30],
-    "top_p": [1e-300, 0.5, 1, 1.0],
-    "min_p": [0, 0.0, 1e-9, 1, 1.0],
-    "top_k": [-1, 0, 1, 10**6, 2**70],
+    "temperature": [0, 1e-9, 1e30],
+    "top_p": [1e-300, 1],
+    "min_p": [0, 1],
+    "top_k": [-1, 0, 2**70],
     "seed": [None, 0, -2, -(2**63), 2**63 - 1],
     "max_tokens": [None, 1, 10**9],
     "allowed_token_ids": [None, [0], (1, 2), range(3)],
-    "truncate_prompt_tokens": [None, -1, 1, 10**9],
-    "detokenize": [True, False],
-    "skip_clone": [True, False],
-    "ignore_eos": [True, False],
-    "stop_token_ids": [[], (), [0], (1, 2), range(3)],
-    "n": [1, 2, 100],
+    "truncate_prompt_tokens": [None, -1, 1],
+    "stop_token_ids": [[], (1, 2), range(3)],
+    "n": [1, 100],
     "best_of": [None, 1, 5],
-    "presence_penalty": [-2, 0, 0.5, 2.0],
-    "frequency_penalty": [-2.0, 0, 0.5, 2],
-    "repetition_penalty": [1e-300, 0.5, 1, 2.0, 3.5, 1e300],
+    "presence_penalty": [-2, 0.5, 2.0],
+    "frequency_penalty": [-2.0, 2],
+    "repetition_penalty": [1e-300, 1, 1e300],
     "min_tokens": [0, 16],
-    "logprobs": [None, -1, 0, 1, 10**6],
-    "prompt_logprobs": [None, -1, 0, 1, 10**6],
-    "logit_bias": [{}, {0: 1.0, 5: -100.0}, {3: -INF}, {3: 1e300}],
-    "bad_words": [[], (), ["a"], ("a", " b")],
-    "stop": [[], (), ["a"], ("a", "b")],
-    "include_stop_str_in_output": [True, False],
-    "skip_special_tokens": [True, False],
+    "logprobs": [None, -1, 0, 10**6],
+    "prompt_logprobs": [None, -1, 0],
+    "logit_bias": [{}, {0: 1.0, 5: -100.0}, {3: -INF}],
+    "bad_words": [[], ("a", " b")],
+    "stop": [[], ["a"], ("a", "b")],
     "output_kind": list(RequestOutputKind),
 }
 
@@ -178,11 +152,7 @@ def test_lists_are_copies_and_may_be_none() -> None:
     assert kept == ((1, 2), ("a",), ("b",), {1: 2.0})
     none = SamplingParams(**dict.fromkeys(mine))  # type: ignore[arg-type]
     assert (none.stop_token_ids, none.stop, none.bad_words, none.logit_bias) == ((), (), (), {})
-    assert SamplingParams(stop="a").stop == ("a",)
-
-
-def test_the_seed_that_means_none() -> None:
-    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(stop="a").stop == ("a",) and SamplingParams(seed=-1).seed is None
 
 
 def test_beam_search_with_what_belongs_to_it() -> None:
@@ -210,9 +180,8 @@ def test_parameters_cannot_be_given_by_position() -> None:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("temperature, greedy", [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
-def test_a_temperature_below_the_noise_is_greedy(temperature: float, greedy: bool) -> None:
-    assert SamplingParams(temperature=temperature).is_greedy is greedy
+def test_a_temperature_below_the_noise_is_greedy() -> None:
+    assert SamplingParams(temperature=9e-6).is_greedy and not SamplingParams(temperature=1e-5).is_greedy
 
 
 # ---- vLLM's other ways to make and copy them
@@ -254,6 +223,8 @@ def test_a_processor_says_by_its_arguments_whether_it_takes_the_prompt() -> None
 
 # ---- structured outputs
 
+HALVES = {"regex": "\ud800", "choice": ["\ud800"], "json": {"const": "\ud800"}}
+
 
 class Person:
     """What pydantic's classes have."""
@@ -263,45 +234,34 @@ class Person:
         return {"type": "object", "properties": {"name": {"type": "string"}}}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"json": {"type": "object"}},
+def test_structured_outputs_keep_what_they_are_given() -> None:
+    given: dict[str, Any]
+    for given in (
         {"json": '{"type": "object"}'},
-        {"json": {}},
-        {"regex": "a+"},
-        {"choice": ["a", ""]},
-        {"grammar": 'start: "a"'},
-        {"json_object": True, "disable_any_whitespace": True},
         {"json": {}, "whitespace_pattern": "[ ]?", "disable_additional_properties": True},
-    ],
-    ids=str,
-)
-def test_structured_outputs_keep_what_they_are_given(given: dict[str, Any]) -> None:
-    params = SamplingParams(structured_outputs=given).structured_outputs
-    assert params == StructuredOutputsParams(**given)
-    assert {name: getattr(params, name) for name in given} == {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
+        {"choice": ["a", ""]},
+        {"json_object": True, "disable_any_whitespace": True},
+    ):
+        params = SamplingParams(structured_outputs=given).structured_outputs
+        assert params == StructuredOutputsParams(**given)
+        for name, value in given.items():
+            assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_a_model_class_gives_its_schema() -> None:
     assert StructuredOutputsParams(json=Person).json == Person.model_json_schema()
 
 
-@pytest.mark.parametrize(
-    "given, says",
-    [
+def test_invalid_structured_outputs_are_refused() -> None:
+    given: dict[str, Any]
+    for given, says in (
         ({}, "structured outputs have no kind: give exactly one of json, regex, choice, grammar, json_object"),
         ({"regex": "a", "choice": ["a"]}, "structured outputs have regex and choice: give exactly one of"),
         ({"regexp": "a"}, "unknown parameter of structured outputs 'regexp': did you mean 'regex'?"),
         ({"regex": ""}, "regex='': must be text that is not empty"),
         ({"grammar": 5}, "grammar=5: must be text that is not empty"),
-        ({"regex": "\ud800"}, "half of a surrogate pair"),
-        ({"choice": ["\ud800"]}, "half of a surrogate pair"),
-        ({"json": {"const": "\ud800"}}, "half of a surrogate pair"),
+        *(({name: value}, "half of a surrogate pair") for name, value in HALVES.items()),
         ({"choice": []}, "choice=[]: must be a list of at least one text"),
-        ({"choice": "ab"}, "choice='ab': must be a list of at least one text"),
         ({"choice": ["a", 5]}, "choice=['a', 5]: must be a list of at least one text"),
         ({"json": 5}, "json=5: must be a JSON schema, as a dict, as text, or as a pydantic model class"),
         ({"json": "{"}, "json='{': must be a JSON schema, and is not JSON"),
@@ -309,23 +269,11 @@ def test_a_model_class_gives_its_schema() -> None:
         ({"json": {"a": {1, 2}}}, "must be a JSON schema, and is not JSON"),
         ({"json": "[" * 100_000}, "must be a JSON schema, and is not JSON"),
         ({"json_object": False}, "json_object=False: must be True or left out"),
-        ({"json_object": 1}, "json_object=1: must be True or left out"),
         ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace=1: must be True or False"),
         ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True: needs json or json_object"),
         ({"json_object": True, "disable_additional_properties": True}, "needs json"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern=' ': needs json or json_object"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "needs disable_any_whitespace=False"),
-    ],
-    ids=str,
-)
-def test_invalid_structured_outputs_are_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(says)):
-        StructuredOutputsParams(**given)
-    with pytest.raises(RequestError, match=re.escape(says)):
-        SamplingParams(structured_outputs=given)
-
-
-def test_beam_search_refuses_masks_by_name() -> None:
-    for given in ({"structured_outputs": {"regex": "a"}}, {"allowed_token_ids": [1]}):
-        with pytest.raises(RequestError, match=rf"{next(iter(given))}=.*must be None with use_beam_search"):
-            SamplingParams(**BEAMS, **given)
+    ):
+        for make in (StructuredOutputsParams, lambda **given: SamplingParams(structured_outputs=given)):
+            with pytest.raises(RequestError, match=re.escape(says)):
+                make(**given)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from nanovllm.errors import RequestError, quoted
@@ -94,9 +95,10 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
     return [changed[id(param)] for param in params]
 
 
-def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise RequestError for keyword arguments that `method` does not have."""
-    own_arguments(f"argument of {method}", arguments, known, CALL_ARGUMENTS, RequestError)
+def refuse_unknown(method: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Raise RequestError for `unknown`, as a method calls the keyword arguments that it does not have."""
+    known = signature(method).parameters.keys() - {"unknown"}
+    own_arguments(f"argument of {method.__name__}", unknown, known, CALL_ARGUMENTS, RequestError)
 
 
 def check_use_tqdm(use_tqdm: object) -> None:
