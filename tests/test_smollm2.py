@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 
 from nanovllm import LLM
 from nanovllm.apps import demo
-from nanovllm.apps.smollm2 import UnavailableError, gguf_checkpoint, package, reading
+from nanovllm.apps.smollm2 import UnavailableError, package, reading
 from nanovllm.apps.smollm2.__main__ import main
-from nanovllm.apps.smollm2.gguf_checkpoint import convert_gguf
+from nanovllm.apps.smollm2.package import convert_gguf
 from nanovllm.errors import ModelError
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -76,23 +76,8 @@ def test_every_digit_is_a_token_and_nothing_joins_it(converted: Path) -> None:
     assert tokenizer.tokenizer.eos_token_id == 2
 
 
-@pytest.mark.parametrize("kind", [{"architecture": "qwen2"}, {"pre": "llama-bpe"}])
-def test_other_networks_and_tokenizers_are_refused(tmp_path: Path, kind: dict[str, str]) -> None:
-    write_tiny_gguf(tmp_path / "other.gguf", **kind)
-    with pytest.raises(ModelError, match=f"{next(iter(kind.values()))}.*only 'llama' with 'smollm' is converted"):
-        convert_gguf(tmp_path / "other.gguf", tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>no such file</html>"])
-def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "broken.gguf").write_bytes(content)
-    with pytest.raises(ModelError, match=r"broken\.gguf cannot be read as GGUF"):
-        convert_gguf(tmp_path / "broken.gguf", tmp_path / "model")
-
-
 def test_a_missing_reader_is_named(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_checkpoint, "find_spec", lambda name: None if name == "accelerate" else name)
+    monkeypatch.setattr(package, "find_spec", lambda name: None if name == "accelerate" else name)
     with pytest.raises(UnavailableError, match=r"takes accelerate: pip install 'nanovllm\[gguf\]'"):
         convert_gguf(gguf_file, tmp_path / "model")
 

