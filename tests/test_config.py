@@ -50,12 +50,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_or_with_all(tmp_path: Path)
 
 
 def test_model_is_a_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    for path in (tmp_path / "absent", file, "Qwen/Qwen3-0.6B"):
-        with pytest.raises(ConfigError, match="is not a directory") as refusal:
+    for path in (tmp_path / "absent", "Qwen/Qwen3-0.6B"):
+        with pytest.raises(ConfigError, match=f"{path}.*is not a directory"):
             engine_config(path, {})
-        assert str(path) in str(refusal.value)
 
 
 NOT_INTS: list[Any] = [1.5, "8", True, math.nan]
