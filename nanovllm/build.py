@@ -295,8 +295,6 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     config, layout, mib = sizing.config, sizing.layout, 2**20
     device_name, host_name = ("GPU", "CPU") if device.torch_device.type == "cuda" else ("device", "host")
     host_bytes = plan.num_cpu_blocks * layout.block_bytes
-    resident = min(plan.max_model_len, plan.split.resident_blocks * layout.block_size) * layout.token_bytes
-    streamed = plan.max_model_len * layout.token_bytes - resident
     buffer = plan.layerwise_memory.buffer_bytes(layout)
     device_bytes = plan.num_gpu_blocks * layout.block_bytes + buffer
     stored = f" in {dtype_name(kv_dtype)} with scales" if layout.scale_bytes else ""
@@ -307,8 +305,6 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
         f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens, "
         f"{plan.split.ring_slots} ring slots and a layer buffer of {buffer / mib:,.1f} MiB, in all "
         f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
-        f"of the longest prompt's KV cache {resident / mib:,.1f} MiB stay on the device and {streamed / mib:,.1f} "
-        "MiB are on the host",
     ):
         logger.info("%s", line)
     if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:

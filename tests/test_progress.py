@@ -151,13 +151,6 @@ def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypat
         assert silent.written == b""
 
 
-def test_work_that_is_over_at_once_shows_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
-    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm, terminal(monkeypatch) as shown:
-        llm.generate("Hello", greedy(2))
-    assert shown.written == b""
-
-
 class Log(io.StringIO):
     """A file that knows when each line was written."""
 

@@ -168,14 +168,6 @@ def test_a_document_without_room_for_an_answer_is_refused() -> None:
     assert set(notable_positions(9, 8, {"block": 4})) == {1}
 
 
-def test_document_is_a_permutation_prefix_of_the_ordinary_words() -> None:
-    document = make_document(1000, 700, seed=4)
-    assert len(set(document)) == 700
-    assert min(document) >= FIRST_WORD_ID
-    assert max(document) < 1000
-    assert document == make_document(1000, 700, seed=4) != make_document(1000, 700, seed=5)
-
-
 def test_more_words_than_there_are_syllables_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(MAX_WORDS + 1)):
         write_word_tokenizer(tmp_path / "model", FIRST_WORD_ID + MAX_WORDS + 1)

@@ -11,7 +11,7 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.cli.arguments import (
@@ -37,41 +37,33 @@ if TYPE_CHECKING:
 DEFAULTS = {"enable_prefix_caching": False}  # no run reuses the KV of another
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One batch of requests that arrived together; times in seconds, rates in tokens per second.
-
-    Prefill lasts from the first request's first step to the last request's first token, decode from the first
-    request's first token to the end. The two overlap if several requests need more than one step.
-    """
-
-    prefill_tok_s: float
-    decode_tok_s: float | None  # of all tokens but the first of each request; None if there are none
-    ttft_s: float  # median over the requests
-    tpot_s: float | None
-
-    @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Run:
-        metrics = [output.metrics for output in outputs]
-        first = [_known(m.first_token_time) for m in metrics]
-        prefill_seconds = max(first) - min(_known(m.first_scheduled_time) for m in metrics)
-        decode_seconds = max(_known(m.finished_time) for m in metrics) - min(first)
-        decoded = sum(m.decode_tokens for m in metrics)
-        tpots = [m.tpot for m in metrics if m.tpot is not None]
-        return cls(
-            prefill_tok_s=sum(len(output.prompt_token_ids) for output in outputs) / prefill_seconds,
-            decode_tok_s=decoded / decode_seconds if decoded else None,
-            ttft_s=statistics.median(_known(m.ttft) for m in metrics),
-            tpot_s=statistics.median(tpots) if tpots else None,
-        )
-
-
 FIGURES = {  # label, unit, factor, digits
     "prefill_tok_s": ("prefill", "tok/s", 1.0, 1),
     "decode_tok_s": ("decode", "tok/s", 1.0, 1),
     "ttft_s": ("TTFT", "s", 1.0, 3),
     "tpot_s": ("TPOT", "ms", 1e3, 1),
 }
+
+
+def figures_of(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
+    """The `FIGURES` of requests that arrived together; times in seconds, rates in tokens per second.
+
+    Prefill lasts from the first request's first step to the last request's first token, decode from the first
+    request's first token to the end. The two overlap if several requests need more than one step. TTFT and TPOT are
+    medians over the requests. None: there are no tokens but the first of each request.
+    """
+    metrics = [output.metrics for output in outputs]
+    first = [_known(m.first_token_time) for m in metrics]
+    prefill_seconds = max(first) - min(_known(m.first_scheduled_time) for m in metrics)
+    decode_seconds = max(_known(m.finished_time) for m in metrics) - min(first)
+    decoded = sum(m.decode_tokens for m in metrics)
+    tpots = [m.tpot for m in metrics if m.tpot is not None]
+    return {
+        "prefill_tok_s": sum(len(output.prompt_token_ids) for output in outputs) / prefill_seconds,
+        "decode_tok_s": decoded / decode_seconds if decoded else None,
+        "ttft_s": statistics.median(_known(m.ttft) for m in metrics),
+        "tpot_s": statistics.median(tpots) if tpots else None,
+    }
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
@@ -99,7 +91,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     checked_config(args, **DEFAULTS)
-
     results: list[dict[str, Any]] = []
     with StatusLine(args.progress) as status, load_llm(args, status, Interrupt(), **DEFAULTS) as llm:
         _check_lengths(args, llm)
@@ -125,9 +116,9 @@ def _check_lengths(args: argparse.Namespace, llm: LLM) -> None:
         )
 
 
-def _measure(args: argparse.Namespace, llm: LLM, prompt_len: int, status: StatusLine) -> list[Run]:
+def _measure(args: argparse.Namespace, llm: LLM, prompt_len: int, status: StatusLine) -> list[dict[str, Any]]:
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
-    runs: list[Run] = []
+    runs: list[dict[str, Any]] = []
     for index in range(args.warmup + args.repeats):
         prefix = f"{prompt_len:,} tokens: run {index + 1} of {args.warmup + args.repeats}, "
         rng = random.Random(f"{llm.config.seed}-{prompt_len}-{index}")
@@ -138,7 +129,7 @@ def _measure(args: argparse.Namespace, llm: LLM, prompt_len: int, status: Status
         error = next((output.error for output in outputs if output.error is not None), None)
         if error is not None:
             raise EngineError(error)
-        runs.append(Run.of(outputs))
+        runs.append(figures_of(outputs))
     return runs[args.warmup :]
 
 
@@ -150,14 +141,14 @@ def _known(value: float | None) -> float:
 # ---- reports
 
 
-def _summary(args: argparse.Namespace, prompt_len: int, runs: Sequence[Run]) -> dict[str, Any]:
+def _summary(args: argparse.Namespace, prompt_len: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     work = {"prompt_len": prompt_len, "output_len": args.output_len, "num_prompts": args.num_prompts}
     spreads: dict[str, Any] = {}
     for name in FIGURES:
-        values = [value for run in runs if (value := getattr(run, name)) is not None]
+        values = [run[name] for run in runs if run[name] is not None]
         spread = {"median": statistics.median(values), "low": min(values), "high": max(values)} if values else None
         spreads[name] = spread
-    return work | spreads | {"runs": [asdict(run) for run in runs]}
+    return work | spreads | {"runs": runs}
 
 
 def _show(summary: dict[str, Any]) -> None:

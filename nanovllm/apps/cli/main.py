@@ -12,7 +12,6 @@ import gc
 import importlib
 import io
 import logging
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -147,9 +146,8 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     reason = refusal(flag.lstrip("-").replace("-", "_"))
     if flag.startswith("--") and reason is not None:
         return f"{flag}: {reason}"
-    options = re.findall(r"--[\w-]+", parser.format_help())
-    longer = sorted((option for option in options if len(flag) > 4 and option.startswith(flag)), key=len)
-    near = longer[:1] or difflib.get_close_matches(flag, options, n=1, cutoff=NEAR)
+    longer = [option for option in parser._option_string_actions if len(flag) > 4 and option.startswith(flag)]
+    near = longer or difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=NEAR)
     hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
     return f"unknown argument {quoted(word)}: {hint}"
 
