@@ -11,7 +11,8 @@ from checkpoints import make_checkpoint
 from engines import beam_reference, offloaded, random_prompt
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.features.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
+from nanovllm.data.batch import TokenLogprobs
+from nanovllm.features.sequence_groups.beams import BeamSearch, Candidate
 
 BLOCK, VOCAB = 16, 61
 ENGINES: dict[str, dict[str, Any]] = {
@@ -78,24 +79,25 @@ def search(**others: Any) -> BeamSearch:
     return BeamSearch(**{"width": 2, "max_length": 5, "end_token_ids": {9}, **others})
 
 
+def top(token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
+    return TokenLogprobs(logprobs[0], 1, token_ids, logprobs)
+
+
 def test_a_step_keeps_the_best_continuations_of_all_beams() -> None:
-    rows = [
-        BeamRow(-1.0, [4, 9, 5, 6], [-0.1, -0.2, -0.3, -4.0]),
-        BeamRow(-1.15, [4, 7, 8, 9], [-0.1, -0.3, -2.0, -3.0]),
-    ]
-    step = search().expand(rows, 2)
-    assert [(c.beam, c.token_id) for c in step.running] == [(0, 4), (1, 4)]
-    assert [(c.beam, c.token_id, c.rank) for c in step.finished] == [(0, 9, 1)]
+    beams = [(-1.0, top([4, 9, 5, 6], [-0.1, -0.2, -0.3, -4.0])), (-1.15, top([4, 7, 8, 9], [-0.1, -0.3, -2.0, -3.0]))]
+    running, finished = search().expand(beams, 2)
+    assert [(c.beam, c.token_id) for c in running] == [(0, 4), (1, 4)]
+    assert [(c.beam, c.token_id, c.rank) for c in finished] == [(0, 9, 1)]
 
 
-def test_what_ends_below_the_best_is_dropped() -> None:
-    step = search().expand([BeamRow(0.0, [4, 5, 9, 6], [-0.1, -0.2, -0.3, -0.4])], 1)
-    assert [c.token_id for c in step.running] == [4, 5] and step.finished == []
-
-
-def test_at_max_length_the_best_finish_whatever_their_token() -> None:
-    step = search().expand([BeamRow(0.0, [4, 5, 6, 7], [-0.1, -0.2, -0.3, -0.4])], 5)
-    assert step.running == [] and [c.token_id for c in step.finished] == [4, 5]
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, ([4, 5], [])), (5, ([], [4, 5]))],
+    ids=["what ends below the best is dropped", "at max_length the best finish whatever their token"],
+)
+def test_what_ends(length: int, expected: tuple[list[int], list[int]]) -> None:
+    running, finished = search().expand([(0.0, top([4, 5, 9, 6], [-0.1, -0.2, -0.3, -0.4]))], length)
+    assert ([c.token_id for c in running], [c.token_id for c in finished]) == expected
 
 
 def test_there_are_candidates_enough_for_every_end_token() -> None:

@@ -1,16 +1,111 @@
-"""Beam search on sequences: after each step the beams fork, finish, or are dropped, and their blocks with them."""
+"""Beam search as in Transformers (`GenerationMixin._beam_search`, version 5).
+
+Each step ranks the continuations of all beams by cumulative log-probability and considers the best `num_candidates`,
+enough for `width` of them not to end. Of the best `width` candidates, those that end are finished beams. The best
+`width` candidates that do not end are the next beams. The score of a finished beam is
+cumulative_logprob / length ** length_penalty, where length counts the generated tokens including the end token. The
+best `width` finished beams are kept.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence as Seq
-from typing import Any
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from nanovllm.data.batch import Sample, TokenLogprobs
 from nanovllm.engine.request import Blocks, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError
-from nanovllm.features.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
 from nanovllm.features.sequence_groups.requests import GroupRequest, GroupSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A beam continued by one token. `rank`: position among the most likely tokens of that beam."""
+
+    beam: int
+    rank: int
+    token_id: int
+    logprob: float
+    cumulative_logprob: float
+    is_end: bool
+
+
+@dataclass
+class BeamSearch:
+    """The beam search of one request. `results`: the best finished beams so far as (score, beam), best first.
+
+    Lengths count generated tokens. The first `min_length` tokens are none of `banned_before_min_length`.
+    """
+
+    width: int
+    max_length: int
+    end_token_ids: Set[int]
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_length: int = 0
+    banned_before_min_length: Set[int] = frozenset()
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        wanted = max(2, 1 + len(self.end_token_ids | self.banned_before_min_length)) * self.width
+        self.num_candidates = wanted if self.vocab_size is None else min(wanted, self.vocab_size)
+        self.results: list[tuple[float, Sequence]] = []
+
+    def score(self, cumulative_logprob: float, length: int) -> float:
+        """cumulative_logprob / length ** length_penalty."""
+        try:
+            return cumulative_logprob / length**self.length_penalty
+        except OverflowError:  # length**penalty is too large for a float
+            return -0.0
+        except ZeroDivisionError:  # length**penalty underflows to 0
+            return -math.inf if cumulative_logprob else 0.0
+
+    def expand(self, beams: Seq[tuple[float, TokenLogprobs]], length: int) -> tuple[list[Candidate], list[Candidate]]:
+        """Continue beams by one token, to `length` tokens: the candidates that go on and those that end, best first.
+
+        beams: the cumulative log-probability of each, and its most likely next tokens.
+        """
+        banned = self.banned_before_min_length if length <= self.min_length else frozenset[int]()
+        candidates = [
+            Candidate(
+                index, rank, token, logprob, total + logprob, token in self.end_token_ids or length == self.max_length
+            )
+            for index, (total, top) in enumerate(beams)
+            for rank, (token, logprob) in enumerate(zip(top.top_token_ids, top.top_logprobs, strict=True))
+            if token not in banned
+        ]
+        best = heapq.nsmallest(self.num_candidates, candidates, key=lambda c: -c.cumulative_logprob)
+        running = [candidate for candidate in best if not candidate.is_end][: self.width]
+        return running, [candidate for candidate in best[: self.width] if candidate.is_end]
+
+    def keep(self, beam: Sequence) -> None:
+        """Add a finished beam to the results, if it is good enough."""
+        self.results.append((self.score(beam.cumulative_logprob, beam.num_output_tokens), beam))
+        self.results.sort(key=lambda result: -result[0])
+        del self.results[self.width :]
+
+    def has_ended(self, running: Seq[Candidate], length: int) -> bool:
+        """Whether the search ends, given the candidates that would go on, of `length` tokens each."""
+        if not running:
+            return True
+        if len(self.results) < self.width:
+            return False
+        if self.early_stopping is True:
+            return True
+        # The best score that a running beam can reach: a bound with "never", otherwise an estimate.
+        bounded = self.early_stopping == "never" and self.length_penalty > 0
+        best = self.score(running[0].cumulative_logprob, self.max_length if bounded else length)
+        return best <= self.results[-1][0]
+
+    def ranked(self, unfinished: Seq[Sequence]) -> list[Sequence]:
+        """All finished beams and, if the search was aborted, the `unfinished` ones; best first."""
+        cut_off = [(self.score(beam.cumulative_logprob, max(beam.num_output_tokens, 1)), beam) for beam in unfinished]
+        return [beam for _, beam in sorted([*self.results, *cut_off], key=lambda result: -result[0])]
 
 
 class BeamRequest(GroupRequest):
@@ -64,22 +159,23 @@ class BeamRequest(GroupRequest):
             return
         beams = self.live
         length = beams[0].num_output_tokens + 1
-        rows = [self._row(beam, sample) for beam, sample in zip(beams, samples, strict=True)]
-        expansion = self.search.expand(rows, length)
-        for candidate in expansion.finished:
-            self.search.keep(self._finished(beams[candidate.beam], candidate, rows))
-        if self.search.has_ended(expansion.running, length):
+        tops = [self._top(sample) for sample in samples]
+        scored = [(beam.cumulative_logprob, top) for beam, top in zip(beams, tops, strict=True)]
+        running, finished = self.search.expand(scored, length)
+        for candidate in finished:
+            self.search.keep(self._finished(beams[candidate.beam], candidate, tops[candidate.beam]))
+        if self.search.has_ended(running, length):
             self._replace([], blocks)
             return
         following: dict[int, Sequence] = {}  # the next beams, by seq_id
-        for candidate in expansion.running:
+        for candidate in running:
             beam = beams[candidate.beam]
             if beam.seq_id in following:
                 beam = self._forked(beam)
                 blocks.fork(beams[candidate.beam], beam)
             following[beam.seq_id] = beam
-        for beam, candidate in zip(following.values(), expansion.running, strict=True):  # after the forks of all
-            beam.append(self._sample(candidate, rows))
+        for beam, candidate in zip(following.values(), running, strict=True):  # after the forks of all
+            beam.append(self._sample(candidate, tops[candidate.beam]))
         self._replace(list(following.values()), blocks)
 
     def _replace(self, beams: list[Sequence], blocks: Blocks) -> None:
@@ -96,22 +192,22 @@ class BeamRequest(GroupRequest):
         child.cumulative_logprob, child.logprobs = beam.cumulative_logprob, list(beam.logprobs)
         return child
 
-    def _finished(self, beam: Sequence, candidate: Candidate, rows: list[BeamRow]) -> Sequence:
+    def _finished(self, beam: Sequence, candidate: Candidate, top: TokenLogprobs) -> Sequence:
         """A finished beam, as a sequence without blocks."""
         seq = self._forked(beam)
-        seq.append(self._sample(candidate, rows))
+        seq.append(self._sample(candidate, top))
         seq.finish_reason = "stop" if candidate.token_id in self.search.end_token_ids else "length"
         if candidate.token_id in seq.params.stop_token_ids:
             seq.stop_reason = candidate.token_id
         return seq
 
-    def _row(self, beam: Sequence, sample: Sample) -> BeamRow:
+    def _top(self, sample: Sample) -> TokenLogprobs:
         if sample.logprobs is None:
             raise EngineError(f"the executor reported no logprobs for a beam of request {self.request_id!r}")
-        return BeamRow(beam.cumulative_logprob, sample.logprobs.top_token_ids, sample.logprobs.top_logprobs)
+        return sample.logprobs
 
-    def _sample(self, candidate: Candidate, rows: list[BeamRow]) -> Sample:
+    def _sample(self, candidate: Candidate, top: TokenLogprobs) -> Sample:
         """The candidate's token, with the log-probabilities that the request reports."""
-        row, count = rows[candidate.beam], self.sampling.num_logprobs or 0
-        top = TokenLogprobs(candidate.logprob, candidate.rank + 1, row.top_token_ids[:count], row.top_logprobs[:count])
-        return Sample(candidate.token_id, top)
+        count = self.sampling.num_logprobs or 0
+        ids, logprobs = top.top_token_ids[:count], top.top_logprobs[:count]
+        return Sample(candidate.token_id, TokenLogprobs(candidate.logprob, candidate.rank + 1, ids, logprobs))

@@ -161,10 +161,8 @@ class GroupSequence(Sequence):
 
 def check_num_sequences(request_id: str, count: int, limits: SchedulerLimits) -> None:
     """Raise RequestError for more sequences than fit in one step. Needs no request, which would hold them all."""
-    for name, limit in (
-        ("max_num_seqs", limits.max_num_seqs),
-        ("max_num_batched_tokens", limits.max_num_batched_tokens),
-    ):
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        limit = getattr(limits, name)
         if count > limit:
             raise RequestError(
                 f"request {request_id!r} asks for {count} sequences, which run together, and {name} is {limit}: "

@@ -14,7 +14,6 @@ from nanovllm.engine.scheduling_budget import SchedulingBudget
 logger = logging.getLogger(__name__)
 
 
-
 class SwapPreemption(Preemption):
     """Preempts requests. By default those with several running sequences are swapped, others are recomputed.
 

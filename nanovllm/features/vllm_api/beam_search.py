@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import RequestError, quoted
-from nanovllm.features.vllm_api.choices import Generates
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, lora_request_for_each, prompt_list
 
@@ -58,7 +57,7 @@ class BeamSearchOutput:
 
 
 def beam_search(
-    llm: Generates,
+    llm: Any,
     prompts: Prompt | Sequence[Prompt],
     params: BeamSearchParams,
     lora_request: Any = None,
@@ -70,17 +69,17 @@ def beam_search(
     Raises RequestError for parameters and prompts that cannot be used. A beam that fails raises RequestError too.
     """
     sampling_params = _sampling_params(params, llm.config.max_logprobs)
-    given = prompt_list(prompts)
-    at_once = len(given) if concurrency_limit is None else concurrency_limit
     if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
         rule = "must be None or a whole number of at least 1"
         raise RequestError(f"concurrency_limit={quoted(concurrency_limit)}: {rule}")
+    given = prompt_list(prompts)
+    at_once = concurrency_limit or max(len(given), 1)
     adapters = lora_request_for_each(lora_request, len(given))
     outputs: list[RequestOutput] = []
-    for start in range(0, len(given), max(at_once, 1)):
+    for start in range(0, len(given), at_once):
         end = start + at_once
         outputs += llm.generate(given[start:end], sampling_params, use_tqdm=use_tqdm, lora_request=adapters[start:end])
-    return [_result(llm, prompt, output, params) for prompt, output in zip(given, outputs, strict=True)]
+    return [_result(llm.engine.tokenizer, *pair, params) for pair in zip(given, outputs, strict=True)]
 
 
 def _sampling_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
@@ -112,22 +111,16 @@ def _sampling_params(params: BeamSearchParams, max_logprobs: int) -> SamplingPar
     )
 
 
-def _result(llm: Generates, prompt: Prompt, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+def _result(tokenizer: Any, prompt: Prompt, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
     if output.error is not None:
         raise RequestError(f"the beam search of request {output.request_id} failed: {output.error}")
-    return BeamSearchOutput([_sequence(llm, prompt, output, beam, params) for beam in output.outputs])
-
-
-def _sequence(
-    llm: Generates, prompt: Prompt, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams
-) -> BeamSearchSequence:
-    tokens, tokenizer = [*output.prompt_token_ids, *beam.token_ids], llm.engine.tokenizer
-    return BeamSearchSequence(
-        orig_prompt=prompt,
-        tokens=tokens,
-        logprobs=list(beam.logprobs or ()),
-        cum_logprob=beam.cumulative_logprob or 0.0,
-        text=None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
-        finish_reason=beam.finish_reason,
-        stop_reason=beam.stop_reason,
-    )
+    sequences = []
+    for beam in output.outputs:
+        tokens, text = [*output.prompt_token_ids, *beam.token_ids], None
+        if tokenizer is not None:
+            text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        logprobs, total = list(beam.logprobs or ()), beam.cumulative_logprob or 0.0
+        sequences.append(
+            BeamSearchSequence(prompt, tokens, logprobs, total, text, beam.finish_reason, beam.stop_reason)
+        )
+    return BeamSearchOutput(sequences)

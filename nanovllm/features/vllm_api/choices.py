@@ -6,24 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Text = str | Sequence[int]
-
-
-class Generates(Protocol):
-    """What beam search and the scores need of an LLM."""
-
-    config: Any
-    engine: Any
-
-    def generate(
-        self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any = None
-    ) -> list[RequestOutput]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +36,7 @@ class ChoiceScore:
         return self.logprob / len(self.logprobs)
 
 
-def score_choices(llm: Generates, prompt: Text, choices: Sequence[Text], use_tqdm: bool = False) -> list[ChoiceScore]:
+def score_choices(llm: Any, prompt: Text, choices: Sequence[Text], use_tqdm: bool = False) -> list[ChoiceScore]:
     """The score of each choice, in order. Texts are joined before they are tokenized, as in a text that holds both.
 
     Where prompt and choice share a token, that token counts as the choice's. Raises RequestError for a prompt or a
@@ -62,7 +51,7 @@ def score_choices(llm: Generates, prompt: Text, choices: Sequence[Text], use_tqd
     return [_score(choice, prompt_ids, output) for choice, output in zip(choices, outputs, strict=True)]
 
 
-def _joined(llm: Generates, prompt: Text, prompt_ids: list[int], choice: Text) -> list[int]:
+def _joined(llm: Any, prompt: Text, prompt_ids: list[int], choice: Text) -> list[int]:
     if isinstance(prompt, str) and isinstance(choice, str):
         joined = _token_ids(llm, "prompt", prompt + choice)
     else:
@@ -72,7 +61,7 @@ def _joined(llm: Generates, prompt: Text, prompt_ids: list[int], choice: Text) -
     return joined
 
 
-def _token_ids(llm: Generates, what: str, text: Text, *, add_special_tokens: bool = True) -> list[int]:
+def _token_ids(llm: Any, what: str, text: Text, *, add_special_tokens: bool = True) -> list[int]:
     if isinstance(text, str):
         if llm.engine.tokenizer is None:
             raise RequestError(f"no tokenizer was loaded, so a {what} cannot be text: give token ids")

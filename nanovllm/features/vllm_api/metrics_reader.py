@@ -5,12 +5,13 @@ Counters of tokens and requests, and histograms, count a request when it has end
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request
+from nanovllm.outputs import RequestMetrics
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 # Upper bounds of the buckets in seconds, as vLLM has them.
@@ -71,60 +72,27 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-class _Buckets:
-    """Counts values by the smallest bound that is not below them."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float | None) -> None:
-        """Count a value; None is not known and not counted."""
-        if value is not None:
-            self._counts[bisect_left(self._bounds, value)] += 1
-            self._sum += value
-
-    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
-        total, buckets = 0, {}
-        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets[str(bound)] = total
-        return Histogram(name, labels, total, self._sum, buckets)
-
-
-def _lengths(request: Request) -> list[int]:
-    return [seq.num_output_tokens for seq in request.sequences]
-
-
 def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
-# The name without "vllm:", the bounds (None: of counts of tokens, up to max_model_len), and the value of a request.
-HISTOGRAMS: tuple[tuple[str, tuple[float, ...] | None, Callable[[Request], float | None]], ...] = (
-    ("request_prompt_tokens", None, lambda r: r.prompt_len),
-    ("request_generation_tokens", None, lambda r: sum(_lengths(r))),
-    ("request_max_num_generation_tokens", None, lambda r: max(_lengths(r), default=0)),
-    ("request_prefill_kv_computed_tokens", None, lambda r: r.metrics.prefill_tokens),
-    ("request_params_n", SEQUENCES, lambda r: r.params.n),
-    ("request_params_max_tokens", None, lambda r: r.params.max_tokens),
-    ("request_num_preemptions", PREEMPTIONS, lambda r: r.metrics.preemptions),
-    ("time_to_first_token_seconds", FIRST_TOKEN_LATENCIES, lambda r: r.metrics.ttft),
-    ("request_time_per_output_token_seconds", TOKEN_LATENCIES, lambda r: r.metrics.tpot),
-    ("e2e_request_latency_seconds", LATENCIES, lambda r: _between(r.metrics.arrival_time, r.metrics.finished_time)),
-    ("request_queue_time_seconds", LATENCIES, lambda r: r.metrics.queue_time),
-    (
-        "request_inference_time_seconds",
-        LATENCIES,
-        lambda r: _between(r.metrics.first_scheduled_time, r.metrics.finished_time),
-    ),
-    (
-        "request_prefill_time_seconds",
-        LATENCIES,
-        lambda r: _between(r.metrics.first_scheduled_time, r.metrics.first_token_time),
-    ),
-    ("request_decode_time_seconds", LATENCIES, lambda r: _between(r.metrics.first_token_time, r.metrics.finished_time)),
+# The name without "vllm:", the bounds (None: of counts of tokens, up to max_model_len), and the value of a request
+# with these metrics and output lengths.
+HISTOGRAMS: tuple[tuple[str, tuple[float, ...] | None, Callable[[Request, RequestMetrics, list[int]], Any]], ...] = (
+    ("request_prompt_tokens", None, lambda r, m, lengths: r.prompt_len),
+    ("request_generation_tokens", None, lambda r, m, lengths: sum(lengths)),
+    ("request_max_num_generation_tokens", None, lambda r, m, lengths: max(lengths, default=0)),
+    ("request_prefill_kv_computed_tokens", None, lambda r, m, lengths: m.prefill_tokens),
+    ("request_params_n", SEQUENCES, lambda r, m, lengths: r.params.n),
+    ("request_params_max_tokens", None, lambda r, m, lengths: r.params.max_tokens),
+    ("request_num_preemptions", PREEMPTIONS, lambda r, m, lengths: m.preemptions),
+    ("time_to_first_token_seconds", FIRST_TOKEN_LATENCIES, lambda r, m, lengths: m.ttft),
+    ("request_time_per_output_token_seconds", TOKEN_LATENCIES, lambda r, m, lengths: m.tpot),
+    ("e2e_request_latency_seconds", LATENCIES, lambda r, m, lengths: m.e2e_latency),
+    ("request_queue_time_seconds", LATENCIES, lambda r, m, lengths: m.queue_time),
+    ("request_inference_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_scheduled_time, m.finished_time)),
+    ("request_prefill_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_scheduled_time, m.first_token_time)),
+    ("request_decode_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_token_time, m.finished_time)),
 )
 
 
@@ -132,24 +100,31 @@ class MetricsReader:
     """The engine's metrics in vLLM's shapes, with histograms of what requests took, counted when they end."""
 
     def __init__(self, max_model_len: int, model_name: str) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
-        tokens = tuple(_one_two_five(max_model_len))
-        self._buckets = {f"vllm:{name}": _Buckets(bounds or tokens) for name, bounds, _ in HISTOGRAMS}
+        labels = self._labels = {"model_name": model_name, "engine": "0"}
+        steps = (digit * 10**power for power in range(len(str(max_model_len))) for digit in (1, 2, 5))
+        tokens = tuple(bound for bound in steps if bound <= max_model_len)
+        self._histograms = []
+        for name, bounds, _ in HISTOGRAMS:
+            buckets = {str(bound): 0 for bound in (*map(float, bounds or tokens), "+Inf")}
+            self._histograms.append(Histogram(f"vllm:{name}", labels, 0, 0.0, buckets))
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._generated_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
 
     def observe(self, request: Request) -> None:
         """Count a request that has ended."""
-        for name, _, value in HISTOGRAMS:
-            self._buckets[f"vllm:{name}"].add(value(request))
+        lengths = [seq.num_output_tokens for seq in request.sequences]
+        for histogram, (_, _, value_of) in zip(self._histograms, HISTOGRAMS, strict=True):
+            value = value_of(request, request.metrics, lengths)
+            if value is not None:  # else it is not known
+                histogram.count += 1
+                histogram.sum += value
+                for bound in histogram.buckets:
+                    histogram.buckets[bound] += value <= float(bound)
         self._prompt_tokens += request.prompt_len
         self._cached_tokens += request.metrics.cached_tokens
-        self._generated_tokens += sum(_lengths(request))
+        self._generated_tokens += sum(lengths)
         for seq in request.sequences:
-            reason = seq.finish_reason or "abort"
-            self._finished[reason] = self._finished.get(reason, 0) + 1
+            self._finished[seq.finish_reason or "abort"] += 1
 
     def read(self, engine: EngineMetrics) -> list[Metric]:
         """All metrics as they are now, labelled with the model's name."""
@@ -171,13 +146,5 @@ class MetricsReader:
                 Counter("vllm:request_success", {**labels, "finished_reason": reason}, count)
                 for reason, count in self._finished.items()
             ),
-            *(buckets.histogram(name, labels) for name, buckets in self._buckets.items()),
+            *(replace(histogram, buckets=dict(histogram.buckets)) for histogram in self._histograms),
         ]
-
-
-def _one_two_five(most: int) -> Iterator[int]:
-    """1, 2, 5, 10, 20, ... up to `most`."""
-    scale = 1
-    while scale <= most:
-        yield from (scale * digit for digit in (1, 2, 5) if scale * digit <= most)
-        scale *= 10
