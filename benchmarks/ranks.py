@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,27 +32,18 @@ from nanovllm.build import build_runner
 from nanovllm.config import EngineConfig
 from nanovllm.features.distributed import launch
 from nanovllm.features.distributed.group import ProcessGroup
-from nanovllm.features.distributed.messages import Channel
-from nanovllm.features.distributed.rank import LOOPBACK, RankSetup, join, with_device
+from nanovllm.features.distributed.rank import LOAD_TIME, LOOPBACK, RankSetup, join, with_device
 from nanovllm.models.spec import DecoderSpec
 
-T = TypeVar("T")
 WARMUP, REPEATS = 20, 200  # sums
-
-
-class _Ranks(ProcessGroup):
-    """Ranks without an engine: what all of them exchange is the same on all of them."""
-
-    def exchange(self, value: T) -> list[T]:
-        return [value] * self.size
 
 
 def time_sums(connection: Connection, setup: RankSetup, rows: Sequence[int], width: int, dtype: torch.dtype) -> None:
     """The main function of a rank: sends the median seconds of a sum of [rows, width], for each number of rows."""
-    torch.set_num_threads(setup.threads)
+    torch.set_num_threads(max(1, setup.threads // setup.local_size))
     config = with_device(setup)
     join(config, setup)
-    group = _Ranks(setup.rank, setup.size, setup.local_size, Channel(connection))
+    group = ProcessGroup(setup.rank, setup.size, setup.local_size, setup.connect(LOAD_TIME))
     device = torch.device(config.device or "cpu")
     found = [_seconds_of_sum(group, torch.ones(count, width, dtype=dtype, device=device)) for count in rows]
     dist.destroy_process_group()
@@ -77,7 +68,7 @@ def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dty
     ranks = []
     for rank in range(size):
         own, other = context.Pipe()
-        setup = launch.rank_setup(config, spec, build_runner, rank, rank, size, LOOPBACK, port)
+        setup = RankSetup(config, spec, build_runner, rank, rank, size, LOOPBACK, port)
         process = context.Process(target=time_sums, args=(other, setup, rows, spec.hidden_size, dtype), daemon=True)
         process.start()
         other.close()

@@ -69,7 +69,6 @@ def _raise_model_error() -> None:
 
 FAILURES: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
     "damaged": _raise_model_error,
     "hang": lambda: time.sleep(1000),

@@ -15,7 +15,7 @@ from engines import random_prompt
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
-from nanovllm.features.distributed import launch
+from nanovllm.features.distributed import rank
 from nanovllm.ops import kernel_choice
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, instruction_sets
 from nanovllm.ops.kernel_choice import WORKS, agreed, candidates, choice_file, faster, find_choice
@@ -152,7 +152,7 @@ def test_ranks_use_the_choice_of_the_engine(
         pytest.skip("this machine has one instruction set only")
     make_checkpoint(tmp_path)
     setting = cpu_kernel_choice().setting.replace(f"packed={instruction_sets()[0]}", "packed=portable")
-    monkeypatch.setattr(launch, "cpu_kernel_choice", lambda: type("Choice", (), {"setting": setting}))
+    monkeypatch.setattr(rank, "cpu_kernel_choice", lambda: type("Choice", (), {"setting": setting}))
     with caplog.at_level(logging.INFO, "nanovllm"), LLM(tmp_path, tensor_parallel_size=2, device="cpu"):
         pass
     assert "portable for packed (as NANOVLLM_CPU_KERNELS says)" in caplog.text

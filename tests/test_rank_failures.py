@@ -1,4 +1,4 @@
-"""A rank that dies, raises, hangs or is suspended ends the engine, soon, with its error, and nothing is left behind."""
+"""A rank that dies, raises or hangs ends the engine, soon, with its error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ ARGUMENTS = {"tensor_parallel_size": 2, "kvcache_block_size": 16, "num_gpu_block
 WORDS = {
     "kill": "rank {rank} was killed by signal 9",
     "raise": "rank {rank} has failed: injected (LookupError)",
-    "stop": "rank {rank} has been suspended for 5 s",
 }
 
 

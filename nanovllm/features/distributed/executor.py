@@ -6,53 +6,46 @@ engine notices the end of a process at once, kills the others and raises the err
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
 import selectors
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanovllm.config import EngineConfig
-from nanovllm.data.batch import Batch, StepResult
+from nanovllm.data.batch import Batch, LogitsProcessors, StepResult
 from nanovllm.device import Busy
 from nanovllm.errors import Advice, EngineError
 from nanovllm.features.distributed import launch
-from nanovllm.features.distributed.messages import (
-    Channel,
-    Close,
-    CollectiveError,
+from nanovllm.features.distributed.group import CollectiveError
+from nanovllm.features.distributed.launch import Rank
+from nanovllm.features.distributed.rank import (
+    BatchPickler,
     Done,
-    Exchange,
-    Exchanged,
     Execute,
     Failure,
-    Hello,
-    Log,
+    MakeRunner,
     Process,
     Processed,
     Progress,
     Ready,
 )
-from nanovllm.features.distributed.rank import MakeRunner
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
 from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-STOPPED_SECONDS = 5.0  # a process that is suspended for so long has failed
-LOOK_SECONDS = 1.0  # between two looks at the processes
+LOOK_SECONDS = 1.0  # between two looks at the deadline
 CAUSE_SECONDS = 1.0  # a rank that fails because of another one often says so first
 CLOSE_SECONDS = 10.0
-LARGE_MESSAGE = 64 << 10  # bytes; a pipe holds more, so that sending less never waits
 
 
 class RankTraceback(Exception):
@@ -60,20 +53,6 @@ class RankTraceback(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"\n{text}")
-
-
-@dataclass(slots=True)
-class Rank:
-    """A rank as the engine sees it.
-
-    process: None if torchrun has started it. stopped_at: when it was first seen to be suspended.
-    """
-
-    index: int
-    channel: Channel
-    process: BaseProcess | None
-    said_hello: bool = False
-    stopped_at: float | None = None
 
 
 class TensorParallelExecutor:
@@ -89,19 +68,20 @@ class TensorParallelExecutor:
         spec.of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
+        self._kept: list[LogitsProcessors] = []  # of the step
         self._interrupted = False  # while a step runs, and after an exception until its result was received
         self._deadline: float | None = None  # for the next message of the first rank
+        self._is_ready = False
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        started = launch.start_ranks(config, spec, make_runner)
-        self._ranks = [Rank(i, Channel(connection), process) for i, (connection, process) in enumerate(started.ranks)]
+        self._ranks, store = launch.start_ranks(config, spec, make_runner)
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:
             self._selector.register(rank.channel.connection.fileno(), selectors.EVENT_READ, (rank, False))
             if rank.process is not None:
                 self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (rank, True))
-        self._end = weakref.finalize(self, _end_ranks, os.getpid(), self._ranks, self._selector, started.store)
+        self._end = weakref.finalize(self, _end_ranks, os.getpid(), self._ranks, self._selector, store)
         try:
             self._wait_until_ready()
         except BaseException:
@@ -114,11 +94,14 @@ class TensorParallelExecutor:
         """Run one step on all ranks. Raises EngineError if a rank fails, and from then on."""
         self._check_open()
         if self._interrupted:
-            self._result(None)
+            self._result(is_wanted=False)
         self._step += 1
-        self._send(Execute(self._step, _without_processors(batch), self._on_layer is not None))
+        message = Execute(self._step, self._packed(batch), self._on_layer is not None)
+        for rank in self._ranks:
+            with suppress(OSError):  # its end is noticed when its answer is awaited
+                rank.channel.send(message)
         self._interrupted = True
-        return self._result(batch)
+        return self._result(is_wanted=True)
 
     def check_health(self) -> None:
         """Raise EngineError if no step can run any more, also if a rank has failed since the last step."""
@@ -149,7 +132,7 @@ class TensorParallelExecutor:
             self._error = EngineError("the engine is closed: make a new LLM")
             for rank in self._ranks:
                 with suppress(OSError):
-                    rank.channel.send(Close())
+                    rank.channel.send(None)
             deadline = time.monotonic() + CLOSE_SECONDS
             for rank in self._ranks:
                 if rank.process is not None:
@@ -158,24 +141,19 @@ class TensorParallelExecutor:
 
     # ---- messages
 
-    def _send(self, message: Any) -> None:
-        """Send a message to all ranks. A rank that has ended is noticed when its answer is awaited."""
-        packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-
-        def send() -> None:
-            for rank in self._ranks:
-                with suppress(OSError):
-                    rank.channel.send_packed(packed)
-
-        if len(packed) < LARGE_MESSAGE:
-            send()
-        else:  # a suspended rank reads nothing, and must not stop the engine
-            threading.Thread(target=send, name="rank-messages", daemon=True).start()
+    def _packed(self, batch: Batch) -> bytes:
+        """The batch as the ranks unpickle it, without logits processors, which are kept here."""
+        self._kept = []
+        if not any(row.processors is not None for seq in batch.sequences for row in seq.samples):
+            return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
+        file = io.BytesIO()
+        BatchPickler(file, self._kept).dump(batch)
+        return file.getvalue()
 
     def _messages(self) -> Iterator[tuple[Rank, Any]]:
         """The messages of all ranks as they come.
 
-        Raises the error of a rank that fails, is suspended, or does not answer before the deadline.
+        Raises the error of a rank that fails or does not answer before the deadline.
         """
         while True:
             yield from self._arrived(LOOK_SECONDS)
@@ -185,36 +163,28 @@ class TensorParallelExecutor:
     def _arrived(self, seconds: float) -> Iterator[tuple[Rank, Any]]:
         """The messages that have come, or else the next ones within some seconds. Those of no step are handled here.
 
-        Raises the error of a rank that fails or is suspended.
+        Raises the error of a rank that fails.
         """
         for key, _ in self._selector.select(seconds):
             rank, has_ended = key.data
             message = _last_words(rank) if has_ended else _received(rank)
             if message is None or isinstance(message, Failure):
                 raise self._failed(rank, message)
-            if isinstance(message, Hello):
-                rank.said_hello = True
-            elif isinstance(message, Log):
-                logging.getLogger(message.record.name).handle(message.record)
+            if isinstance(message, logging.LogRecord):
+                logging.getLogger(message.name).handle(message)
             else:
                 yield rank, message
-        self._look_for_suspended()
 
     def _wait_until_ready(self) -> None:
-        exchanged: dict[int, Any] = {}
-        ready = 0
+        num_ready = 0
         for rank, message in self._messages():
-            if isinstance(message, Exchange):
-                exchanged[rank.index] = message.value
-                if len(exchanged) == self._size:
-                    self._send(Exchanged([exchanged[index] for index in range(self._size)]))
-                    exchanged.clear()
-            elif isinstance(message, Ready):
-                ready += 1
+            if isinstance(message, Ready):
+                num_ready += 1
                 if rank.index == 0:
                     self.spec, self.dtype, self._stats = message.spec, message.dtype, message.stats
                     self.sizing, self.plan, self.num_swap_blocks = message.sizing, message.plan, message.num_swap_blocks
-                if ready == self._size:
+                if num_ready == self._size:
+                    self._is_ready = True
                     return
 
     def _report(self, message: Progress) -> None:
@@ -227,8 +197,8 @@ class TensorParallelExecutor:
             self._on_layer = None
             logger.exception("the function that watches the steps has failed, and is not called again")
 
-    def _result(self, batch: Batch | None) -> StepResult:
-        """Wait for the result of the step in progress. batch: of the step; None if it was interrupted."""
+    def _result(self, is_wanted: bool) -> StepResult:
+        """Wait for the result of the step in progress. is_wanted: False if the step was interrupted."""
         self._deadline = None
         for rank, message in self._messages():
             if isinstance(message, Done) and message.step == self._step:
@@ -239,18 +209,18 @@ class TensorParallelExecutor:
                 self._deadline = time.monotonic() + self._patience
             elif rank.index == 0 and self._deadline is not None:  # a rank that says something does not hang
                 self._deadline = time.monotonic() + self._patience
-            if isinstance(message, Progress) and batch is not None:
+            if isinstance(message, Progress) and is_wanted:
                 self._report(message)
             elif isinstance(message, Process):
-                self._process(rank, batch, message)
+                self._process(rank, message, is_wanted)
         raise AssertionError("messages end with an error only")
 
-    def _process(self, rank: Rank, batch: Batch | None, message: Process) -> None:
+    def _process(self, rank: Rank, message: Process, is_wanted: bool) -> None:
         """Apply logits processors and answer the rank, also if the caller's function is interrupted."""
         answer = Processed(None, RuntimeError("the step was interrupted"))
         try:
-            if batch is not None:
-                answer = _processed(batch, message)
+            if is_wanted:
+                answer = _processed(message.logits, self._kept[message.index])
         finally:
             rank.channel.send(answer)
 
@@ -269,7 +239,7 @@ class TensorParallelExecutor:
         index = next((index for index, each in failures.items() if _is_cause(each)), rank.index)
         found = failures[index]
         if found is None:
-            return self._ended(_how_it_ended(self._ranks[index]))
+            return self._ended(_how_it_ended(self._ranks[index], self._is_ready))
         if found.kind is CollectiveError:
             silent = [str(each.index) for each in self._ranks if each.index not in failures]
             answers = f"; rank {', '.join(silent)} has not answered for {self._patience:g} s" if silent else ""
@@ -294,17 +264,6 @@ class TensorParallelExecutor:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error.__cause__
 
-    def _look_for_suspended(self) -> None:
-        """Raise EngineError if a rank has been suspended for STOPPED_SECONDS, as by SIGSTOP."""
-        now = time.monotonic()
-        for rank in self._ranks:
-            if rank.process is None or not _is_suspended(rank.process):
-                rank.stopped_at = None
-            elif rank.stopped_at is None:
-                rank.stopped_at = now
-            elif now - rank.stopped_at > STOPPED_SECONDS:
-                raise self._ended(f"rank {rank.index} has been suspended for {STOPPED_SECONDS:g} s")
-
 
 def _received(rank: Rank) -> Any | None:
     """The next message of a rank, or None if it has ended."""
@@ -328,26 +287,19 @@ def _is_cause(failure: Failure | None) -> bool:
     return failure is None or failure.kind is not CollectiveError
 
 
-def _how_it_ended(rank: Rank) -> str:
+def _how_it_ended(rank: Rank, was_ready: bool) -> str:
     if rank.process is None:
         return f"rank {rank.index} has ended: its own output says why"
     rank.process.join(CAUSE_SECONDS)
     code = rank.process.exitcode
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"has ended with exit status {code}"
-    if rank.said_hello:
-        return f"rank {rank.index} {how}"
+    if code is not None and code < 0:
+        return f"rank {rank.index} was killed by signal {-code}"
+    if was_ready:
+        return f"rank {rank.index} has ended with exit status {code}"
     return (
-        f"rank {rank.index} {how} while it started: a script that makes an LLM with several ranks needs "
-        "`if __name__ == '__main__':` around it, since every rank imports the script"
+        f"rank {rank.index} has ended with exit status {code} while it started: a script that makes an LLM with "
+        "several ranks needs `if __name__ == '__main__':` around it, since every rank imports the script"
     )
-
-
-def _is_suspended(process: BaseProcess) -> bool:
-    try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _end_ranks(owner: int, ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
@@ -365,33 +317,9 @@ def _end_ranks(owner: int, ranks: Sequence[Rank], selector: selectors.BaseSelect
     store.clear()
 
 
-# ---- logits processors
-
-
-def _without_processors(batch: Batch) -> Batch:
-    """The batch with logits processors that are only marks: the functions are called in this process."""
-    if not any(row.processors is not None for seq in batch.sequences for row in seq.samples):
-        return batch
-    return replace(
-        batch,
-        sequences=[
-            replace(
-                seq,
-                samples=[
-                    row if row.processors is None else replace(row, processors=replace(row.processors, functions=()))
-                    for row in seq.samples
-                ],
-            )
-            for seq in batch.sequences
-        ],
-    )
-
-
-def _processed(batch: Batch, message: Process) -> Processed:
-    processors = batch.sequences[message.sequence].samples[message.sample].processors
-    assert processors is not None
+def _processed(logits: Tensor, processors: LogitsProcessors) -> Processed:
     try:
-        return Processed(process(message.logits, processors))
+        return Processed(process(logits, processors))
     except Exception as error:  # a caller's function may raise any type
         with suppress(Exception):
             pickle.loads(pickle.dumps(error))

@@ -8,6 +8,7 @@ those of a ring, 2 (N - 1) / N of the tensor.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,8 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.errors import told
-from nanovllm.features.distributed.messages import Channel, CollectiveError, Exchange
+from nanovllm.errors import EngineError, told
 from nanovllm.layers.sharding import GATHERED_BYTES
 
 T = TypeVar("T")
@@ -26,14 +26,19 @@ T = TypeVar("T")
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class CollectiveError(EngineError):
+    """The ranks could not communicate, most likely because another one has failed."""
+
+
 class ProcessGroup:
     """Implements `layers.parallel.RankGroup` for the default process group of torch.distributed."""
 
-    def __init__(self, rank: int, size: int, local_size: int, channel: Channel) -> None:
-        """local_size: ranks on this machine. channel: to the engine, which carries what `exchange` exchanges."""
+    def __init__(self, rank: int, size: int, local_size: int, store: dist.Store) -> None:
+        """local_size: ranks on this machine. store: of all ranks, through which `exchange` exchanges."""
         self.rank = rank
         self.size = size
-        self._channel = channel
+        self._store = store
+        self._num_exchanges = 0
         self.local_size = max(self.exchange(local_size))  # the same on every rank, since plans depend on it
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -55,8 +60,10 @@ class ProcessGroup:
 
     def exchange(self, value: T) -> list[T]:
         """See `RankGroup`."""
-        self._channel.send(Exchange(value))
-        return list(self._channel.receive().values)
+        self._num_exchanges += 1
+        keys = [f"exchange {self._num_exchanges} of rank {rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # bytes are fine
+        return [pickle.loads(self._store.get(key)) for key in keys]
 
     def _reduce_in_parts(self, x: Tensor) -> Tensor:
         share = -(-x.numel() // self.size)

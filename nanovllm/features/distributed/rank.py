@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import logging.handlers
 import os
+import pickle
 import queue
 import select
 import signal
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.batch import Batch, LogitsProcessors, SamplingRow
-from nanovllm.device import create_device
+from nanovllm.data.batch import LogitsProcessors, StepResult
+from nanovllm.device import Busy, create_device
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.errors import ConfigError
-from nanovllm.features.distributed.group import ProcessGroup
-from nanovllm.features.distributed.messages import (
-    Channel,
-    Close,
-    Done,
-    Execute,
-    Failure,
-    Hello,
-    Log,
-    Process,
-    Progress,
-    Ready,
-)
+from nanovllm.errors import ConfigError, EngineError, ModelError, RefusedError, told
+from nanovllm.features.distributed.group import CollectiveError, ProcessGroup
+from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.parallel import RankGroup
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.sizing import KVPlan
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import kernel_choice
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 
 LOOPBACK = "127.0.0.1"
+LOAD_TIME = timedelta(days=1)  # most, until all ranks have loaded their weights
 
 MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner]  # can be pickled
 
@@ -51,23 +48,168 @@ class RankSetup:
     """What a rank has to know before it can talk to the others.
 
     spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
-    thousand modules, some 80 MB in every rank. store_host, store_port: of the TCPStore through which the ranks find
-    each other. threads: of this rank. cpu_kernels: of the process that starts the rank, a `KernelChoice.setting`.
-    make_runner: assembles the runner of a rank.
+    thousand modules, some 80 MB in every rank. make_runner: assembles the runner of a rank. store_host, store_port: of
+    the TCPStore through which the ranks find each other. Of the process that starts the rank: threads, which the ranks
+    of a machine divide, and cpu_kernels, a `KernelChoice.setting`.
     """
 
     config: EngineConfig
     spec: DecoderSpec
+    make_runner: MakeRunner
     rank: int
-    size: int
     local_rank: int
     local_size: int
     store_host: str
     store_port: int
-    threads: int
-    cpu_kernels: str
-    log_level: int
-    make_runner: MakeRunner
+    threads: int = field(default_factory=torch.get_num_threads)
+    cpu_kernels: str = field(default_factory=lambda: cpu_kernel_choice().setting)
+    log_level: int = field(default_factory=lambda: logging.getLogger("nanovllm").getEffectiveLevel())
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.config.tensor_parallel_size
+
+    def connect(self, timeout: timedelta) -> dist.Store:
+        """The store of the ranks; with torchrun, those of this attempt. timeout: most that it waits for a value."""
+        store = dist.TCPStore(
+            self.store_host, self.store_port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        return dist.PrefixStore(f"nanovllm {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+# ---- messages over a pipe or a socket: plain pickles, and no tensors shared
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Run a step. Steps are counted, since only the first rank's end of a step is awaited. None ends the rank.
+
+    batch: pickled by `BatchPickler`. watched: the first rank reports the progress of the step.
+    """
+
+    step: int
+    batch: bytes
+    watched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded. The facts are those of the rank."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    sizing: KVSizing
+    plan: KVPlan
+    num_swap_blocks: int
+    stats: KVStats
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank has finished a step. Only the first rank has a result."""
+
+    step: int
+    result: StepResult | None = None
+    stats: KVStats | None = None
+    busy: Busy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The share of the step in progress that is done."""
+
+    share: float
+    stats: KVStats
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Logits [vocab] for the callers' logits processors `kept[index]` of the step; the answer is `Processed`."""
+
+    index: int
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What the logits processors made of a row's logits, or their error."""
+
+    logits: Tensor | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that ended a rank."""
+
+    kind: type[Exception]  # one of the engine's own
+    message: str
+    changes: Sequence[Any]
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        own = next((kind for kind in (CollectiveError, ConfigError, ModelError) if isinstance(error, kind)), None)
+        text = "".join(traceback.format_exception(error))
+        changes = error.changes if isinstance(error, RefusedError) else ()
+        return cls(own or EngineError, str(error) if own else told(error), changes, text)
+
+
+class Channel:
+    """Messages over a connection. Any thread may send; one thread receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        self.send_packed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def send_packed(self, message: bytes) -> None:
+        """Send a message that is pickled already."""
+        with self._lock:
+            self.connection.send_bytes(message)
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError or OSError if the other side has ended."""
+        return pickle.loads(self.connection.recv_bytes())
+
+
+class BatchPickler(pickle.Pickler):
+    """Pickles a step without the callers' logits processors, which stay in the engine's process, in `kept`."""
+
+    def __init__(self, file: io.BytesIO, kept: list[LogitsProcessors]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._kept = kept
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, LogitsProcessors):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+class BatchUnpickler(pickle.Unpickler):
+    """In place of logits processors the batch has a function that asks the engine to apply them."""
+
+    def __init__(self, batch: bytes, channel: Channel) -> None:
+        super().__init__(io.BytesIO(batch))
+        self._channel = channel
+
+    def persistent_load(self, index: int) -> LogitsProcessors:
+        return LogitsProcessors([(partial(self._ask, index), False)], (), ())
+
+    def _ask(self, index: int, _: object, logits: Tensor) -> Tensor:
+        self._channel.send(Process(index, logits.cpu()))
+        answer = self._channel.receive()
+        if answer.error is not None:
+            raise answer.error
+        processed: Tensor = answer.logits
+        return processed
+
+
+# ---- the process
 
 
 def run_rank(connection: Connection, setup: RankSetup) -> None:
@@ -76,12 +218,11 @@ def run_rank(connection: Connection, setup: RankSetup) -> None:
     channel, closed = Channel(connection), threading.Event()
     threading.Thread(target=_end_with, args=(connection, closed), name="engine-watch", daemon=True).start()
     try:
-        channel.send(Hello(setup.rank))
         _send_logs(channel, setup)
         _serve(channel, setup)
     except BaseException as error:
         try:
-            channel.send(Failure.of(setup.rank, error))
+            channel.send(Failure.of(error))
         finally:
             os._exit(1)  # at once: threads of a communicator could wait for the other ranks
     closed.set()
@@ -104,7 +245,7 @@ class _ToEngine(logging.handlers.QueueHandler):
         self._channel = channel
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        self._channel.send(Log(record))
+        self._channel.send(record)
 
 
 def _send_logs(channel: Channel, setup: RankSetup) -> None:
@@ -115,9 +256,9 @@ def _send_logs(channel: Channel, setup: RankSetup) -> None:
 
 
 def _serve(channel: Channel, setup: RankSetup) -> None:
-    torch.set_num_threads(setup.threads)
+    torch.set_num_threads(max(1, setup.threads // setup.local_size))
     config = with_device(setup)
-    group = ProcessGroup(setup.rank, setup.size, setup.local_size, channel)
+    group = ProcessGroup(setup.rank, setup.size, setup.local_size, setup.connect(LOAD_TIME))
     # Before this process first asks for it: the ranks' sums fit together only with the same instruction sets.
     os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
     join(config, setup)
@@ -126,47 +267,20 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     channel.send(Ready(*facts, runner.kv_stats()))
     while isinstance(message := channel.receive(), Execute):
         _run_step(channel, runner, message, is_first=setup.rank == 0)
-    assert isinstance(message, Close)
     logging.getLogger("nanovllm").handlers.clear()
     runner.close()
     dist.destroy_process_group()
 
 
 def _run_step(channel: Channel, runner: ModelRunner, message: Execute, is_first: bool) -> None:
+    batch = BatchUnpickler(message.batch, channel).load()
     if not is_first:
-        runner.execute(message.batch)
+        runner.execute(batch)
         channel.send(Done(message.step))
         return
     runner.watch_steps((lambda share: channel.send(Progress(share, runner.kv_stats()))) if message.watched else None)
-    result = runner.execute(_with_processors(message.batch, channel))
+    result = runner.execute(batch)
     channel.send(Done(message.step, result, runner.kv_stats(), runner.link_busy()))
-
-
-def _with_processors(batch: Batch, channel: Channel) -> Batch:
-    """The batch, in which the engine applies the callers' logits processors: these functions stay in its process."""
-
-    def ask(sequence: int, sample: int, _: object, logits: Tensor) -> Tensor:
-        channel.send(Process(sequence, sample, logits.cpu()))
-        answer = channel.receive()
-        if answer.error is not None:
-            raise answer.error
-        processed: Tensor = answer.logits
-        return processed
-
-    def asking(sequence: int, sample: int, row: SamplingRow) -> SamplingRow:
-        if row.processors is None:
-            return row
-        return replace(row, processors=LogitsProcessors([(partial(ask, sequence, sample), False)], (), ()))
-
-    return replace(
-        batch,
-        sequences=[
-            replace(seq, samples=[asking(i, j, row) for j, row in enumerate(seq.samples)])
-            if any(row.processors is not None for row in seq.samples)
-            else seq
-            for i, seq in enumerate(batch.sequences)
-        ],
-    )
 
 
 def with_device(setup: RankSetup) -> EngineConfig:
@@ -189,10 +303,9 @@ def join(config: EngineConfig, setup: RankSetup) -> None:
     on_cuda, timeout = config.device == "cuda", timedelta(seconds=config.distributed_timeout_seconds)
     if setup.store_host == LOOPBACK:  # all ranks are on this machine, whose own name may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore(setup.store_host, setup.store_port, is_master=False, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=dist.PrefixStore("nanovllm", store),
+        store=setup.connect(timeout),
         rank=setup.rank,
         world_size=setup.size,
         timeout=timeout,
