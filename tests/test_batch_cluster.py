@@ -286,7 +286,7 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
 )
 def test_replicas_share_the_cpus(node_cpus: list[int], num_replicas: int, each: int) -> None:
     pytest.importorskip("ray")
-    from nanovllm.apps.batch.ray_cluster import cpus_each
+    from nanovllm.apps.batch.ray_replicas import cpus_each
 
     assert cpus_each(node_cpus, num_replicas) == each
 

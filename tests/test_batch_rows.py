@@ -72,7 +72,7 @@ NAMES = st.sampled_from(sorted(USED_COLUMNS))
 def test_any_row_makes_a_request_or_an_error(columns: dict[str, Any], messages: Any) -> None:
     with suppress(RequestError):
         found = request(columns if "prompt" in columns else {**columns, "messages": messages})
-        assert prefix_hashes(found.prefix_parts()) is not None and found.num_characters >= 0
+        assert prefix_hashes(found.prefix_parts()) is not None
 
 
 # ---- OpenAI's batch files

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.apps.batch.results import ResultDirectory
-from nanovllm.apps.batch.router import Router
 from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
 from nanovllm.apps.batch.run import MOST_EMPTY_LIVES, MOST_LOSSES, Job, Lost, Results
 from nanovllm.data.progress import Progress
@@ -86,7 +85,6 @@ def run_job(
             output=output,
             replicas=replicas,
             max_num_seqs=max_num_seqs,
-            router=Router(),
             on_loss=(messages if messages is not None else []).append,
         ).run()
     found: dict[int, dict[str, object]] = {}

@@ -206,7 +206,7 @@ def test_everything_but_its_kernels_imports_without_triton() -> None:
     assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     # Imported only where Triton runs.
     users = kernels | {"nanovllm.ops.triton_attention", "nanovllm.features.lora.grouped_adapters"} & set(MODULES)
-    users |= set() if find_spec("ray") else {"nanovllm.apps.batch.ray_cluster", "nanovllm.apps.batch.ray_replicas"}
+    users |= set() if find_spec("ray") else {"nanovllm.apps.batch.ray_replicas"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 
 

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
 from nanovllm.apps.batch import ray_replicas
-from nanovllm.apps.batch.ray_cluster import Resources
-from nanovllm.apps.batch.ray_replicas import RayReplicas
+from nanovllm.apps.batch.ray_replicas import RayReplicas, Resources
 from nanovllm.apps.batch.replica import ReplicaSettings
 from nanovllm.apps.batch.rows import RowRequest, failed_result
 from nanovllm.apps.batch.run import Lost, Results

@@ -53,7 +53,9 @@ class Inputs:
             try:
                 index = yield from read(path, index, is_done, used_columns)
             except (OSError, ValueError) as error:  # pyarrow's errors are of these types
-                raise EngineError(f"{str(path)!r} cannot be read further: {told(error)}") from error
+                raise EngineError(
+                    f"{str(path)!r} cannot be read further: {told(error)}; get the file anew, and resume"
+                ) from error
 
 
 def open_inputs(paths: Sequence[str]) -> Inputs:
@@ -171,7 +173,7 @@ def _parquet_rows(
 ) -> Generator[Row, None, int]:
     """As `_lines`. A row's data is a table slice of one row, so that every column is written as it was read."""
     first = index
-    for batch in _parquet_batches(path):
+    for batch in _parquet(path).iter_batches(READ_ROWS):
         wanted = [i for i in range(batch.num_rows) if not is_done(index + i)]
         if wanted:
             used = batch.select([name for name in batch.schema.names if name in used_columns])
@@ -180,26 +182,6 @@ def _parquet_rows(
                 yield Row(index + i, source, python_row(used, i), batch.slice(i, 1))
         index += batch.num_rows
     return index
-
-
-def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of a file, at most READ_ROWS at a time. Raises EngineError for a damaged row group."""
-    file, first = _parquet(path), 1
-    for group in range(file.num_row_groups):
-        batches = file.iter_batches(batch_size=READ_ROWS, row_groups=[group])
-        num_rows = file.metadata.row_group(group).num_rows
-        while True:
-            try:
-                batch = next(batches, None)
-            except (OSError, ValueError) as error:  # pyarrow's errors are of these types
-                raise EngineError(
-                    f"{str(path)!r} is damaged in row group {group} (from 0) of {file.num_row_groups}, which has "
-                    f"rows {first} to {first + num_rows - 1}: {told(error)}; get the file anew, and resume"
-                ) from error
-            if batch is None:
-                break
-            yield batch
-        first += num_rows
 
 
 def python_row(table: pyarrow.RecordBatch | pyarrow.Table, index: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
@@ -62,13 +62,10 @@ class Replica:
         failed = []
         for request in requests:
             try:
-                self._add(request)
-            except EngineError:  # of the engine itself, not of the row
-                raise
-            except (RequestError, ConfigError, ModelError) as error:
+                with as_request_error("unexpected error"):
+                    self._add(request)
+            except (RequestError, ConfigError, ModelError) as error:  # not of the engine itself
                 failed.append(failed_result(request.index, one_line(str(error), LONGEST)))
-            except Exception as error:
-                failed.append(failed_result(request.index, one_line(f"unexpected error: {told(error)}", LONGEST)))
         return failed
 
     def step(self) -> list[RowResult]:

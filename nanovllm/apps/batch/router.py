@@ -39,19 +39,16 @@ class WaitingRow:
     row: Row
     request: RowRequest
     hashes: tuple[int, ...]
-    num_characters: int
     losses: int = 0
 
 
 class Router:
-    """The rows that wait for a replica. by_prefix: False gives them out in input order.
+    """The rows that wait for a replica. Rows without hashes are given out in input order.
 
     Rows with the same hashes are one group, in input order, so that choosing costs what the groups are, not the rows.
     """
 
-    def __init__(self, by_prefix: bool = True) -> None:
-        self.by_prefix = by_prefix
-        self.num_characters = 0  # of the waiting rows
+    def __init__(self) -> None:
         self._num_rows = 0
         self._groups: OrderedDict[tuple[int, ...], deque[WaitingRow]] = OrderedDict()  # by hashes
         self._known: dict[int, OrderedDict[int, None]] = {}  # by replica: hashes of what it was given, latest last
@@ -68,7 +65,7 @@ class Router:
         """Add the rows of a lost worker, in their order, in front of the others."""
         for waiting in reversed(list(rows)):
             self._group(waiting).appendleft(waiting)
-            self._groups.move_to_end(self._key(waiting), last=False)
+            self._groups.move_to_end(waiting.hashes, last=False)
 
     def take(self, replica: int, is_idle: bool) -> WaitingRow | None:
         """The next row for a replica; None if it should leave the waiting rows to the others.
@@ -89,7 +86,6 @@ class Router:
         if not group:
             del self._groups[best]
         self._num_rows -= 1
-        self.num_characters -= waiting.num_characters
         self._learn(replica, best)
         return waiting
 
@@ -98,13 +94,9 @@ class Router:
         for prefix in self._known.pop(replica, ()):
             self._disown(replica, prefix)
 
-    def _key(self, waiting: WaitingRow) -> tuple[int, ...]:
-        return waiting.hashes if self.by_prefix else ()
-
     def _group(self, waiting: WaitingRow) -> deque[WaitingRow]:
         self._num_rows += 1
-        self.num_characters += waiting.num_characters
-        return self._groups.setdefault(self._key(waiting), deque())
+        return self._groups.setdefault(waiting.hashes, deque())
 
     def _shared(self, hashes: tuple[int, ...], replica: int) -> tuple[int, int]:
         """How many of the prefixes, which are from short to long, the replica knows, and how many another one."""

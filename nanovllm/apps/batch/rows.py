@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nanovllm.apps.batch.openai_rows import body_columns
@@ -24,7 +24,6 @@ OTHERS = ("sampling_params", "cache_salt", "url", "method")
 USED_COLUMNS = frozenset((*PROMPTS, *TEMPLATE_OPTIONS, *SAMPLING, *OTHERS))
 AS_JSON = ("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "structured_outputs", "logit_bias")
 RESULT_COLUMNS = ("row_index", "generated_text", "finish_reason", "outputs", "prompt_logprobs", "usage", "error")
-CHARACTERS_PER_TOKEN = 4  # of a prompt of token ids, when its length is compared with that of text
 
 
 @dataclass(slots=True)
@@ -68,12 +67,6 @@ class RowRequest:
             content = message.get("content")
             text = content if isinstance(content, str) else json.dumps(content, default=str)
             yield f"<{message.get('role')}>{text}".encode(errors="replace")
-
-    @property
-    def num_characters(self) -> int:
-        """The length of the prompt, about."""
-        parts = sum(len(str(message.get("content"))) for message in self.messages or ())
-        return len(self.prompt or "") + parts + CHARACTERS_PER_TOKEN * len(self.prompt_token_ids or ())
 
 
 @dataclass(slots=True)
@@ -136,7 +129,7 @@ class RowFormat:
         prompt, messages = given.get("prompt"), given.get("messages")
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"{self.prompt_column} must be text, got {quoted(prompt)}")
-        if "messages" in given and not _is_conversation(messages):
+        if "messages" in given and not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
             raise RequestError(f"messages must be a list of objects with role and content, got {quoted(messages)}")
         if self.is_chat and messages is None:
             if prompt is None:
@@ -163,9 +156,8 @@ def _read_json(name: str, value: Any) -> Any:
         raise RequestError(f"{name} is text that is not JSON: {error}") from None
 
 
-def _is_conversation(messages: Any) -> bool:
-    is_list = isinstance(messages, list) and bool(messages)
-    return is_list and all(isinstance(message, dict) for message in messages)
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _params(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,10 +225,6 @@ def _logprobs(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[
     if positions is None:
         return None
     return [
-        None if tokens is None else [{"token_id": token, **_as_dict(found)} for token, found in tokens.items()]
+        None if tokens is None else [{"token_id": token, **asdict(found)} for token, found in tokens.items()]
         for tokens in positions
     ]
-
-
-def _as_dict(found: Logprob) -> dict[str, Any]:
-    return {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}

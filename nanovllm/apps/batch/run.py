@@ -20,9 +20,7 @@ from nanovllm.errors import EngineError, RequestError, as_request_error
 
 WINDOW = 2  # most rows with a replica, as a multiple of max_num_seqs, so that one is always ready to run
 IDLE = 4  # a replica with fewer than max_num_seqs / IDLE rows has too little to do
-WINDOW_CHARACTERS = 1 << 24  # most characters of the prompts that a replica has, unless it is one prompt
 WAITING_ROWS = 1024
-WAITING_CHARACTERS = 1 << 26
 SUSPECT_LOSSES = 2  # workers lost with a row, from which on it runs alone
 MOST_LOSSES = 3
 MOST_EMPTY_LIVES = 6  # workers of a replica lost one after the other without a row that ended
@@ -94,8 +92,9 @@ class LocalReplica:
 
 @dataclass
 class Job:
-    """Runs the rows of a job that are not done. max_num_seqs: of each replica.
+    """Runs the rows of a job that are not done.
 
+    max_num_seqs: of each replica. by_prefix: rows that begin alike go to one replica; False takes rows as they come.
     on_result is called with each result that was written or waits for its part; on_turn after each turn of the loop;
     on_loss with a sentence about a lost worker. interruptible: entered while the loop waits.
     """
@@ -105,11 +104,12 @@ class Job:
     output: ResultDirectory
     replicas: Replicas
     max_num_seqs: int
-    router: Router = field(default_factory=Router)
+    by_prefix: bool = True
     on_result: Callable[[Row, RowResult], None] = lambda row, result: None
     on_turn: Callable[[], None] = lambda: None
     on_loss: Callable[[str], None] = lambda sentence: None
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext
+    _router: Router = field(default_factory=Router)
     _running: dict[int, dict[int, WaitingRow]] = field(default_factory=dict)  # by replica and index
     _suspects: list[WaitingRow] = field(default_factory=list)  # rows that run alone
     _empty_lives: dict[int, int] = field(default_factory=dict)  # by replica
@@ -133,18 +133,17 @@ class Job:
 
     def _has_rows(self) -> bool:
         self._read_ahead()
-        return bool(len(self.router) or self._suspects or any(self._running.values()))
+        return bool(len(self._router) or self._suspects or any(self._running.values()))
 
     def _read_ahead(self) -> None:
         """Read rows until enough of them wait. A row that makes no request has its result."""
-        router = self.router
-        while not self._has_read_all and len(router) < WAITING_ROWS and router.num_characters < WAITING_CHARACTERS:
+        while not self._has_read_all and len(self._router) < WAITING_ROWS:
             row = next(self.rows, None)
             if row is None:
                 self._has_read_all = True
                 return
             try:
-                router.add(self._waiting(row))
+                self._router.add(self._waiting(row))
             except RequestError as error:
                 self._write(row, failed_result(row.index, f"{row.source}: {error}"))
 
@@ -152,8 +151,7 @@ class Job:
         """The row with its request. Raises RequestError, whatever is wrong with it."""
         with as_request_error("the row cannot be read"):
             request = self.row_format.request(row)
-            hashes = prefix_hashes(request.prefix_parts()) if self.router.by_prefix else ()
-            return WaitingRow(row, request, hashes, request.num_characters)
+            return WaitingRow(row, request, prefix_hashes(request.prefix_parts()) if self.by_prefix else ())
 
     # ---- rows to replicas
 
@@ -177,11 +175,10 @@ class Job:
             self.replicas.submit(replica, requests)
 
     def _next(self, replica: int) -> WaitingRow | None:
-        running = self._running.get(replica, {})
-        characters = sum(waiting.num_characters for waiting in running.values())
-        if len(running) >= WINDOW * self.max_num_seqs or characters >= WINDOW_CHARACTERS or not len(self.router):
+        num_rows = len(self._running.get(replica, {}))
+        if num_rows >= WINDOW * self.max_num_seqs:
             return None
-        return self.router.take(replica, is_idle=IDLE * len(running) < self.max_num_seqs)
+        return self._router.take(replica, is_idle=IDLE * num_rows < self.max_num_seqs)
 
     def _runs_suspect(self, replica: int) -> bool:
         return any(waiting.losses >= SUSPECT_LOSSES for waiting in self._running.get(replica, {}).values())
@@ -209,7 +206,7 @@ class Job:
 
     def _lose(self, event: Lost) -> None:
         lost = list(self._running.pop(event.replica, {}).values())
-        self.router.forget(event.replica)
+        self._router.forget(event.replica)
         rows = f"with {len(lost)} rows, which run again" if lost else "without rows"
         self.on_loss(f"a worker of replica {event.replica} was lost {rows}: {event.reason}")
         again = []
@@ -224,7 +221,7 @@ class Job:
                 self._suspects.append(waiting)
             else:
                 again.append(waiting)
-        self.router.add_first(again)
+        self._router.add_first(again)
         if lives >= MOST_EMPTY_LIVES:
             self.on_loss(f"replica {event.replica} is given up: {lives} workers were lost without a row that ended")
             self.replicas.retire(event.replica)

@@ -7,14 +7,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.batch.inputs import Inputs, open_inputs
 from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.results import ResultDirectory
-from nanovllm.apps.batch.router import Router
 from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
 from nanovllm.apps.batch.run import Job, LocalReplica, Replicas
 from nanovllm.apps.cli.arguments import (
@@ -124,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
     output = ResultDirectory(args.output, inputs.format, inputs.schema())
     output.open(_job(inputs, settings, row_format), args.resume)
     with Interrupt() as interrupt, StatusLine(args.progress) as status, output:
-        show = Display(status, interrupt)
-        return _run(args, inputs, settings, row_format, config, output, show)
+        return BatchRun(args, config, settings, row_format, inputs, output, status, interrupt).run()
 
 
 def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -175,47 +173,105 @@ def _job(inputs: Inputs, settings: ReplicaSettings, row_format: RowFormat) -> di
     }
 
 
-@contextmanager
-def _replicas(
-    args: argparse.Namespace, settings: ReplicaSettings, config: EngineConfig, show: Display
-) -> Iterator[tuple[Replicas, WatchSteps]]:
-    """The replicas, and what sets the function that they call before every layer."""
-    if not _is_on_cluster(args):
-        with show.status.during(f"loading {args.model}"), show.interrupt.allowed():
-            replica = Replica(settings)
-        show.kv_stats = replica.llm.kv_stats
+@dataclass
+class BatchRun:
+    """Runs the rows that are not done, and shows one line of progress for all replicas, sentences, and the totals."""
+
+    args: argparse.Namespace
+    config: EngineConfig
+    settings: ReplicaSettings
+    row_format: RowFormat
+    inputs: Inputs
+    output: ResultDirectory
+    status: StatusLine
+    interrupt: Interrupt
+    meter: Meter = field(default_factory=lambda: Meter(None))
+    first_error: str = ""
+    kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
+    # Answered rows: without text, and cut at max_tokens or max_model_len.
+    num_empty: int = 0
+    num_cut: int = 0
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        done = self.output.done
+        with self.status.during("counting rows"), self.interrupt.allowed():
+            total = self.inputs.count()
+        if done.num_done:
+            self.say(f"{of(done.num_done, total)} rows were done before")
+        if done.num_done >= total:
+            self.output.finish()
+            return self.ended()
         try:
-            yield LocalReplica(replica), replica.llm.watch_steps
-        finally:
-            replica.close()
-        return
-    from nanovllm.apps.batch import ray_cluster
-    from nanovllm.apps.batch.ray_replicas import WORKER_TIMEOUT, RayReplicas
+            self._run_rows(total - done.num_done)
+        except (KeyboardInterrupt, EngineError) as error:
+            self.output.flush()
+            what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
+            self.say(f"{what}: {of(done.num_done, total)} rows are written; --resume computes the others")
+            if isinstance(error, EngineError):
+                raise
+            return INTERRUPTED
+        return self.ended()
 
-    with show.status.during("joining the cluster"), show.interrupt.allowed():
-        ray_cluster.connect(args.ray_address, args.verbose)
-    try:
-        gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
-        resources = ray_cluster.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
-        timeout = WORKER_TIMEOUT if args.worker_timeout is None else args.worker_timeout
-        replicas = RayReplicas(settings, args.num_replicas, resources, show.say, timeout)
+    def _run_rows(self, num_rows: int) -> None:
+        model, count = self.args.model, self.args.num_replicas
+        with self._replicas() as (replicas, watch_steps):
+            self.meter = Meter(num_rows)
+            prefix = f"{count} replicas, " if count > 1 else ""
+            with ProgressDisplay(self.status, self.meter, replicas.progress, watch_steps, prefix) as display:
+                has_begun = False
+
+                def on_turn() -> None:
+                    nonlocal has_begun
+                    if not replicas.ready():
+                        self.status.show(f"loading {model} on {count} replicas")
+                        return
+                    if not has_begun:
+                        self.meter.restart()
+                        has_begun = True
+                    display.refresh()
+
+                Job(
+                    rows=self.inputs.rows(self.output.done.__contains__, self.row_format.used_columns),
+                    row_format=self.row_format,
+                    output=self.output,
+                    replicas=replicas,
+                    max_num_seqs=self.config.max_num_seqs,
+                    by_prefix=self.args.prefix_routing,
+                    on_result=self.count,
+                    on_turn=on_turn,
+                    on_loss=self.say,
+                    interruptible=self.interrupt.allowed,
+                ).run()
+
+    @contextmanager
+    def _replicas(self) -> Iterator[tuple[Replicas, WatchSteps]]:
+        """The replicas, and what sets the function that they call before every layer."""
+        args = self.args
+        if not _is_on_cluster(args):
+            with self.status.during(f"loading {args.model}"), self.interrupt.allowed():
+                replica = Replica(self.settings)
+            self.kv_stats = replica.llm.kv_stats
+            try:
+                yield LocalReplica(replica), replica.llm.watch_steps
+            finally:
+                replica.close()
+            return
+        from nanovllm.apps.batch import ray_replicas
+
+        with self.status.during("joining the cluster"), self.interrupt.allowed():
+            ray_replicas.connect(args.ray_address, args.verbose)
         try:
-            yield replicas, lambda on_layer: None
+            gpus = 0 if self.config.device == "cpu" else self.config.tensor_parallel_size
+            resources = ray_replicas.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
+            timeout = ray_replicas.WORKER_TIMEOUT if args.worker_timeout is None else args.worker_timeout
+            replicas = ray_replicas.RayReplicas(self.settings, args.num_replicas, resources, self.say, timeout)
+            try:
+                yield replicas, lambda on_layer: None
+            finally:
+                replicas.close()
         finally:
-            replicas.close()
-    finally:
-        ray_cluster.disconnect()
-
-
-class Display:
-    """What the command shows: one line of progress for all replicas, sentences, and the totals."""
-
-    def __init__(self, status: StatusLine, interrupt: Interrupt) -> None:
-        self.status, self.interrupt = status, interrupt
-        self.meter = Meter(None)
-        self.first_error = ""
-        self.kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
-        self._num_empty = self._num_cut = 0  # answered rows: without text, cut at max_tokens or max_model_len
+            ray_replicas.disconnect()
 
     def say(self, sentence: str) -> None:
         """A sentence, on a line of its own."""
@@ -225,15 +281,16 @@ class Display:
     def count(self, row: Row, result: RowResult) -> None:
         """Count a row that has its result."""
         self.meter.count_tokens(result.prompt_tokens, result.computed_tokens, result.generated_tokens)
-        self.meter.failed += result.error is not None
-        self.meter.finished += result.error is None
-        if result.error is None:
-            outputs = result.columns["outputs"] or ()
-            self._num_empty += not any(output["text"] for output in outputs)
-            self._num_cut += any(output["finish_reason"] == "length" for output in outputs)
-        self.first_error = self.first_error or result.error or ""
+        if result.error is not None:
+            self.meter.failed += 1
+            self.first_error = self.first_error or result.error
+            return
+        self.meter.finished += 1
+        outputs = result.columns["outputs"] or ()
+        self.num_empty += not any(output["text"] for output in outputs)
+        self.num_cut += any(output["finish_reason"] == "length" for output in outputs)
 
-    def ended(self, output: ResultDirectory) -> int:
+    def ended(self) -> int:
         """Show the totals. Returns the exit status."""
         if self.status.shown:
             meter = self.meter
@@ -241,69 +298,12 @@ class Display:
             if self.kv_stats is not None:
                 say(kv_line(self.kv_stats(), meter.num_tokens))
             say(
-                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self._num_empty:,} "
-                f"empty and {self._num_cut:,} cut at --max-tokens or max_model_len; {meter.failed:,} failed"
+                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self.num_empty:,} "
+                f"empty and {self.num_cut:,} cut at --max-tokens or max_model_len; {meter.failed:,} failed"
             )
-        failed = output.done.num_failed
+        failed = self.output.done.num_failed
         if not failed:
             return 0
-        lead = f"{failed:,} of {output.done.num_done:,} rows failed"
-        say(f"nanovllm batch: error: {lead}{f'; the first: {self.first_error}' if self.first_error else ''}")
+        first = f"; the first: {self.first_error}" if self.first_error else ""
+        say(f"nanovllm batch: error: {failed:,} of {self.output.done.num_done:,} rows failed{first}")
         return 1
-
-
-def _run(
-    args: argparse.Namespace,
-    inputs: Inputs,
-    settings: ReplicaSettings,
-    row_format: RowFormat,
-    config: EngineConfig,
-    output: ResultDirectory,
-    show: Display,
-) -> int:
-    """Run the rows that are not done. Returns the exit status."""
-    done = output.done
-    with show.status.during("counting rows"), show.interrupt.allowed():
-        total = inputs.count()
-    if done.num_done:
-        show.say(f"{of(done.num_done, total)} rows were done before")
-    if done.num_done >= total:
-        output.finish()
-        return show.ended(output)
-    try:
-        with _replicas(args, settings, config, show) as (replicas, watch_steps):
-            show.meter = Meter(total - done.num_done)
-            prefix = f"{args.num_replicas} replicas, " if args.num_replicas > 1 else ""
-            with ProgressDisplay(show.status, show.meter, replicas.progress, watch_steps, prefix) as display:
-                has_begun = False
-
-                def on_turn() -> None:
-                    nonlocal has_begun
-                    if not replicas.ready():
-                        show.status.show(f"loading {args.model} on {args.num_replicas} replicas")
-                        return
-                    if not has_begun:
-                        show.meter.restart()
-                        has_begun = True
-                    display.refresh()
-
-                Job(
-                    rows=inputs.rows(done.__contains__, row_format.used_columns),
-                    row_format=row_format,
-                    output=output,
-                    replicas=replicas,
-                    max_num_seqs=config.max_num_seqs,
-                    router=Router(by_prefix=args.prefix_routing),
-                    on_result=show.count,
-                    on_turn=on_turn,
-                    on_loss=show.say,
-                    interruptible=show.interrupt.allowed,
-                ).run()
-    except (KeyboardInterrupt, EngineError) as error:
-        output.flush()
-        what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
-        show.say(f"{what}: {of(done.num_done, total)} rows are written; --resume computes the others")
-        if isinstance(error, EngineError):
-            raise
-        return INTERRUPTED
-    return show.ended(output)
