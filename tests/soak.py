@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,20 +29,167 @@ from typing import Any
 if __package__:  # as `python -m tests.soak`: the helpers are modules beside this one
     sys.path.insert(0, str(Path(__file__).parent))
 
-import torch
+import pytest
 from checkpoints import make_checkpoint
-from soak_requests import MAX_MODEL_LEN, VOCAB, Asked, answer_alone, difference, random_request
 from tokenizer_files import write_byte_level
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory import rss_bytes
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 
+VOCAB = 300
+MAX_MODEL_LEN = 160
+LOGPROB_TOLERANCE = 1e-3
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "[a-z]{3,30}"},
+    {"choice": ["日本", "in the", "zz"]},
+    {"json_object": True},
+    {"grammar": 'start: "[" item ("," item)* "]"\nitem: /[a-e]/ | start'},
+]
+WORDS = ["a", "th", " a", "in", "é", "zz", "日本"]
 BLOCK = 16
 BLOCK_GIB = 2 * 2 * 2 * BLOCK * 16 * 4 / 2**30  # layers, K and V, heads, tokens, head size, float32
 MIB = 2**20
 MOST_REPORTED = 10  # differences
+
+
+# ---- random requests
+
+
+@dataclass
+class Asked:
+    """A request: its prompt, its parameters, and all that its outputs said so far."""
+
+    prompt: list[int]
+    params: SamplingParams
+    salt: str | None
+    priority: int
+    pieces: dict[int, CompletionOutput] = field(default_factory=dict)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    last: RequestOutput | None = None
+
+    def hear(self, output: RequestOutput) -> None:
+        """Take an output in, whatever its kind."""
+        self.last = output
+        is_delta = self.params.output_kind is RequestOutputKind.DELTA
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [*self.prompt_logprobs * is_delta, *output.prompt_logprobs]
+        for new in output.outputs:
+            old = self.pieces.get(new.index)
+            if is_delta and old is not None:
+                logprobs = None if new.logprobs is None else [*(old.logprobs or []), *new.logprobs]
+                new = replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
+            self.pieces[new.index] = new
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was aborted or failed, and so has no more than a beginning."""
+        return any(piece.finish_reason in ("abort", "error") for piece in self.pieces.values())
+
+
+def random_request(random: Random, beginnings: list[list[int]]) -> Asked:
+    """A prompt, often with the beginning of others, and parameters of any kind that go together."""
+    prompt = [random.randrange(VOCAB - 20) for _ in range(random.choice([1, 3, 15, 16, 17, 33, 50]))]
+    if random.random() < 0.5:
+        beginning = random.choice(beginnings)
+        prompt = beginning[: random.choice([15, 16, 23, 32, 40, len(beginning)])] + prompt[: random.choice([1, 5, 20])]
+    salt, priority = random.choice([None, None, None, "salt", "pepper"]), random.choice([0, 0, 0, 1, -1])
+    return Asked(prompt[: MAX_MODEL_LEN - 1], _parameters(random), salt, priority)
+
+
+def _parameters(random: Random) -> SamplingParams:
+    params: dict[str, Any] = {
+        "max_tokens": random.choice([1, 2, 8, 20, 40, None]),
+        "seed": random.randrange(10**6),
+        "output_kind": random.choice(list(RequestOutputKind)),
+        "ignore_eos": random.random() < 0.8,
+    }
+    kind = random.random()
+    if kind < 0.12:
+        params |= {"use_beam_search": True, "n": random.choice([2, 3]), "temperature": 0.0, "max_tokens": 10}
+        params |= {"length_penalty": random.choice([0.5, 1.0, 2.0]), "early_stopping": random.choice([True, False])}
+    elif kind < 0.4:
+        params["temperature"] = 0.0
+    else:
+        params |= {"temperature": random.choice([0.3, 1.0, 2.0]), "top_k": random.choice([0, 0, 5, 50])}
+        params |= {"top_p": random.choice([1.0, 0.9, 0.3]), "min_p": random.choice([0.0, 0.05])}
+        params["n"] = random.choice([1, 1, 1, 2, 3])
+        params["best_of"] = params["n"] + 1 if random.random() < 0.2 else None
+    if not params.get("use_beam_search"):
+        params |= _adjustments(random)
+    if random.random() < 0.25:
+        params["logprobs"] = random.choice([0, 1, 5])
+    if random.random() < 0.2:
+        params["prompt_logprobs"] = random.choice([0, 2])
+    if random.random() < 0.1 and params.get("n", 1) == 1 and not params.get("best_of"):
+        params |= {"max_tokens": 0, "prompt_logprobs": 1}
+    if random.random() < 0.3:
+        params["stop_token_ids"] = random.sample(range(VOCAB), random.choice([1, 40]))
+    if random.random() < 0.2:
+        most = params["max_tokens"]
+        params["min_tokens"] = min(random.choice([1, 5]), 5 if most is None else most)
+    return SamplingParams(**params)
+
+
+def _adjustments(random: Random) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    if random.random() < 0.25:
+        params["repetition_penalty"] = random.choice([0.8, 1.3])
+    if random.random() < 0.25:
+        params |= {"frequency_penalty": random.choice([-0.5, 0.7]), "presence_penalty": random.choice([0.0, 0.6])}
+    if random.random() < 0.25:
+        params["logit_bias"] = {random.randrange(VOCAB): random.choice([2.0, -5.0, -math.inf]) for _ in range(5)}
+    if random.random() < 0.2:
+        params["bad_words"] = random.sample(WORDS, 2)
+    if random.random() < 0.1:
+        params["allowed_token_ids"] = random.sample(range(VOCAB), 40)
+    if random.random() < 0.15:
+        params["structured_outputs"] = random.choice(GRAMMARS)
+        params["ignore_eos"] = False
+    if random.random() < 0.3:
+        params["stop"] = random.sample(WORDS, 2)
+        params["include_stop_str_in_output"] = random.random() < 0.5
+    return params
+
+
+# ---- what it should have said
+
+
+def difference(asked: Asked, expected: RequestOutput) -> str | None:
+    """What is wrong with what was heard, in a sentence; None if nothing is. A request that was cut has a part of it."""
+    if asked.last is None or not asked.last.finished:
+        return "the request never ended"
+    if asked.is_cut and (asked.params.use_beam_search or asked.params.num_sequences > asked.params.n):
+        return None  # which sequences are the best shows in the end only
+    if not asked.is_cut and len(asked.pieces) != len(expected.outputs):
+        return f"{len(asked.pieces)} sequences instead of {len(expected.outputs)}"
+    pairs = [(asked.prompt_logprobs, expected.prompt_logprobs or [])]
+    for whole in expected.outputs:
+        heard = asked.pieces.get(whole.index)
+        if heard is None:
+            continue
+        is_cut = heard.finish_reason in ("abort", "error")
+        if heard.token_ids != whole.token_ids[: len(heard.token_ids) if is_cut else None]:
+            return f"sequence {whole.index}: tokens {heard.token_ids} instead of {whole.token_ids}"
+        found, wanted = ((each.finish_reason, each.stop_reason, each.text) for each in (heard, whole))
+        if not is_cut and found != wanted:
+            return f"sequence {whole.index}: end and text {found} instead of {wanted}"
+        pairs.append((heard.logprobs or [], whole.logprobs or []))
+    rows = [rows for pair in pairs for rows in zip(*pair, strict=False)]
+    return next(
+        (f"log-probabilities {row} instead of {other}" for row, other in rows if not _is_like(row, other)), None
+    )
+
+
+def _is_like(row: Mapping[int, Any] | None, other: Mapping[int, Any] | None) -> bool:
+    """The same values; of tokens that are as likely as each other, either may be named."""
+    mine, others = (sorted(entry.logprob for entry in (entries or {}).values()) for entries in (row, other))
+    return mine == pytest.approx(others, rel=0, abs=LOGPROB_TOLERANCE)
+
+
+# ---- engines, side by side
 
 
 @dataclass
@@ -185,7 +334,7 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
     for arguments, driver in drivers:
         wrong = [f"at idle, {left}" for left in [driver.check_idle()] if left is not None]
         for name, asked in driver.asked.items():
-            found = difference(asked, answer_alone(alone, asked))
+            found = difference(asked, alone.generate(asked.prompt, replace(asked.params), use_tqdm=False)[0])
             totals.counts["compared"] += 1
             if found is not None:
                 wrong.append(f"request {name}, {asked.params}: {found}")
@@ -197,8 +346,14 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
         driver.llm.close()
 
 
+def make_model(path: Path) -> None:
+    make_checkpoint(path, vocab=VOCAB, max_positions=256, eos_token_id=[VOCAB - 1])
+    write_byte_level(path)
+
+
 def soak(model: str, minutes: float, seed: int, first_round: int, rounds: int | None) -> int:
     """Run rounds; the exit status."""
+    logging.disable(logging.ERROR)  # of every preemption and every failed step
     totals, begin, number, told = Totals(), time.monotonic(), first_round, 0.0
     print(f"seed {seed}", flush=True)
     with LLM(model, dtype="float32", device="cpu", kvcache_block_size=BLOCK, num_gpu_blocks=200,
@@ -218,10 +373,8 @@ def soak(model: str, minutes: float, seed: int, first_round: int, rounds: int | 
 
 
 def _memory() -> str:
-    """Of this process with the engines of the rounds closed: what is resident, and what its tensors hold."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.layout == torch.strided]
-    return f"resident {rss_bytes() / MIB:.0f} MiB, tensors {sum(each.nbytes for each in tensors) / MIB:.1f} MiB"
+    return f"resident {rss_bytes() / MIB:.0f} MiB"
 
 
 def main() -> int:
@@ -231,11 +384,9 @@ def main() -> int:
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=None, help="most rounds")
     args = parser.parse_args()
-    logging.disable(logging.ERROR)  # of every preemption and every failed step
     seed = time.time_ns() % 10**6 if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(folder, vocab=VOCAB, max_positions=256, eos_token_id=[VOCAB - 1])
-        write_byte_level(Path(folder))
+        make_model(Path(folder))
         return soak(folder, args.minutes, seed, args.first_round, args.rounds)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.comm import CopyError, _sgdma, copy_pitched, memcpy_batch_async
+from nanovllm.comm import CopyError, copy_pitched, memcpy_batch_async
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.data.tiers import BlockMove
 from nanovllm.device import cpu
@@ -79,16 +79,12 @@ def refusals() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"sizes": [4]}, "of one length, got 2, 2 and 1"),
         ({"sizes": [4, -1]}, r"sizes\[1\] must be an int of at least 0, got -1"),
-        ({"sizes": [4, 4.0]}, r"sizes\[1\] must be an int of at least 0, got 4.0"),
-        ({"dsts": [memory, "no"]}, r"dsts\[1\] must be a torch.Tensor, got str"),
         ({"srcs": [memory, torch.empty(8, device="meta")]}, r"needs srcs\[1\] on cpu, but it is on meta"),
         ({"kind": "x"}, "kind must be one of h2h, h2d, d2h, d2d, got 'x'"),
         ({"kind": "d2h"}, r"A d2h copy needs dsts\[0\] in pinned host memory, but its memory is pageable"),
-        ({"stream": 3}, "An h2h copy runs on the calling thread, so stream must be 0, got 3"),
         ({"dsts": [memory, memory[60:]], "sizes": [4, 5]}, r"past the end of dsts\[1\]"),
         ({"srcs": [memory[61:], memory]}, r"past the end of srcs\[0\]"),
         ({"dsts": [memory, memory[3:]]}, r"dsts\[1\] and dsts\[0\] do"),
-        ({"dsts": [memory, memory[8:]], "srcs": [memory[20:], memory[5:]]}, r"dsts\[1\] and srcs\[1\] do"),
         ({"dsts": [memory[40:], memory], "srcs": [memory[43:], memory[20:]]}, r"srcs\[0\] and dsts\[0\] do"),
     ]
 
@@ -107,22 +103,6 @@ def test_one_source_may_be_read_by_several_copies() -> None:
     dst, src = sentinels(16), random_bytes(8)
     assert memcpy_batch_async([dst, dst[8:]], [src, src], [8, 8], "h2h") == 2
     assert torch.equal(dst, torch.cat((src, src)))
-
-
-@pytest.mark.parametrize("side", ["dst", "src"])
-def test_rows_too_far_apart_for_one_copy_go_as_a_batch(side: str) -> None:
-    """The pool of one layer may be larger than the largest pitch; memory that is not touched costs nothing."""
-    pitch, width = MAX_PITCH + 1 + 4096, 512
-    far, near = torch.empty(2 * pitch + width, dtype=torch.uint8), random_bytes(3 * width, seed=1)
-    rows = [far[row * pitch :][:width] for row in range(3)]
-    if side == "dst":
-        copies = copy_pitched(far, near, pitch, width, width, 3, "h2h")
-    else:
-        for row in rows:
-            row.copy_(random_bytes(width, seed=2))
-        copies = copy_pitched(near, far, width, pitch, width, 3, "h2h")
-    assert copies == 3
-    assert torch.equal(torch.cat(rows), near)
 
 
 def test_a_device_with_a_smaller_pitch_gets_rows_earlier() -> None:
@@ -151,15 +131,6 @@ def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counte
     device.close()
     assert torch.equal(engine.host[2], out) and torch.equal(engine.resident[:, 3], back)
     assert engine.transfers == TransferCount(copies, layout.block_bytes, copies, layout.block_bytes)
-
-
-def test_extension_refuses_lists_of_different_lengths() -> None:
-    with pytest.raises(ValueError, match="of one length, got 2, 1 and 1"):
-        _sgdma.memcpy_batch_async([1, 2], [3], [4], "h2h", 0)
-
-
-def test_unregistered_memory_is_pageable() -> None:
-    assert _sgdma.memory_of(torch.zeros(8).data_ptr()) == ("pageable", -1)
 
 
 # ---- on a GPU

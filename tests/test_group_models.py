@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, recorded_batches, token_ids
+from engines import offloaded, random_prompt, recorded_batches, token_ids
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.ordering import OrderingCheck
@@ -63,22 +63,6 @@ def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: lis
         assert (stats.swapped > 0) == ("swapped" in name) and (stats.total > 0) == ("," in name)
         assert manager.num_used == manager.num_swapped == 0 and manager.num_copied_blocks > 0
         assert isinstance(llm._runner.device, OrderingCheck) and llm._runner.device.num_checked > 0
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_preempted_request_resumes_with_the_greedy_output_of_an_unpreempted_one(
-    model_dir: Path, mode: str, offload: bool
-) -> None:
-    prompts = [random_prompt(length, VOCAB, seed=8) for length in (40, 33, 30, 47)]
-    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=60) as llm:
-        expected = token_ids(llm, prompts, greedy(40))
-        assert llm.engine.scheduler.preemption.stats.total == 0
-    tight = offloaded(BLOCK, 6, 6) if offload else {"kvcache_block_size": BLOCK, "num_gpu_blocks": 11}
-    with LLM(model_dir, dtype="float32", max_model_len=100, preemption_mode=mode, **tight) as llm:
-        assert token_ids(llm, prompts, greedy(40)) == expected
-        stats = llm.engine.scheduler.preemption.stats
-        assert (stats.swapped if mode == "swap" else stats.recomputed) == stats.total > 0
 
 
 @pytest.mark.parametrize("tiers", ["device", "host"])

@@ -45,14 +45,6 @@ def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     assert outputs(bench, "a") == expected_group(prompt_of(BLOCK + 2), 2, 2)
 
 
-def test_a_full_last_block_is_shared_without_a_copy() -> None:
-    bench = Bench()
-    sampled(bench, "a", prompt_of(2 * BLOCK), 6, n=3)
-    bench.run()
-    assert bench.executor.num_copies == 0
-    assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK), 3, 6)
-
-
 def test_finished_siblings_free_their_blocks_at_once() -> None:
     prompt = prompt_of(6)
     group = expected_group(prompt, 3, 12)

@@ -70,14 +70,13 @@ def open_inputs(paths: Sequence[str]) -> Inputs:
     for file in files:
         try:
             file.open("rb").close()
-            if found == PARQUET and not _parquet(file).schema_arrow.equals(_parquet(files[0]).schema_arrow):
-                raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
+            is_like_first = found == JSONL or _parquet(file).schema_arrow.equals(_parquet(files[0]).schema_arrow)
         except OSError as error:
             raise ConfigError(f"--input {str(file)!r} cannot be read: {error.strerror or told(error)}") from None
         except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"--input {str(file)!r} is not a Parquet file: {told(error)}") from None
+        if not is_like_first:
+            raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
     return Inputs(found, tuple(files))
 
 

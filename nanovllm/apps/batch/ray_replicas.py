@@ -28,7 +28,6 @@ CALLS = 2  # under way with each actor
 EXCHANGE_SECONDS = 0.25  # most that an exchange steps its engine, unless one step takes longer
 RESULT_SECONDS = 0.05  # least, if it has results
 WAIT_SECONDS = 0.5
-PATIENCE_SECONDS = 60.0  # until the job says what it waits for
 WORKER_TIMEOUT = 600.0  # seconds; compiling kernels for the first step can take minutes
 LONGEST_REASON = 300  # characters
 OWN_ERRORS = (ConfigError, ModelError, EngineError, RequestError)
@@ -162,7 +161,7 @@ class _Worker:
 
 
 class RayReplicas:
-    """The replicas of a job on a cluster. on_event is called with sentences about what the job waits for.
+    """The replicas of a job on a cluster. on_event is called with sentences about them.
 
     worker_timeout: seconds after which a worker that has rows and has not answered is taken for lost. Loading a model
     may take as long as it takes: no row waits for it.
@@ -180,9 +179,8 @@ class RayReplicas:
         # As Any: Ray adds the methods of actors at run time.
         actor_class: Any = ray.remote(ReplicaActor)
         self._new_actor = actor_class.options(max_restarts=0, max_task_retries=0, **options).remote
-        self._settings, self._resources, self._on_event = settings, resources, on_event
+        self._settings, self._on_event = settings, on_event
         self._worker_timeout = worker_timeout
-        self._patient_until: float | None = time.monotonic() + PATIENCE_SECONDS
         self._progress: dict[int, Progress] = {}
         self._cpu_kernels: tuple[int, Any] | None = None  # all replicas' choice: who makes it, and the call
         self._workers: dict[int, _Worker] = {}
@@ -209,7 +207,6 @@ class RayReplicas:
             if not self._workers:
                 raise EngineError("no replica is left: see the messages above; --resume goes on")
             return []
-        self._say_what_it_waits_for()
         found, _ = ray.wait(list(awaited), num_returns=1, timeout=WAIT_SECONDS)
         if found:  # those that have come meanwhile, too
             found, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
@@ -222,16 +219,6 @@ class RayReplicas:
     def close(self) -> None:
         for number in list(self._workers):
             self._kill(number)
-
-    def _say_what_it_waits_for(self) -> None:
-        """Say once what the cluster lacks if no replica has loaded for long: other jobs may use its machines."""
-        if self._patient_until is None or (time.monotonic() < self._patient_until and not self.ready()):
-            return
-        self._patient_until = None
-        if not self.ready():
-            free = ray.available_resources()
-            have = Resources(free.get("CPU", 0), free.get("GPU", 0))
-            self._on_event(f"no replica has loaded yet: each takes {self._resources}, and the cluster has {have} free")
 
     # ---- one worker
 

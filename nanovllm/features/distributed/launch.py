@@ -9,7 +9,6 @@ import secrets
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
@@ -49,11 +48,6 @@ def start_ranks(
         _check_torchrun(size)
         connections, store = _start_with_torchrun(config, spec, make_runner)
     else:
-        if getattr(current_process(), "_inheriting", False):  # a rank imports the script
-            raise ConfigError(
-                f"tensor_parallel_size={size}: a script that makes an LLM with several ranks needs "
-                "`if __name__ == '__main__':` around it, since every rank imports the script"
-            )
         store, port = local_store()
         setups = [RankSetup(config, spec, make_runner, rank, rank, size, LOOPBACK, port) for rank in range(size)]
         connections = [_spawn(setup) for setup in setups]
