@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -99,6 +99,41 @@ def random_request(random: Random, beginnings: list[list[int]]) -> Asked:
     return Asked(prompt[: MAX_MODEL_LEN - 1], _parameters(random), salt, priority)
 
 
+def _beams(random: Random) -> dict[str, Any]:
+    search = {"use_beam_search": True, "n": random.choice([2, 3]), "temperature": 0.0, "max_tokens": 10}
+    return {**search, "length_penalty": random.choice([0.5, 2.0]), "early_stopping": random.choice([True, False])}
+
+
+def _draws(random: Random) -> dict[str, Any]:
+    n = random.choice([1, 1, 1, 2, 3])
+    return {
+        "temperature": random.choice([0.3, 1.0, 2.0]),
+        "top_k": random.choice([0, 0, 5, 50]),
+        "top_p": random.choice([1.0, 0.9, 0.3]),
+        "min_p": random.choice([0.0, 0.05]),
+        "n": n,
+        "best_of": n + 1 if random.random() < 0.2 else None,
+    }
+
+
+# How often a request has these parameters. A beam search has none of ADJUSTMENTS.
+ADJUSTMENTS: list[tuple[float, Callable[[Random], dict[str, Any]]]] = [
+    (0.25, lambda random: {"repetition_penalty": random.choice([0.8, 1.3])}),
+    (0.25, lambda random: {"frequency_penalty": random.choice([-0.5, 0.7]), "presence_penalty": 0.6}),
+    (0.25, lambda random: {"logit_bias": {random.randrange(VOCAB): random.choice([2.0, -5.0, -math.inf])}}),
+    (0.2, lambda random: {"bad_words": random.sample(WORDS, 2)}),
+    (0.1, lambda random: {"allowed_token_ids": random.sample(range(VOCAB), 40)}),
+    (0.15, lambda random: {"structured_outputs": random.choice(GRAMMARS), "ignore_eos": False}),
+    (0.3, lambda random: {"stop": random.sample(WORDS, 2), "include_stop_str_in_output": random.random() < 0.5}),
+]
+OTHERS: list[tuple[float, Callable[[Random], dict[str, Any]]]] = [
+    (0.25, lambda random: {"logprobs": random.choice([0, 1, 5])}),
+    (0.2, lambda random: {"prompt_logprobs": random.choice([0, 2])}),
+    (0.3, lambda random: {"stop_token_ids": random.sample(range(VOCAB), random.choice([1, 40]))}),
+    (0.2, lambda random: {"min_tokens": 1}),
+]
+
+
 def _parameters(random: Random) -> SamplingParams:
     params: dict[str, Any] = {
         "max_tokens": random.choice([1, 2, 8, 20, 40, None]),
@@ -106,52 +141,14 @@ def _parameters(random: Random) -> SamplingParams:
         "output_kind": random.choice(list(RequestOutputKind)),
         "ignore_eos": random.random() < 0.8,
     }
-    kind = random.random()
-    if kind < 0.12:
-        params |= {"use_beam_search": True, "n": random.choice([2, 3]), "temperature": 0.0, "max_tokens": 10}
-        params |= {"length_penalty": random.choice([0.5, 1.0, 2.0]), "early_stopping": random.choice([True, False])}
-    elif kind < 0.4:
-        params["temperature"] = 0.0
-    else:
-        params |= {"temperature": random.choice([0.3, 1.0, 2.0]), "top_k": random.choice([0, 0, 5, 50])}
-        params |= {"top_p": random.choice([1.0, 0.9, 0.3]), "min_p": random.choice([0.0, 0.05])}
-        params["n"] = random.choice([1, 1, 1, 2, 3])
-        params["best_of"] = params["n"] + 1 if random.random() < 0.2 else None
-    if not params.get("use_beam_search"):
-        params |= _adjustments(random)
-    if random.random() < 0.25:
-        params["logprobs"] = random.choice([0, 1, 5])
-    if random.random() < 0.2:
-        params["prompt_logprobs"] = random.choice([0, 2])
+    kind = random.choice([_beams, _draws, _draws, _draws, lambda random: {"temperature": 0.0}])
+    params |= kind(random)
+    for rate, made in [*OTHERS, *(ADJUSTMENTS if kind is not _beams else ())]:
+        if random.random() < rate:
+            params |= made(random)
     if random.random() < 0.1 and params.get("n", 1) == 1 and not params.get("best_of"):
-        params |= {"max_tokens": 0, "prompt_logprobs": 1}
-    if random.random() < 0.3:
-        params["stop_token_ids"] = random.sample(range(VOCAB), random.choice([1, 40]))
-    if random.random() < 0.2:
-        most = params["max_tokens"]
-        params["min_tokens"] = min(random.choice([1, 5]), 5 if most is None else most)
+        params |= {"max_tokens": 0, "prompt_logprobs": 1, "min_tokens": 0}
     return SamplingParams(**params)
-
-
-def _adjustments(random: Random) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    if random.random() < 0.25:
-        params["repetition_penalty"] = random.choice([0.8, 1.3])
-    if random.random() < 0.25:
-        params |= {"frequency_penalty": random.choice([-0.5, 0.7]), "presence_penalty": random.choice([0.0, 0.6])}
-    if random.random() < 0.25:
-        params["logit_bias"] = {random.randrange(VOCAB): random.choice([2.0, -5.0, -math.inf]) for _ in range(5)}
-    if random.random() < 0.2:
-        params["bad_words"] = random.sample(WORDS, 2)
-    if random.random() < 0.1:
-        params["allowed_token_ids"] = random.sample(range(VOCAB), 40)
-    if random.random() < 0.15:
-        params["structured_outputs"] = random.choice(GRAMMARS)
-        params["ignore_eos"] = False
-    if random.random() < 0.3:
-        params["stop"] = random.sample(WORDS, 2)
-        params["include_stop_str_in_output"] = random.random() < 0.5
-    return params
 
 
 # ---- what it should have said
@@ -213,7 +210,7 @@ class Interruption:
 
     def __call__(self, batch: Any) -> Any:
         hit = self._random.random()
-        error = RuntimeError("a step that fails") if self._random.random() < 0.5 else KeyboardInterrupt()
+        error = self._random.choice([RuntimeError("a step that fails"), KeyboardInterrupt()])
         if hit < self._rate / 2:
             raise error
         result = self._execute(batch)

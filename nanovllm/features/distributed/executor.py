@@ -43,7 +43,6 @@ from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two looks at the deadline
 CAUSE_SECONDS = 1.0  # a rank that fails because of another one often says so first
 CLOSE_SECONDS = 10.0
 
@@ -67,10 +66,8 @@ class TensorParallelExecutor:
         self._size = config.tensor_parallel_size
         spec.of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
-        self._step = 0
         self._kept: list[LogitsProcessors] = []  # of the step
         self._interrupted = False  # while a step runs, and after an exception until its result was received
-        self._deadline: float | None = None  # for the next message of the first rank
         self._is_ready = False
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
@@ -95,8 +92,7 @@ class TensorParallelExecutor:
         self._check_open()
         if self._interrupted:
             self._result(is_wanted=False)
-        self._step += 1
-        message = Execute(self._step, self._packed(batch), self._on_layer is not None)
+        message = Execute(self._packed(batch), self._on_layer is not None)
         for rank in self._ranks:
             with suppress(OSError):  # its end is noticed when its answer is awaited
                 rank.channel.send(message)
@@ -150,17 +146,7 @@ class TensorParallelExecutor:
         BatchPickler(file, self._kept).dump(batch)
         return file.getvalue()
 
-    def _messages(self) -> Iterator[tuple[Rank, Any]]:
-        """The messages of all ranks as they come.
-
-        Raises the error of a rank that fails or does not answer before the deadline.
-        """
-        while True:
-            yield from self._arrived(LOOK_SECONDS)
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                raise self._ended(f"rank 0 has not finished a step {self._patience:g} s after the others")
-
-    def _arrived(self, seconds: float) -> Iterator[tuple[Rank, Any]]:
+    def _arrived(self, seconds: float | None = None) -> Iterator[tuple[Rank, Any]]:
         """The messages that have come, or else the next ones within some seconds. Those of no step are handled here.
 
         Raises the error of a rank that fails.
@@ -177,15 +163,14 @@ class TensorParallelExecutor:
 
     def _wait_until_ready(self) -> None:
         num_ready = 0
-        for rank, message in self._messages():
-            if isinstance(message, Ready):
+        while num_ready < self._size:
+            for rank, message in self._arrived():
+                assert isinstance(message, Ready)
                 num_ready += 1
                 if rank.index == 0:
                     self.spec, self.dtype, self._stats = message.spec, message.dtype, message.stats
                     self.sizing, self.plan, self.num_swap_blocks = message.sizing, message.plan, message.num_swap_blocks
-                if num_ready == self._size:
-                    self._is_ready = True
-                    return
+        self._is_ready = True
 
     def _report(self, message: Progress) -> None:
         """Call `on_layer`. An error in it is logged and does not fail the step."""
@@ -199,21 +184,15 @@ class TensorParallelExecutor:
 
     def _result(self, is_wanted: bool) -> StepResult:
         """Wait for the result of the step in progress. is_wanted: False if the step was interrupted."""
-        self._deadline = None
-        for rank, message in self._messages():
-            if isinstance(message, Done) and message.step == self._step:
-                if rank.index == 0:
-                    assert message.result is not None and message.stats is not None and message.busy is not None
+        while True:
+            for rank, message in self._arrived():
+                if isinstance(message, Done):
                     self._stats, self._busy, self._interrupted = message.stats, message.busy, False
                     return message.result
-                self._deadline = time.monotonic() + self._patience
-            elif rank.index == 0 and self._deadline is not None:  # a rank that says something does not hang
-                self._deadline = time.monotonic() + self._patience
-            if isinstance(message, Progress) and is_wanted:
-                self._report(message)
-            elif isinstance(message, Process):
-                self._process(rank, message, is_wanted)
-        raise AssertionError("messages end with an error only")
+                if isinstance(message, Progress) and is_wanted:
+                    self._report(message)
+                elif isinstance(message, Process):
+                    self._process(rank, message, is_wanted)
 
     def _process(self, rank: Rank, message: Process, is_wanted: bool) -> None:
         """Apply logits processors and answer the rank, also if the caller's function is interrupted."""

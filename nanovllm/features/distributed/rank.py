@@ -83,12 +83,11 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run a step. Steps are counted, since only the first rank's end of a step is awaited. None ends the rank.
+    """Run a step; None instead of it ends the rank.
 
     batch: pickled by `BatchPickler`. watched: the first rank reports the progress of the step.
     """
 
-    step: int
     batch: bytes
     watched: bool
 
@@ -107,12 +106,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rank has finished a step. Only the first rank has a result."""
+    """The first rank has finished the step."""
 
-    step: int
-    result: StepResult | None = None
-    stats: KVStats | None = None
-    busy: Busy | None = None
+    result: StepResult
+    stats: KVStats
+    busy: Busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,22 +263,17 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
-    while isinstance(message := channel.receive(), Execute):
-        _run_step(channel, runner, message, is_first=setup.rank == 0)
+    while (message := channel.receive()) is not None:
+        batch = BatchUnpickler(message.batch, channel).load()
+        if setup.rank == 0:
+            report = (lambda share: channel.send(Progress(share, runner.kv_stats()))) if message.watched else None
+            runner.watch_steps(report)
+        result = runner.execute(batch)
+        if setup.rank == 0:
+            channel.send(Done(result, runner.kv_stats(), runner.link_busy()))
     logging.getLogger("nanovllm").handlers.clear()
     runner.close()
     dist.destroy_process_group()
-
-
-def _run_step(channel: Channel, runner: ModelRunner, message: Execute, is_first: bool) -> None:
-    batch = BatchUnpickler(message.batch, channel).load()
-    if not is_first:
-        runner.execute(batch)
-        channel.send(Done(message.step))
-        return
-    runner.watch_steps((lambda share: channel.send(Progress(share, runner.kv_stats()))) if message.watched else None)
-    result = runner.execute(batch)
-    channel.send(Done(message.step, result, runner.kv_stats(), runner.link_busy()))
 
 
 def with_device(setup: RankSetup) -> EngineConfig:
