@@ -35,9 +35,8 @@ from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
 from nanovllm.device import create_device
-from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
-from nanovllm.features.planner.predict import Prediction
+from nanovllm.features.planner.predict import Prediction, Rates
 from nanovllm.memory.budget import split_device
 from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import select_backend

@@ -64,8 +64,8 @@ class Shape:
         """Bytes that a sequence's decode step must read: visible KV, and weights without the embedding table and the
         experts that its row does not choose."""
         network, itemsize = self.network, self.dtype.itemsize
-        table = 0 if self.spec.tie_word_embeddings else network.head_bytes
-        unread = self.spec.layer_weight_bytes(itemsize) - network.layer_weight_bytes
+        table = 0 if self.spec.tie_word_embeddings else self.spec.head_bytes(itemsize)
+        unread = self.spec.layer_weight_bytes(itemsize) - self.spec.layer_weight_bytes(itemsize, rows=1)
         weights = network.weight_bytes - table - self.spec.num_layers * unread
         return weights + network.attended_bytes(context_len - 1, 1)
 

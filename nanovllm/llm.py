@@ -45,8 +45,8 @@ from nanovllm.text.prompts import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.features.planner.machine import Rates
     from nanovllm.features.planner.plan import Plan
+    from nanovllm.features.planner.predict import Rates
 
 
 class OutputStream(Iterator[RequestOutput]):

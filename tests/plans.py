@@ -7,8 +7,9 @@ from typing import Any
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.features.planner.machine import Link, Rates
 from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.plan import Plan
+from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.sizing import MemoryFacts
@@ -35,3 +36,7 @@ def sizing_for(
     memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, one_memory, activation_peak=GIB)
     layout = layout_of(config, network.spec, network.itemsize)
     return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)
+
+
+def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:
+    return Plan(network, sizing, rates, sizing.plan())

@@ -83,7 +83,7 @@ def test_weights_equal_those_of_the_package_compressed_tensors(variant: str, qua
 def test_memory_is_counted_as_stored(variant: str, quantized: Callable[[str], Path]) -> None:
     path = quantized(variant)
     spec, decoder = load_decoder_spec(path), load(path)
-    assert decoder.weight_bytes == parameter_bytes(decoder) == Network.of(spec, "float32").weight_bytes
+    assert decoder.weight_bytes == parameter_bytes(decoder) == Network(spec, "float32").weight_bytes
     assert spec.num_layers * decoder.layer_weight_bytes == sum(
         slot.view.nbytes for layer in decoder.layers for _, slot in layer.slots()
     )

@@ -105,7 +105,7 @@ def check_parts(parts: list[Decoder], expected: dict[str, Tensor]) -> None:
     found = joined(parts)
     assert found.keys() and all(torch.equal(found[module], expected[f"{module}.weight"]) for module in found)
     for part in parts:
-        assert part.weight_bytes == parameter_bytes(part) == Network.of(part.spec, "float32").weight_bytes
+        assert part.weight_bytes == parameter_bytes(part) == Network(part.spec, "float32").weight_bytes
 
 
 # ---- what a rank reads

@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import nanovllm.features.planner as planner
 from nanovllm.apps.cli.arguments import (
     TOKENS,
     add_engine_group,
@@ -21,42 +22,13 @@ from nanovllm.apps.cli.arguments import (
 )
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
-from nanovllm.features.planner import (
-    Link,
-    Plan,
-    PlanRequest,
-    cpu_kernels_line,
-    parse_byte_rate,
-    parse_bytes,
-    parse_compute_rate,
-    parse_seconds,
-    plan_json,
-    plan_of,
-    plan_table,
-    running_arguments,
-)
 
-T = TypeVar("T")
 # Published models by name, whose config is part of the package.
 CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "planner" / "configs").glob("*.json")}
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
-    "dtype",
-    "hf_overrides",
-    "kv_cache_dtype",
-    "kvcache_block_size",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "num_gpu_blocks",
-    "kv_cache_memory_bytes",
-    "num_cpu_blocks",
-    "kv_offloading_size",
-    "cpu_attention",
-    "gpu_memory_utilization",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "max_cpu_loras",
+    *("dtype", "hf_overrides", "kv_cache_dtype", "kvcache_block_size", "max_model_len", "max_num_batched_tokens"),
+    *("max_num_seqs", "num_gpu_blocks", "kv_cache_memory_bytes", "num_cpu_blocks", "kv_offloading_size"),
+    *("cpu_attention", "gpu_memory_utilization", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
     "tensor_parallel_size",
 )
 
@@ -91,55 +63,59 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_machine_options(group: Any) -> None:
-    add = group.add_argument
-    add("--gpu", type=_quantity(find_card), metavar="NAME", help='a card, such as "RTX 4090", H100 or L40S')
-    add("--gpu-mem", type=_quantity(parse_bytes), metavar="80GB", help="memory of the device")
-    add("--host-mem", type=_quantity(parse_bytes), metavar="256GB", help="host memory that is free for the KV cache")
-    add("--link", type=_quantity(_link_rate), metavar="50GB/s", help='between host and device, each way; or "PCIe 4"')
-    add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
-    rank = "bytes that a tensor-parallel rank receives from the others"
-    add("--interconnect", type=_quantity(parse_byte_rate), metavar="400GB/s", help=rank)
-    add("--all-reduce", type=_quantity(parse_seconds), metavar="10us", help="time of a sum of few bytes over the ranks")
-    add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
-    add("--host-bandwidth", type=_quantity(parse_byte_rate), metavar="100GB/s", help="of CPU attention in host memory")
-    add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")
-    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="this machine's rates")
+    def add(flag: str, parse: Callable[[str], object], example: str, meaning: str) -> None:
+        def parse_option(text: str) -> object:
+            try:
+                return parse(text)
+            except ValueError as error:  # argparse would leave its message out
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        group.add_argument(flag, type=parse_option, metavar=example, help=meaning)
+
+    num_bytes, rate, seconds = planner.parse_bytes, planner.parse_byte_rate, planner.parse_seconds
+    add("--gpu", find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
+    add("--gpu-mem", num_bytes, "80GB", "memory of the device")
+    add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache")
+    link = 'between host and device, each way; or "PCIe 4"'
+    add("--link", lambda text: find_link(text) or rate(text), "50GB/s", link)
+    add("--compute", planner.parse_compute_rate, "400TFLOPS", "of matrix products and attention")
+    add("--interconnect", rate, "400GB/s", "bytes that a tensor-parallel rank receives from the others")
+    add("--all-reduce", seconds, "10us", "time of a sum of few bytes over the ranks")
+    add("--device-bandwidth", rate, "3TB/s", "of reading device memory")
+    add("--host-bandwidth", rate, "100GB/s", "of CPU attention in host memory")
+    add("--layer-overhead", seconds, "20us", "fixed cost of a layer in a step")
+    measured = "this machine's rates"
+    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help=measured)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    _take_rates_of_card(args)
+    if args.gpu is not None:
+        for name in ("gpu_mem", "compute", "device_bandwidth", "link"):
+            if getattr(args, name) is None:
+                setattr(args, name, getattr(args.gpu, name))
     named, given = args.model, engine_arguments(args)
     check_offload_flags(args.enable_cpu_offload, given)
-    asked = PlanRequest(
-        CONFIGS.get(named, named),
-        given,
-        args.prompt_len,
-        args.output_len,
-        args.enable_cpu_offload,
-        args.gpu_mem,
-        args.host_mem,
-        _rates(args),
-        args.measure,
-    )
-    plan = plan_of(asked)
+    wanted = (args.prompt_len, args.output_len, args.enable_cpu_offload, args.gpu_mem, args.host_mem)
+    model = CONFIGS.get(named, named)
+    plan = planner.plan_of(planner.PlanRequest(model, given, *wanted, rates=_rates(args), measure=args.measure))
     prompt_len = args.prompt_len or plan.kv.max_model_len
     if args.json:
-        print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
+        print(json.dumps(planner.plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
     else:
-        print(plan_table(plan, prompt_len, args.output_len))
+        print(planner.plan_table(plan, prompt_len, args.output_len))
         if args.gpu_mem is None:
-            print(cpu_kernels_line(), end="")
+            print(planner.cpu_kernels_line(), end="")
         if plan.fits(prompt_len):
             room = max(1, plan.kv.max_model_len - prompt_len)
-            arguments = given | running_arguments(plan, prompt_len, args.output_len)
+            arguments = given | planner.running_arguments(plan, prompt_len, args.output_len)
             print(f"\nTo run it\n  {_command(named, arguments, min(args.output_len, room))}")
         else:
             _say_what_would_fit(plan, prompt_len, args)
     return 0 if plan.fits(prompt_len) else 1
 
 
-def _say_what_would_fit(plan: Plan, prompt_len: int, args: argparse.Namespace) -> None:
+def _say_what_would_fit(plan: planner.Plan, prompt_len: int, args: argparse.Namespace) -> None:
     """Every obstacle with the flags that lift it, and flags that lift all of them."""
     print("\nWhat is in the way, and what to add")
     for obstacle in plan.sizing.obstacles(prompt_len):
@@ -167,47 +143,10 @@ def _command(model: str, arguments: dict[str, Any], output_len: int) -> str:
     return f"{words} {as_flags(changed)}".rstrip()
 
 
-def _take_rates_of_card(args: argparse.Namespace) -> None:
-    """Put what --gpu says into the options that are not given."""
-    if (card := args.gpu) is None:
-        return
-    rates = {"compute": card.compute, "device_bandwidth": card.bandwidth, "link": card.link}
-    for name, value in {"gpu_mem": int(card.memory), **rates}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-# ---- options
-
-
 def _rates(args: argparse.Namespace) -> dict[str, Any]:
     """The rates that are given, by their names in `Rates`."""
-    given = {
-        "compute": args.compute,
-        "attention": args.compute,
-        "weight_bandwidth": args.device_bandwidth,
-        "head_bandwidth": args.device_bandwidth,
-        "device_bandwidth": args.device_bandwidth,
-        "host_bandwidth": args.host_bandwidth,
-        "link": None if args.link is None else Link(args.link, args.link),
-        "interconnect": args.interconnect,
-        "all_reduce_seconds": args.all_reduce,
-        "layer_seconds": args.layer_overhead,
-    }
+    given = {name: getattr(args, option[2:].replace("-", "_")) for name, (option, _) in planner.RATES.items()}
+    given |= {"all_reduce_seconds": args.all_reduce, "layer_seconds": args.layer_overhead}
+    if args.link is not None:
+        given["link"] = planner.Link(args.link, args.link)
     return {name: rate for name, rate in given.items() if rate is not None}
-
-
-def _link_rate(text: str) -> float:
-    return find_link(text) or parse_byte_rate(text)
-
-
-def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser for argparse that keeps the message of a ValueError."""
-
-    def parse_option(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_option

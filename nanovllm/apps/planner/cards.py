@@ -16,22 +16,17 @@ PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}  # PCI-SIG: 8, 16 and 32 GT/s on 16 la
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Bytes, operations per second, bytes per second, and the PCIe generation of a GPU."""
+    """Bytes, operations per second, and bytes per second of device memory and of the link each way."""
 
     name: str
-    memory: float
+    gpu_mem: int
     compute: float
-    bandwidth: float
-    pcie: int
-
-    @property
-    def link(self) -> float:
-        """Bytes per second each way."""
-        return PCIE[self.pcie]
+    device_bandwidth: float
+    link: float
 
 
-def _card(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float, pcie: int) -> Card:
-    return Card(name, gigabytes * 1e9, teraflops * 1e12, gigabytes_per_second * 1e9, pcie)
+def _card(name: str, gigabytes: int, teraflops: float, gigabytes_per_second: float, pcie: int) -> Card:
+    return Card(name, gigabytes * 10**9, teraflops * 1e12, gigabytes_per_second * 1e9, PCIE[pcie])
 
 
 CARDS = (

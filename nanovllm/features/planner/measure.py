@@ -1,7 +1,8 @@
-"""Rates of this machine, measured in a few seconds by running parts of the engine on a few layers of the network.
+"""What `nanovllm plan` learns with torch: the memory of a step, and the memory and the rates of this machine.
 
-The parts are those that the engine runs: the decoder's layers, the KV caches, the ring and its streams, the attention
-backend. Every figure is a median, after a first call that does not count.
+Rates are measured in a few seconds by running parts of the engine on a few layers of the network: the decoder's
+layers, the KV caches, the ring and its streams, the attention backend. Every figure is a median, after a first call
+that does not count.
 """
 
 from __future__ import annotations
@@ -9,27 +10,38 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nanovllm.device import CopyKind, Device
+from nanovllm.config import EngineConfig
+from nanovllm.data.memory_checks import check_fits
+from nanovllm.device import CopyKind, Device, create_device
 from nanovllm.features.cpu_attention.host_blocks import cpu_attention_backend
-from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.cuda_graphs import graph_bytes
 from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.layers.forward_context import ForwardContext, KVCache
+from nanovllm.layers.parallel import MetaRanks
+from nanovllm.layers.row_limits import CPU_CHUNK_ROWS
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.profiling import activation_peak, measure_memory
+from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales, head_dim_of, quantize_rows_torch, stored_dtype
 from nanovllm.ops.timing import attend_once, call_seconds
@@ -89,8 +101,12 @@ class Probe:
         return min(self.chunk, self.model.chunk_rows)
 
     def cut(self, num_layers: int) -> Probe:
-        """The probe with the first layers only, which both share."""
-        return replace(self, model=first_layers(self.model, num_layers))
+        """The probe with the first layers only, which both share, with full attention."""
+        part = copy.copy(self.model)
+        part.layers = self.model.layers[:num_layers]
+        spec = self.model.spec.of_layers(range(num_layers))
+        part.spec = replace(spec, sliding_windows=(None,) * num_layers)
+        return replace(self, model=part)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median time of one call."""
@@ -98,17 +114,10 @@ class Probe:
         return statistics.median(call_seconds(work, self.sizes.rounds, finish, self.sizes.seconds))
 
 
-def first_layers(model: Decoder, num_layers: int) -> Decoder:
-    """A decoder of the model's first layers with full attention. It shares the model's weights."""
-    part = copy.copy(model)
-    part.layers = model.layers[:num_layers]
-    part.spec = replace(model.spec.of_layers(range(num_layers)), sliding_windows=(None,) * num_layers)
-    return part
-
-
 def probe_layers(network: Network, sizes: ProbeSizes) -> int:
     """Number of layers whose weights together exceed the processor's caches."""
-    return min(network.spec.num_layers, math.ceil(sizes.weight_bytes / network.layer_weight_bytes))
+    layer_bytes = network.spec.layer_weight_bytes(network.itemsize, rows=1)
+    return min(network.spec.num_layers, math.ceil(sizes.weight_bytes / layer_bytes))
 
 
 def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: ProbeSizes) -> Decoder:
@@ -147,7 +156,7 @@ def _measure(probe: Probe) -> Rates:
         attention=attention,
         device_bandwidth=device_bandwidth,
         weight_bandwidth=layers * probe.network.spec.layer_matrix_bytes(probe.network.itemsize, rows=1) / weights,
-        head_bandwidth=probe.network.head_bytes / head,
+        head_bandwidth=probe.network.spec.head_bytes(probe.network.itemsize) / head,
         step_seconds=max(0.0, bare - head),
         layer_seconds=max(0.0, (step - bare - weights) / layers),
     )
@@ -230,14 +239,17 @@ def _step(
 ) -> None:
     """A forward pass as the model runner makes it. Without layers, `kv_cache` may be None."""
     model = probe.model
-    slices = (SequenceMetadata.full(0, rows, context_len, table),)
+    ctx = _context(probe, kv_cache or _NoKVCache(), SequenceMetadata.full(0, rows, context_len, table))
     if kv_cache is not None:
-        kv_cache.begin_step(slices, ())
-    positions = upload(torch.cat([part.positions() for part in slices]), model.device)
-    ctx = ForwardContext(positions, positions + 1, slices, kv_cache or _NoKVCache())
+        kv_cache.begin_step(ctx.sequences, ())
     hidden = model(torch.zeros(rows, dtype=torch.int64, device=model.device), ctx)
     if rows == 1:
         model.compute_logits(hidden).argmax(dim=-1).tolist()
+
+
+def _context(probe: Probe, kv_cache: KVCache, sequence: SequenceMetadata) -> ForwardContext:
+    positions = upload(sequence.positions(), probe.model.device)
+    return ForwardContext(positions, positions + 1, (sequence,), kv_cache)
 
 
 class _NoKVCache:
@@ -324,16 +336,14 @@ def _block_read_seconds(probe: Probe) -> float:
     kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
-    slices = (SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)),)
-    positions = upload(torch.cat([part.positions() for part in slices]), model.device)
-    ctx = ForwardContext(positions, positions + 1, slices, kv_cache)
+    ctx = _context(probe, kv_cache, SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)))
     q, k, v = (
         torch.ones(1, heads, spec.head_dim, dtype=model.dtype, device=model.device)
         for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
 
     def attend() -> None:
-        kv_cache.begin_step(slices, ())
+        kv_cache.begin_step(ctx.sequences, ())
         kv_cache.attend(0, q, k, v, ctx)
 
     return probe.seconds(attend) / TINY_BLOCKS
@@ -357,3 +367,77 @@ def _written(memory: Tensor) -> Tensor:
 def _geometry(probe: Probe) -> AttentionGeometry:
     spec = probe.model.spec
     return AttentionGeometry(spec.attention_scale, spec.num_heads, spec.sliding_windows, probe.model.dtype)
+
+
+# ---- this machine
+
+
+def activation_peak_on_gpu(network: Network, config: EngineConfig) -> int:
+    """Counted on meta tensors; see `memory.profiling.activation_peak`."""
+    return activation_peak(_meta_decoder(replace(network, spec=network.spec.one_of_each_kind())), config)
+
+
+@contextmanager
+def local_machine(network: Network) -> Iterator[LocalMachine]:
+    with closing(create_device(None)) as device:
+        yield LocalMachine(network, device)
+
+
+class LocalMachine:
+    """The memory and the rates of the device that an engine on this machine would choose."""
+
+    def __init__(self, network: Network, device: Device) -> None:
+        self._network = network
+        self._device = device
+        dtype: torch.dtype = getattr(torch, network.dtype)
+        stored = stored_dtype(network.kv_cache_dtype, dtype)
+        self._dtype = dtype
+        self._backend: AttentionBackend = select_backend(device.torch_device, network.spec.head_dim, stored)
+
+    def memory(self, config: EngineConfig) -> MemoryFacts:
+        """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
+        network, device = self._network, self._device
+        remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
+        weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
+        check_fits("the weights take", weights, device.free_memory(), "the device has", remedy)
+        if device.torch_device.type == "cpu":
+            model = _meta_decoder(network)
+            model.chunk_rows = CPU_CHUNK_ROWS
+            return self._measure(model, config, weights)
+        spec = network.spec.one_of_each_kind()
+        with device.compute():
+            model = Decoder(spec, self._dtype, device.torch_device)
+            fill_with_random_weights(model, seed=0)
+        to_load = network.weight_bytes - Network(spec, network.dtype).weight_bytes
+        return self._measure(model, config, to_load)
+
+    def _measure(self, model: Decoder, config: EngineConfig, to_load: int) -> MemoryFacts:
+        graphs = partial(graph_bytes, self._device, model, self._backend, config)
+        return measure_memory(self._device, model, self._backend, config, to_load, graphs)
+
+    def rates(self, sizing: KVSizing) -> Rates:
+        """Those of one rank, measured in a few seconds."""
+        network, device, sizes = self._network, self._device, ProbeSizes()
+        model = random_model(network.spec, self._dtype, device, sizes)
+        ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
+        chunk, stored = sizing.config.max_num_batched_tokens, network.kv_cache_dtype
+        probe = Probe(device, model, self._backend, block_size, ring_slots, chunk, sizes, stored)
+        return _of_a_rank(measure_rates(probe), network.num_ranks, device.shares_host)
+
+
+def _meta_decoder(network: Network) -> Decoder:
+    group = MetaRanks(0, network.num_ranks) if network.num_ranks > 1 else None
+    return Decoder(network.spec, getattr(torch, network.dtype), torch.device("meta"), group)
+
+
+def _of_a_rank(rates: Rates, num_ranks: int, shares_host: bool) -> Rates:
+    """The rates of one rank of this machine, of whose cores and host memory each has its share; a GPU is its own."""
+    names = ["host_bandwidth"]
+    if shares_host:
+        names += ["compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"]
+    found = {name: getattr(rates, name) for name in names}
+    shared = {name: rate / num_ranks for name, rate in found.items() if rate is not None}
+    link = rates.link
+    if shares_host and link is not None:
+        link = replace(link, h2d=link.h2d / num_ranks, d2h=link.d2h / num_ranks)
+    return replace(rates, **shared, link=link)

@@ -2,53 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nanovllm.config import DTYPES, KV_CACHE_DTYPES
-from nanovllm.errors import ConfigError
-from nanovllm.features.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.layers.sharding import all_reduce_bytes
-from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
-
-
-@dataclass(frozen=True, slots=True)
-class CpuAttentionModel:
-    """Chooses the CPU's share of attention as the engine does.
-
-    weight_bytes: of a layer. most_tokens: see `cpu_attention.shares.cpu_attention_query_len`.
-    """
-
-    rates: Bandwidths
-    weight_bytes: int
-    most_tokens: int
-
-    def use(self, layout: KVLayout, resident_blocks: int, context_len: int, window: int | None) -> CpuAttentionUse:
-        """The number of blocks, as a share, that makes a layer with `context_len` stored tokens shortest.
-
-        A layer's time is convex in the number of blocks, so the best number is one of the two next to the best share of
-        the bytes, or 0.
-        """
-        one = replace(layout, num_layers=1)
-        host = predict_transfers(one, resident_blocks, context_len, 1, window).h2d_bytes
-        seen = 0 if window is None else max(0, context_len - window + 1) // one.block_size * one.block_size
-        resident = max(0, min(context_len, resident_blocks * one.block_size) - seen) * one.token_bytes
-        num_blocks = host // one.block_bytes
-        if not num_blocks:
-            return CpuAttentionUse(0.0, self.most_tokens)
-
-        def seconds(blocks: int) -> float:
-            cpu_attention = blocks * one.block_bytes
-            return layer_seconds(
-                host - cpu_attention, cpu_attention, resident + host - cpu_attention, self.weight_bytes, self.rates
-            )
-
-        best = best_share(host, resident, self.weight_bytes, self.rates) * host / one.block_bytes
-        blocks = min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds)
-        return CpuAttentionUse(blocks / num_blocks, self.most_tokens)
+from nanovllm.models.spec import ITEMSIZES, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +16,6 @@ class Network:
     spec: DecoderSpec
     dtype: str
     kv_cache_dtype: str = "auto"  # as the engine's argument
-
-    @classmethod
-    def of(cls, spec: DecoderSpec, dtype: str, kv_cache_dtype: str = "auto") -> Network:
-        """`dtype` as the engine takes it: a name, or "auto" for the checkpoint's."""
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-        name = spec.dtype if dtype == "auto" else dtype
-        assert name in DTYPE_NAMES
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be one of {', '.join(KV_CACHE_DTYPES)}")
-        return cls(spec, name, kv_cache_dtype)
 
     @property
     def itemsize(self) -> int:
@@ -85,22 +32,6 @@ class Network:
         return KVLayout.of(
             self.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
         )
-
-    # ---- weights
-
-    @property
-    def layer_weight_bytes(self) -> int:
-        """What one row reads of a layer with its norms and biases, the mean of all layers if they differ."""
-        return self.layer_bytes_read(1)
-
-    def layer_bytes_read(self, rows: int) -> int:
-        """What `rows` rows read of a layer: of experts, those that some row chooses."""
-        return self.spec.layer_weight_bytes(self.itemsize, rows)
-
-    @property
-    def head_bytes(self) -> int:
-        """The output projection, which a step reads once if it samples tokens."""
-        return self.spec.head_bytes(self.itemsize)
 
     @property
     def weight_bytes(self) -> int:
@@ -135,22 +66,6 @@ class Network:
         total = context_len + query_len
         tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.sliding_windows)
         return tokens * self.layout(1).token_layer_bytes
-
-    def transfers(
-        self,
-        block_size: int,
-        resident_blocks: int,
-        context_len: int,
-        query_len: int,
-        cpu_attention: CpuAttentionModel | None = None,
-    ) -> TransferCount:
-        """`predict_transfers`, with each layer's own window and its best share of CPU attention."""
-        total = TransferCount()
-        for window, num_layers in Counter(self.spec.sliding_windows).items():
-            layout = replace(self.layout(block_size), num_layers=num_layers)
-            use = cpu_attention.use(layout, resident_blocks, context_len, window) if cpu_attention is not None else None
-            total += predict_transfers(layout, resident_blocks, context_len, query_len, window, use)
-        return total
 
     def num_block_reads(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:
         """Blocks that pass through the ring, summed over layers: the visible ones on the host and those written."""

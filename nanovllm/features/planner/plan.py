@@ -1,20 +1,36 @@
-"""The plan: what an engine allocates, the longest prompt that fits, and the memory, copies and time of one prompt."""
+"""The plan: what an engine allocates, the longest prompt that fits, and the memory, copies and time of one prompt.
+
+It is for an engine that exists, for this machine, or for the one that the flags of `nanovllm plan` describe.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.config import EngineConfig, engine_config
 from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
-from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.network import Network
-from nanovllm.features.planner.predict import KVPlacement, Prediction, StepModel, total
+from nanovllm.features.planner.predict import Prediction, Rates, StepModel, total
+from nanovllm.formats.hub import find_directory, is_gguf
+from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layerwise import prefill_steps
-from nanovllm.memory.sizing import KVPlan, longest_sequence
+from nanovllm.memory.layerwise import layerwise_sizing, prefill_steps
+from nanovllm.memory.layout import layout_of
+from nanovllm.memory.sizing import KVPlan, MemoryFacts, longest_sequence, smallest
+from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak
+from nanovllm.models.hf_config import read_decoder_spec
 
+if TYPE_CHECKING:
+    from nanovllm.features.planner.measure import LocalMachine
+
+HOST_SIZES = ("num_cpu_blocks", "kv_offloading_size")  # engine arguments that only offload has
 MAX_DECODE_SAMPLES = 64  # contexts at which the decode time of a long output is computed
 
 
@@ -79,11 +95,6 @@ class Plan:
         return longest_sequence(self.kv.num_sequence_blocks, self.sizing.layout.block_size, self.sizing.watermark)
 
     @property
-    def longest_limit(self) -> str:
-        """What limits the longest prompt."""
-        return self.sizing.longest_limit(self.kv)
-
-    @property
     def cpu_attention(self) -> bool:
         """Whether the CPU attends to a share of the host blocks."""
         can = self.sizing.memory.tiers_share_memory or can_attend_concurrently(self.sizing.layout.head_dim)
@@ -118,10 +129,19 @@ class Plan:
         """One prompt that fits. Both lengths are at least 1."""
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
-        layout = self.sizing.layout
-        model = self._steps()
+        layout, split = self.sizing.layout, self.kv.split
+        model = StepModel(
+            self.network,
+            self.rates,
+            layout,
+            split.resident_blocks,
+            split.ring_slots,
+            cpu_attention=self.cpu_attention,
+            one_processor=self.sizing.memory.tiers_share_memory,
+        )
         computed = prompt_len + output_len - 1
         steps = self.prefill_steps(prompt_len)
+        moved = [model.transfers(step.begin, step.end - step.begin, step.num_chunks > 1) for step in steps]
         contexts = range(prompt_len, computed)
         decode = [model.transfers(context, 1) for context in contexts or [prompt_len]]
         return RequestPlan(
@@ -130,27 +150,16 @@ class Plan:
             num_blocks=-(-computed // layout.block_size),
             kv_bytes=computed * layout.token_bytes,
             resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
-            prefill_transfers=sum(map(model.prefill_transfers, steps), TransferCount()),
+            prefill_transfers=sum(moved, TransferCount()),
             decode_transfers=sum(decode[: len(contexts)], TransferCount()),
             prefill=total([model.prefill(step, step.end == prompt_len) for step in steps]),
             layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
             decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
             cpu_attention_bytes=None
             if model.no_cpu_attention
-            else sum(moved.cpu_attention_bytes for moved in decode) / len(decode),
+            else sum(each.cpu_attention_bytes for each in decode) / len(decode),
             no_cpu_attention=model.no_cpu_attention,
         )
-
-    def _steps(self) -> StepModel:
-        split = self.kv.split
-        placement = KVPlacement(
-            self.sizing.layout.block_size,
-            split.resident_blocks,
-            split.ring_slots,
-            cpu_attention=self.cpu_attention,
-            one_processor=self.sizing.memory.tiers_share_memory,
-        )
-        return StepModel(self.network, placement, self.rates)
 
 
 def _mean_decode(model: StepModel, contexts: range) -> Prediction:
@@ -164,6 +173,111 @@ def _mean_decode(model: StepModel, contexts: range) -> Prediction:
     return Prediction(summed.seconds / count, {name: seconds / count for name, seconds in summed.terms.items()})
 
 
-def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:
-    """Raises ConfigError if the engine would refuse its configuration."""
-    return Plan(network, sizing, rates, sizing.plan())
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned.
+
+    model: a config, a model directory, a GGUF file or a hub name. prompt_len: None for the longest that fits.
+    enable_cpu_offload: None if the prompt needs it. device_memory, host_memory: bytes; without device_memory the plan
+    is for this machine. rates: `Rates` that are given; the others are measured if `measure` is set and the plan is for
+    this machine.
+    """
+
+    model: str
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    prompt_len: int | None = None
+    output_len: int = 128
+    enable_cpu_offload: bool | None = None
+    device_memory: int | None = None
+    host_memory: int | None = None
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    measure: bool = True
+
+
+def plan_of(asked: PlanRequest) -> Plan:
+    """The plan that is asked for. Raises ConfigError and ModelError."""
+    if not Path(asked.model).is_file():  # a config or a GGUF file
+        asked = replace(asked, model=str(find_directory("model", asked.model, content="config")))
+    offload = asked.enable_cpu_offload
+    if offload is None and any(name in asked.engine_arguments for name in HOST_SIZES):
+        offload = True
+    config = _config(asked, bool(offload))
+    spec = read_decoder_spec(asked.model, config.hf_overrides)
+    if config.tensor_parallel_size > 1:
+        spec = max(spec.of_ranks(config.tensor_parallel_size), key=lambda part: part.num_weights)
+    network = Network(spec, spec.dtype if config.dtype == "auto" else config.dtype, config.kv_cache_dtype)
+    if asked.device_memory is not None:
+        return _plan(asked, network, config, None)
+    if asked.host_memory is not None:
+        raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
+    from nanovllm.features.planner.measure import local_machine
+
+    with local_machine(network) as machine:
+        return _plan(asked, network, config, machine)
+
+
+def _config(asked: PlanRequest, offload: bool) -> EngineConfig:
+    arguments = dict(asked.engine_arguments)
+    if not offload and asked.enable_cpu_offload is None:
+        arguments.pop("cpu_attention", None)  # only applies to offload
+    path = Path(asked.model)
+    is_config = path.is_file() and not is_gguf(path)
+    return engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
+
+
+def _plan(asked: PlanRequest, network: Network, config: EngineConfig, machine: LocalMachine | None) -> Plan:
+    """The plan for `machine`, or if it is None, for the one that is described.
+
+    Where nothing says whether to offload, it is planned if the prompt does not fit the device.
+    """
+    sizing = _sizing(asked, network, config, machine)
+    known = asked.enable_cpu_offload is not None or config.enable_cpu_offload
+    if not known and (machine is not None or asked.host_memory is not None):
+        wanted = asked.prompt_len + asked.output_len if asked.prompt_len else network.spec.max_model_len
+        held = _longest(sizing)
+        if held < min(wanted, network.spec.max_model_len):
+            offloaded = _sizing(asked, network, _config(asked, offload=True), machine)
+            sizing = sizing if held and held > _longest(offloaded) else offloaded
+    rates = machine.rates(sizing) if machine is not None and asked.measure else Rates()
+    return Plan(network, sizing, replace(rates, **asked.rates), sizing.plan())
+
+
+def _longest(sizing: KVSizing) -> int:
+    """Tokens of the longest sequence; 0 if the engine would refuse the configuration."""
+    try:
+        return sizing.plan().max_model_len
+    except ConfigError:
+        return 0
+
+
+def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine: LocalMachine | None) -> KVSizing:
+    if machine is None and asked.host_memory is None:
+        needed = "offloaded KV blocks need it" if config.enable_cpu_offload else "adapters are in host memory too"
+        if config.enable_cpu_offload or config.enable_lora:
+            raise ConfigError(f"--host-mem is not given, and {needed}: name it, such as --host-mem 256GB")
+    spec, itemsize = network.spec, network.itemsize
+
+    def memory_of(config: EngineConfig) -> MemoryFacts:
+        memory = _given_memory(asked, network, config) if machine is None else machine.memory(config)
+        return without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
+
+    memory, layout = memory_of(config), layout_of(config, spec, itemsize)
+    others = None if machine else memory_of
+    return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions, others)
+
+
+def _given_memory(asked: PlanRequest, network: Network, config: EngineConfig) -> MemoryFacts:
+    from nanovllm.features.planner.measure import activation_peak_on_gpu
+
+    weights, gpu_mem = network.weight_bytes, asked.device_memory or 0
+    if weights >= gpu_mem:
+        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
+    check_step_fits(network.spec, network.itemsize, config, gpu_mem - weights)
+    return MemoryFacts(
+        device_total=gpu_mem,
+        device_free=gpu_mem - weights,
+        host_free=asked.host_memory or 0,
+        tiers_share_memory=False,
+        activation_peak=activation_peak_on_gpu(network, config) if needs_activation_peak(config) else 0,
+        layerwise=layerwise_sizing(network.spec, network.itemsize, config),
+    )

@@ -23,23 +23,57 @@ Tensor-parallel ranks wait for each other in every sum, while the link copies: t
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanovllm.data.layerwise import LayerwisePrefill
-from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths, cpu_attention_query_len
-from nanovllm.features.planner.machine import Rates
-from nanovllm.features.planner.network import CpuAttentionModel, Network
-from nanovllm.memory.budget import TransferCount
+from nanovllm.features.cpu_attention import shares
+from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths
+from nanovllm.features.planner.network import Network
+from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
+from nanovllm.memory.layout import KVLayout
 
-COMPUTE, DEVICE, HOST, LINK, INTERCONNECT, FIXED = (
-    "compute",
-    "device memory bandwidth",
-    "host memory bandwidth",
-    "link",
-    "interconnect",
-    "fixed costs",
-)
+COMPUTE, DEVICE, HOST = "compute", "device memory bandwidth", "host memory bandwidth"
+LINK, INTERCONNECT, FIXED = "link", "interconnect", "fixed costs"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between host and device during a step, in bytes per second each way.
+
+    overlap: the share of the shorter of copying and computing that the longer one hides. 1 with copy engines; less if
+    copies take cores and memory bandwidth from the computation, as on the CPU.
+    """
+
+    h2d: float
+    d2h: float
+    duplex: bool = True  # both directions at the same time
+    overlap: float = 1.0
+
+    def seconds(self, moved: TransferCount) -> float:
+        """Time of the copies alone."""
+        ways = (moved.h2d_bytes / self.h2d, moved.d2h_bytes / self.d2h)
+        return max(ways) if self.duplex else sum(ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates per second, and fixed costs of a step in seconds. None: unknown."""
+
+    compute: float | None = None  # operations of projections and MLPs on many rows, with norms and activations
+    attention: float | None = None  # operations of attention on many rows
+    weight_bandwidth: float | None = None  # bytes of a layer's weights that a step of few rows reads
+    head_bandwidth: float | None = None  # bytes of the output projection
+    device_bandwidth: float | None = None  # bytes of KV cache on the device that decode attends to
+    host_bandwidth: float | None = None  # bytes of KV cache on the host that CPU cores attend to
+    link: Link | None = None
+    interconnect: float | None = None  # bytes that a tensor-parallel rank receives from the others
+    all_reduce_seconds: float = 0.0  # of a sum over the ranks, besides its bytes
+    step_seconds: float = 0.0  # of a step: batch, embedding, final norm, choosing the token
+    layer_seconds: float = 0.0  # of a layer in a step
+    block_read_seconds: float = 0.0  # of one block that passes through the ring in a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +88,6 @@ class Prediction:
     def limit(self) -> str | None:
         """The resource that is busy longest."""
         return max(self.terms, key=lambda name: self.terms[name]) if self.seconds is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class KVPlacement:
-    """The blocks of a lone sequence: the first `resident_blocks` are on the device, the others stream through the ring.
-
-    cpu_attention: the CPU attends to a share of the others. one_processor: device and host are the same cores and
-    memory.
-    """
-
-    block_size: int
-    resident_blocks: int
-    ring_slots: int
-    cpu_attention: bool = False
-    one_processor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +111,42 @@ class StepModel:
     """The costs of steps of one sequence alone, `query_len` tokens after `context_len` stored ones."""
 
     network: Network
-    placement: KVPlacement
     rates: Rates
+    layout: KVLayout
+    resident_blocks: int  # the first blocks; the others stream through the ring
+    ring_slots: int
+    cpu_attention: bool = False  # the CPU attends to a share of the others
+    one_processor: bool = False  # device and host are the same cores and memory
 
     @property
     def no_cpu_attention(self) -> tuple[str, ...]:
         """Missing rates without which the CPU's share is unknown. Predictions are then without CPU attention."""
-        if not self.placement.cpu_attention or self.placement.one_processor:
+        if not self.cpu_attention or self.one_processor:
             return ()
         names = ("link", "host_bandwidth", "device_bandwidth")
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
-    def transfers(self, context_len: int, query_len: int) -> TransferCount:
-        placement = self.placement
-        return self.network.transfers(
-            placement.block_size, placement.resident_blocks, context_len, query_len, self._cpu_attention()
-        )
+    def transfers(self, context_len: int, query_len: int, layer_by_layer: bool = False) -> TransferCount:
+        """`predict_transfers`, with each layer's own window and its best share of CPU attention.
 
-    def prefill_transfers(self, step: LayerwisePrefill) -> TransferCount:
-        """Of one of `Plan.prefill_steps`. The CPU attends to nothing of a layer-by-layer prefill."""
-        placement, query_len = self.placement, step.end - step.begin
-        if step.num_chunks == 1:
-            return self.transfers(step.begin, query_len)
-        return self.network.transfers(placement.block_size, placement.resident_blocks, step.begin, query_len)
+        layer_by_layer: a prefill of several chunks, in which the CPU attends to nothing.
+        """
+        attends = self.cpu_attention and not self.no_cpu_attention and not layer_by_layer
+        total = TransferCount()
+        for window, num_layers in Counter(self.network.spec.sliding_windows).items():
+            layout = replace(self.layout, num_layers=num_layers)
+            use = self._cpu_attention_use(context_len, window) if attends else None
+            total += predict_transfers(layout, self.resident_blocks, context_len, query_len, window, use)
+        return total
+
+    def _cpu_attention_use(self, context_len: int, window: int | None) -> CpuAttentionUse:
+        spec, rates, known = self.network.spec, self.rates, ONE_PROCESSOR
+        if not self.one_processor:
+            assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
+            known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
+        weights = spec.layer_weight_bytes(self.network.itemsize, rows=1)
+        share = cpu_share(self.layout, self.resident_blocks, context_len, window, weights, known)
+        return CpuAttentionUse(share, shares.cpu_attention_query_len(spec.num_heads, spec.num_kv_heads))
 
     def prefill(self, step: LayerwisePrefill, samples: bool) -> Prediction:
         """A chunk of the prompt, or several chunks layer by layer. `samples`: the first token follows.
@@ -122,7 +154,8 @@ class StepModel:
         device = max(operations / compute, weights / weight bandwidth) + attention operations / attention. In
         layer-by-layer prefill, the layer buffer holds a layer's KV, so that the link never waits for a ring slot.
         """
-        query_len, moved = step.end - step.begin, self.prefill_transfers(step)
+        query_len = step.end - step.begin
+        moved = self.transfers(step.begin, query_len, layer_by_layer=step.num_chunks > 1)
         missing = self._missing(moved, "compute", "attention")
         net, rates = self.network, self.rates
         if rates.compute is None or rates.attention is None or missing:
@@ -130,8 +163,8 @@ class StepModel:
         lengths = [len(step.positions(chunk)) for chunk in range(step.num_chunks)]
         products = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
         operations, cpu = net.attention_operations(step.begin, query_len), 0.0
-        if not self.placement.one_processor:  # on one processor, CPU attention takes the same operations
-            cpu_keys = moved.cpu_attention_bytes // net.layout(1).token_layer_bytes
+        if not self.one_processor:  # on one processor, CPU attention takes the same operations
+            cpu_keys = moved.cpu_attention_bytes // self.layout.token_layer_bytes
             operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_keys)
             cpu = self._cpu_attention_seconds(moved)
         # Attention to resident blocks needs no slot either, but is short compared with a chunk's products.
@@ -152,7 +185,7 @@ class StepModel:
         net, rates = self.network, self.rates
         if rates.weight_bandwidth is None or rates.head_bandwidth is None or rates.device_bandwidth is None or missing:
             return Prediction(missing=missing)
-        weights = net.spec.num_layers * net.layer_weight_bytes / rates.weight_bandwidth
+        weights = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, rows=1) / rates.weight_bandwidth
         attended = net.attended_bytes(context_len, 1)
         resident = max(0, attended - moved.without_cpu_attention.h2d_bytes)
         on_device = max(0, attended - moved.cpu_attention_bytes)
@@ -161,23 +194,12 @@ class StepModel:
             products=weights,
             attention=on_device / rates.device_bandwidth,
             slot_free=weights + resident / rates.device_bandwidth,
-            head=net.head_bytes / rates.head_bandwidth,
+            head=net.spec.head_bytes(net.itemsize) / rates.head_bandwidth,
             cpu=self._cpu_attention_seconds(moved),
         )
         return self._step(work, moved, context_len, 1)
 
     # ---- helpers
-
-    def _cpu_attention(self) -> CpuAttentionModel | None:
-        if not self.placement.cpu_attention or self.no_cpu_attention:
-            return None
-        net, rates, known = self.network, self.rates, ONE_PROCESSOR
-        if not self.placement.one_processor:
-            assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
-            known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
-        return CpuAttentionModel(
-            known, net.layer_weight_bytes, cpu_attention_query_len(net.spec.num_heads, net.spec.num_kv_heads)
-        )
 
     def _cpu_attention_seconds(self, moved: TransferCount) -> float:
         if not moved.cpu_attention_bytes:
@@ -195,33 +217,35 @@ class StepModel:
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
         net, bandwidth = self.network, self.rates.weight_bandwidth
-        reading = net.spec.num_layers * net.layer_bytes_read(tokens) / bandwidth if bandwidth is not None else 0.0
-        return max(net.matrix_operations(tokens) / compute, reading)
+        read = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, tokens)  # of experts, the chosen ones
+        return max(net.matrix_operations(tokens) / compute, 0.0 if bandwidth is None else read / bandwidth)
 
     def _head_seconds(self, samples: bool) -> float:
         bandwidth = self.rates.head_bandwidth
-        return self.network.head_bytes / bandwidth if samples and bandwidth is not None else 0.0
+        if not samples or bandwidth is None:
+            return 0.0
+        return self.network.spec.head_bytes(self.network.itemsize) / bandwidth
 
     def _step(
         self, work: StepWork, moved: TransferCount, context_len: int, query_len: int, steps: int = 1
     ) -> Prediction:
         """The formula for a step in the module's docstring."""
-        net, placement, rates = self.network, self.placement, self.rates
+        net, rates = self.network, self.rates
         num_layers = net.spec.num_layers
         block_reads = (
-            net.num_block_reads(placement.block_size, placement.resident_blocks, context_len, query_len)
+            net.num_block_reads(self.layout.block_size, self.resident_blocks, context_len, query_len)
             - moved.cpu_attention_blocks
         )
         fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + block_reads * rates.block_read_seconds
         terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.cpu} if work.cpu else {})
-        attention = work.attention + work.cpu if placement.one_processor else max(work.attention, work.cpu)
+        attention = work.attention + work.cpu if self.one_processor else max(work.attention, work.cpu)
         sums = self._all_reduce_seconds(query_len)
         terms |= {INTERCONNECT: sums} if sums else {}
         layers, link = work.products + attention + sums, rates.link
         if link is None or not moved:
             return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
-        ahead = placement.ring_slots * net.layout(placement.block_size).block_layer_bytes / link.h2d
+        ahead = self.ring_slots * self.layout.block_layer_bytes / link.h2d
         stall = num_layers * max(0.0, (work.slot_free + sums) / num_layers - ahead)
         overlapped, in_turn = max(layers, copying + stall), layers + copying
         together = link.overlap * overlapped + (1 - link.overlap) * in_turn
@@ -230,6 +254,35 @@ class StepModel:
     def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
         names = [*needed, *(["link"] if moved else []), *(["interconnect"] if self.network.num_ranks > 1 else [])]
         return tuple(name for name in names if getattr(self.rates, name) is None)
+
+
+def cpu_share(
+    layout: KVLayout,
+    resident_blocks: int,
+    context_len: int,
+    window: int | None,
+    weight_bytes: int,
+    rates: Bandwidths,
+) -> float:
+    """The share of a layer's whole host blocks that the engine leaves to the CPU; weight_bytes: of the layer.
+
+    A layer's time is convex in the number of blocks, so the best number is one of the two next to the best share of the
+    bytes, or 0.
+    """
+    one = replace(layout, num_layers=1)
+    host = predict_transfers(one, resident_blocks, context_len, 1, window).h2d_bytes
+    seen = 0 if window is None else max(0, context_len - window + 1) // one.block_size * one.block_size
+    resident = max(0, min(context_len, resident_blocks * one.block_size) - seen) * one.token_bytes
+    num_blocks = host // one.block_bytes
+    if not num_blocks:
+        return 0.0
+
+    def seconds(blocks: int) -> float:
+        attended = blocks * one.block_bytes
+        return shares.layer_seconds(host - attended, attended, resident + host - attended, weight_bytes, rates)
+
+    best = shares.best_share(host, resident, weight_bytes, rates) * host / one.block_bytes
+    return min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds) / num_blocks
 
 
 def total(parts: Sequence[Prediction]) -> Prediction:

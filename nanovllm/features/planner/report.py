@@ -1,14 +1,13 @@
-"""A plan as a table, as JSON and as lines for the log."""
+"""A plan as a table, as JSON and as engine arguments."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan, RequestPlan
-from nanovllm.features.planner.predict import Prediction
+from nanovllm.features.planner.predict import Prediction, Rates
 from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
@@ -95,7 +94,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "max_span_tokens": kv.layerwise_memory.max_tokens,
             "working_bytes": kv.working_bytes,
         },
-        "longest_prompt": {"tokens": kv.max_model_len, "limit": plan.longest_limit},
+        "longest_prompt": {"tokens": kv.max_model_len, "limit": plan.sizing.longest_limit(plan.kv)},
         "chunk_that_hides_the_link": plan.hiding_chunk,
         "prompt_len": prompt_len,
         "fits": fits,
@@ -174,7 +173,7 @@ def _memory(plan: Plan) -> list[str]:
         rows.append(_row("KV cache on the host", show_bytes(plan.host_kv_bytes), f"{kv.num_cpu_blocks:,} blocks"))
     in_8_bits = f"{plan.network.kv_cache_dtype} with scales" if layout.scale_bytes else ""
     rows.append(_row("KV cache of a token", show_bytes(layout.token_bytes), in_8_bits))
-    note = f"tokens; limit: {plan.longest_limit}; the device alone holds {plan.device_tokens:,}"
+    note = f"tokens; limit: {plan.sizing.longest_limit(plan.kv)}; the device alone holds {plan.device_tokens:,}"
     return [*rows, _row("longest prompt", f"{kv.max_model_len:,}", note)]
 
 
