@@ -15,7 +15,7 @@ from nanovllm.memory.budget import TransferCount, predict_request, predict_trans
 from nanovllm.memory.layerwise import (
     NO_LAYERWISE,
     LayerwiseMemory,
-    LayerwiseSizing,
+    divide_memory,
     plan_prefill,
     prefill_steps,
     step_end,
@@ -205,7 +205,7 @@ def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
 def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     longest: int, memory: int, row_bytes: int, chunk: int
 ) -> None:
-    layerwise_prefills = LayerwiseSizing(row_bytes).divide(LAYOUT, memory, longest, chunk)
+    layerwise_prefills = divide_memory(LAYOUT, row_bytes, memory, longest, chunk)
     assert layerwise_prefills.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
 
     def loaded(given: LayerwiseMemory) -> int:

@@ -16,7 +16,7 @@ from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers, split_device
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan, MemoryFacts
 
@@ -120,7 +120,7 @@ def test_bytes_and_gib_are_blocks() -> None:
 @given(blocks=st.integers(2, 300), chunk=st.sampled_from([16, 64, 256]))
 @settings(max_examples=60)
 def test_bytes_of_the_device_include_the_layer_buffer(blocks: int, chunk: int) -> None:
-    facts = replace(MEMORY, layerwise=LayerwiseSizing(token_bytes=40))
+    facts = replace(MEMORY, layerwise_token_bytes=40)
     asked = blocks * BLOCK + BLOCK // 2
     found = plan(facts, kv_cache_memory_bytes=asked, kv_offloading_size=400 * BLOCK / GIB, max_num_batched_tokens=chunk)
     taken = found.num_gpu_blocks * BLOCK + found.layerwise_memory.buffer_bytes(LAYOUT)
@@ -207,7 +207,7 @@ def test_the_cpu_takes_no_more_than_a_default_or_one_full_sequence() -> None:
 
 
 ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
-LAYERWISE = replace(MEMORY, layerwise=LayerwiseSizing(ROW))
+LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
 FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ from nanovllm.errors import EngineError
 
 COMPUTE = "compute"
 ATTEND = "attend"  # the kernel after which a ring slot is free
-
-
-class TracedModel(Protocol):
-    """As `models.decoder.Decoder`, whose methods are traced."""
-
-    @property
-    def layers(self) -> Sequence[object]: ...
 
 
 @dataclass(slots=True)
@@ -61,7 +54,7 @@ class OpenKernel:
 
 @dataclass(slots=True)
 class Timeline:
-    """Slices under way, and finished slices as events of the trace format, times in seconds."""
+    """Slices under way, and finished ones as complete events of the trace format, by the name of their stream."""
 
     slices: list[Slice] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -73,37 +66,21 @@ class Timeline:
             times = times_of(piece.begin, piece.end)
             if times is None:
                 under_way.append(piece)
-            else:
-                self.events.append(
-                    {
-                        "name": piece.name,
-                        "stream": piece.stream,
-                        "times": times,
-                        "args": piece.facts | piece.uses.facts(),
-                    }
-                )
+                continue
+            begin, duration = times[0] * 1e6, (times[1] - times[0]) * 1e6
+            event = {"ph": "X", "name": piece.name, "pid": 0, "tid": piece.stream, "ts": begin, "dur": duration}
+            self.events.append(event | {"args": piece.facts | piece.uses.facts()})
         self.slices = under_way
 
     def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
-        """The trace as JSON data: complete events in microseconds from the first event, one thread per stream."""
-        start = min((event["times"][0] for event in self.events), default=0.0)
+        """The trace as JSON data: events in microseconds from the first one, one thread per stream."""
+        start = min((event["ts"] for event in self.events), default=0.0)
         rows = {name: row for row, name in enumerate(streams)}
         named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}}]
         for name, row in rows.items():
             named.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
             named.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
-        complete = [
-            {
-                "ph": "X",
-                "name": event["name"],
-                "pid": 0,
-                "tid": rows[event["stream"]],
-                "ts": (event["times"][0] - start) * 1e6,
-                "dur": (event["times"][1] - event["times"][0]) * 1e6,
-                "args": event["args"],
-            }
-            for event in self.events
-        ]
+        complete = [event | {"tid": rows[event["tid"]], "ts": event["ts"] - start} for event in self.events]
         return {"traceEvents": named + sorted(complete, key=lambda event: event["ts"]), "displayTimeUnit": "ms"}
 
 
@@ -182,14 +159,10 @@ class TracedDevice(DeviceWrapper):
         return Uses(layers=set() if self._layer is None else {self._layer}, requests=dict(self._step.requests))
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        memory = self.inner.empty(name, shape, dtype)
-        self._blocks.add(name, memory)
-        return memory
+        return self._blocks.add(name, self.inner.empty(name, shape, dtype))
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        memory = self.inner.empty_host(name, shape, dtype)
-        self._blocks.add(name, memory)
-        return memory
+        return self._blocks.add(name, self.inner.empty_host(name, shape, dtype))
 
     @contextmanager
     def compute(self) -> Iterator[None]:
@@ -267,8 +240,8 @@ class TracedDevice(DeviceWrapper):
         except OSError as error:
             raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
 
-    def trace_model(self, model: TracedModel) -> None:
-        """Trace the linear layers of a model, with the norms and the rest of the row-wise work around them."""
+    def trace_model(self, model: Any) -> None:
+        """Trace the linear layers of a `Decoder`, with the norms and the rest of the row-wise work around them."""
         for index, layer in enumerate(model.layers):
             self.wrap(layer, "project", "norm, QKV, RoPE", index)
             self.wrap(layer, "finish_", "output projection, MLP", index)

@@ -28,13 +28,9 @@ class Uses:
 
     def facts(self) -> dict[str, str]:
         """Such as {"layer": "3", "blocks": "0-5, 9", "requests": "request-0"}, without what is not known."""
-        names = list(self.requests)
-        more = [f"and {len(names) - MOST_REQUESTS} more"] if len(names) > MOST_REQUESTS else []
-        facts = {
-            "layer": ranges(self.layers),
-            "blocks": ranges(self.blocks),
-            "requests": ", ".join(names[:MOST_REQUESTS] + more),
-        }
+        names, others = list(self.requests), len(self.requests) - MOST_REQUESTS
+        requests = ", ".join(names[:MOST_REQUESTS] + [f"and {others} more"] * (others > 0))
+        facts = {"layer": ranges(self.layers), "blocks": ranges(self.blocks), "requests": requests}
         return {name: text for name, text in facts.items() if text}
 
 
@@ -59,6 +55,14 @@ class Pool:
     def piece_bytes(self) -> int:
         return self.num_bytes // (self.shape[0] * self.shape[1])
 
+    def piece_start(self, address: int) -> int:
+        return address - (address - self.start) % self.piece_bytes
+
+    def block_and_layer(self, address: int) -> tuple[int, int]:
+        first, second = divmod((address - self.start) // self.piece_bytes, self.shape[1])
+        block, layer = (second, first) if self.name in DEVICE_POOLS else (first, second)
+        return self.first_block + block, layer
+
 
 class TracedBlocks:
     """Follows the KV memory of an engine: its pools, the step's block tables, and what the slots of the ring hold."""
@@ -71,15 +75,15 @@ class TracedBlocks:
         self._held: dict[int, int] = {}  # physical block id by the address of the ring slot
         self._unknown: dict[int, list[Uses]] = {}  # events with a slot whose first copy has not come yet
 
-    def add(self, name: str, memory: Tensor) -> None:
-        """Memory of the engine. Pools are allocated in the order of their physical block ids."""
-        if name not in (*DEVICE_POOLS, *HOST_POOLS, *SLOTS) or not memory.numel():
-            return
-        shape = (memory.shape[0], 1 if name in SLOTS else memory.shape[1])
-        pool = Pool(name, memory.data_ptr(), memory.nbytes, shape, self._num_blocks)
-        bisect.insort(self._pools, pool, key=lambda pool: pool.start)
-        if name not in SLOTS:
-            self._num_blocks += shape[1] if name in DEVICE_POOLS else shape[0]
+    def add(self, name: str, memory: Tensor) -> Tensor:
+        """Memory of the engine, which is returned. Pools are allocated in the order of their physical block ids."""
+        if name in (*DEVICE_POOLS, *HOST_POOLS, *SLOTS) and memory.numel():
+            shape = (memory.shape[0], 1 if name in SLOTS else memory.shape[1])
+            pool = Pool(name, memory.data_ptr(), memory.nbytes, shape, self._num_blocks)
+            bisect.insort(self._pools, pool, key=lambda pool: pool.start)
+            if name not in SLOTS:
+                self._num_blocks += shape[1] if name in DEVICE_POOLS else shape[0]
+        return memory
 
     def begin_step(self, sequences: Iterable[ScheduledSequence]) -> Uses:
         """Take the sequences of the next step. Returns what the step as a whole is about."""
@@ -98,7 +102,7 @@ class TracedBlocks:
             self._use_addresses([tensor.data_ptr()], uses)
             pool = self._pool(tensor.data_ptr()) if ends_slots else None
             if pool is not None:
-                self._held.pop(self._piece_start(pool, tensor.data_ptr()), None)
+                self._held.pop(pool.piece_start(tensor.data_ptr()), None)
 
     def copied(self, copy: PitchedCopy) -> Uses:
         """What a copy is about. From now on its slots, if any, hold its blocks."""
@@ -133,8 +137,9 @@ class TracedBlocks:
         ring, pool = self._pool(slot), self._pool(block)
         if ring is None or pool is None or ring.name != "ring slots" or pool.name in SLOTS:
             return
-        held = self._held[self._piece_start(ring, slot)] = self._block(pool, block)
-        for uses in self._unknown.pop(self._piece_start(ring, slot), ()):
+        start, (held, _) = ring.piece_start(slot), pool.block_and_layer(block)
+        self._held[start] = held
+        for uses in self._unknown.pop(start, ()):
             self._note(held, uses)
 
     def _use_addresses(self, addresses: Iterable[int], uses: Uses) -> None:
@@ -145,13 +150,12 @@ class TracedBlocks:
             if pool.name in SLOTS:
                 self._use_slot(pool, address, uses)
             else:
-                self._note(self._block(pool, address), uses)
-                piece = (address - pool.start) // pool.piece_bytes
-                layer = piece // pool.shape[1] if pool.name in DEVICE_POOLS else piece % pool.shape[1]
+                block, layer = pool.block_and_layer(address)
+                self._note(block, uses)
                 uses.layers.add(layer)
 
     def _use_slot(self, pool: Pool, address: int, uses: Uses) -> None:
-        start = self._piece_start(pool, address)
+        start = pool.piece_start(address)
         if pool.name == "layer buffer":
             index = (start - pool.start) // pool.piece_bytes
             if index < len(self._buffered):
@@ -164,12 +168,3 @@ class TracedBlocks:
     def _note(self, block: int, uses: Uses) -> None:
         uses.blocks.add(block)
         uses.requests.update(dict.fromkeys(self._readers.get(block, ())))
-
-    @staticmethod
-    def _piece_start(pool: Pool, address: int) -> int:
-        return address - (address - pool.start) % pool.piece_bytes
-
-    @staticmethod
-    def _block(pool: Pool, address: int) -> int:
-        piece = (address - pool.start) // pool.piece_bytes
-        return pool.first_block + (piece % pool.shape[1] if pool.name in DEVICE_POOLS else piece // pool.shape[1])

@@ -154,21 +154,15 @@ class KVSizing:
 
     def _smaller_steps(self, tokens: int) -> list[dict[str, Any]]:
         """The largest step, halved and halved again, whose activations leave enough memory."""
+        steps = [self.config.max_num_batched_tokens >> halvings for halvings in range(1, 7)]
         if self.memory_of is None:
             return []
-        for halvings in range(1, 7):
-            change = {"max_num_batched_tokens": self.config.max_num_batched_tokens >> halvings}
-            if change["max_num_batched_tokens"] < LEAST_STEP:
-                break
-            if found := self._with(change, tokens):
-                return found[:1]
-        return []
+        changes = ({"max_num_batched_tokens": step} for step in steps if step >= LEAST_STEP)
+        return next((found[:1] for change in changes if (found := self._with(change, tokens))), [])
 
     def _eight_bits(self, tokens: int) -> list[dict[str, Any]]:
         """K and V in one byte each, if need be with shorter steps."""
-        if self.layout.scale_bytes:
-            return []
-        changes = [{"kv_cache_dtype": dtype} for dtype in ("int8", "fp8")]
+        changes = [] if self.layout.scale_bytes else [{"kv_cache_dtype": dtype} for dtype in ("int8", "fp8")]
         found = [each for change in changes for each in self._with(change, tokens)[:1]]
         return found or [
             change | steps for change in changes for steps in self._changed(change)._smaller_steps(tokens)[:1]

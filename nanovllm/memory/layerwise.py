@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from nanovllm.config import EngineConfig
 from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.memory.layout import KVLayout
-from nanovllm.memory.step_memory import ID_BYTES
 from nanovllm.models.spec import DecoderSpec
+
+ID_BYTES = 8  # of a token id or position
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,32 +110,26 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
     return layer_chunk
 
 
-@dataclass(frozen=True, slots=True)
-class LayerwiseSizing:
-    """Divides memory for layer-by-layer prefill, which keeps `token_bytes` for each token: residual stream and id."""
+def divide_memory(layout: KVLayout, token_bytes: int, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
+    """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
-    token_bytes: int
+    A buffer of T tokens leaves memory for the residual stream of S tokens. The first T tokens then load about
+    T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and nothing if S reaches T. Returns the T that
+    saves most, or NO_LAYERWISE if none saves anything.
+    """
 
-    def divide(self, layout: KVLayout, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
-        """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
+    def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
+        """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
+        reach = min(blocks * layout.block_size, longest)
+        if reach < longest:
+            reach -= reach % chunk
+        layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // token_bytes)
+        saved = _loads(reach, chunk, chunk) - _loads(reach, layerwise, chunk) if layerwise > chunk else 0
+        return LayerwiseMemory(blocks, layerwise), saved
 
-        A buffer of T tokens leaves memory for the residual stream of S tokens. The first T tokens then load about
-        T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and nothing if S reaches T. Returns the T that
-        saves most, or NO_LAYERWISE if none saves anything.
-        """
-
-        def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
-            """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
-            reach = min(blocks * layout.block_size, longest)
-            if reach < longest:
-                reach -= reach % chunk
-            layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // self.token_bytes)
-            saved = _loads(reach, chunk, chunk) - _loads(reach, layerwise, chunk) if layerwise > chunk else 0
-            return LayerwiseMemory(blocks, layerwise), saved
-
-        most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
-        best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
-        return best if saved else NO_LAYERWISE
+    most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
+    best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
+    return best if saved else NO_LAYERWISE
 
 
 def _loads(tokens: int, step: int, chunk: int) -> int:
@@ -144,9 +139,9 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
     return full * steps * (steps - 1) // 2
 
 
-def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> LayerwiseSizing | None:
-    """The sizes of layer-by-layer prefill; None without offload, where no prompt goes that way.
+def layerwise_token_bytes(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> int:
+    """What layer-by-layer prefill keeps for each token: residual stream and id; 0 without offload.
 
     itemsize: bytes of an element of the residual stream.
     """
-    return LayerwiseSizing(spec.hidden_size * itemsize + ID_BYTES) if config.enable_cpu_offload else None
+    return spec.hidden_size * itemsize + ID_BYTES if config.enable_cpu_offload else 0

@@ -23,11 +23,10 @@ from nanovllm.layers import logprobs, sampler
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.layers.row_limits import LOGPROB_ROWS
-from nanovllm.memory.layerwise import layerwise_sizing
+from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.meta_results import meta_result
-from nanovllm.memory.sizing import MemoryFacts
-from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak, sized_from_memory
+from nanovllm.memory.sizing import MemoryFacts, check_step_fits, needs_activation_peak, sized_from_memory
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
@@ -124,6 +123,7 @@ def measure_memory(
     else:
         peak = activation_peak(model, config) if needs_activation_peak(config) else 0
     shared = device.torch_device.type == "cpu"
+    token_bytes = layerwise_token_bytes(model.spec, model.dtype.itemsize, config)
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory() - to_load,
@@ -132,7 +132,7 @@ def measure_memory(
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
         # With a backend whose bits depend on the chunks, outputs would depend on the order that memory allows.
-        layerwise=layerwise_sizing(model.spec, model.dtype.itemsize, config) if is_chunk_invariant(backend) else None,
+        layerwise_token_bytes=token_bytes if is_chunk_invariant(backend) else 0,
     )
 
 

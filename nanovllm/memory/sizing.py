@@ -1,4 +1,4 @@
-"""How many KV blocks each tier and the swap space get, and the longest sequence that they hold."""
+"""How many KV blocks each tier and the swap space get, the longest sequence that they hold, and what a step takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, split_device
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
-from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, divide_memory
+from nanovllm.memory.layout import KVLayout, layout_of
+from nanovllm.models.spec import DecoderSpec
 
 DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
+LOGIT_BYTES = 4
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
 
@@ -28,11 +30,7 @@ class MemoryFacts:
     activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
     host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
     adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
-    layerwise: LayerwiseSizing | None = None  # of layer-by-layer prefill; None if no prompt goes that way
-
-    @property
-    def layerwise_token_bytes(self) -> int:
-        return 0 if self.layerwise is None else self.layerwise.token_bytes
+    layerwise_token_bytes: int = 0  # of layer-by-layer prefill; 0 if no prompt goes that way
 
 
 def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
@@ -107,7 +105,8 @@ def _plan_tiers(
     reserved: LayerwiseMemory,
 ) -> KVPlan:
     """The blocks that both tiers get besides what is reserved for layer-by-layer prefill."""
-    reserved_bytes = reserved.num_bytes(layout, memory.layerwise_token_bytes)
+    token_bytes = memory.layerwise_token_bytes
+    reserved_bytes = reserved.num_bytes(layout, token_bytes)
     left = replace(memory, activation_peak=memory.activation_peak + reserved_bytes)
     useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
     num_gpu_blocks, num_cpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout)), 0
@@ -117,9 +116,9 @@ def _plan_tiers(
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     longest = min(wanted_len, longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark))
     used = NO_LAYERWISE
-    if memory.layerwise is not None and reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
-        used = memory.layerwise.divide(layout, reserved_bytes, longest, config.max_num_batched_tokens)
-    working_bytes = memory.activation_peak + used.num_bytes(layout, memory.layerwise_token_bytes)
+    if reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
+        used = divide_memory(layout, token_bytes, reserved_bytes, longest, config.max_num_batched_tokens)
+    working_bytes = memory.activation_peak + used.num_bytes(layout, token_bytes)
     return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, used, working_bytes)
 
 
@@ -159,24 +158,21 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     If KV blocks are sized from the same memory, or kv_cache_memory_bytes is the memory of both, it is at most
     1 / LAYERWISE_SHARE of that, and leaves the smallest cache. If all block counts are given, it is what they leave.
     """
-    if not config.enable_cpu_offload or memory.layerwise is None:
+    if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
-    left = _budget(config, memory)
-    shared = memory.tiers_share_memory
-    if shared:  # the swap space is taken from host memory
+    left, shared, named_bytes = _budget(config, memory), memory.tiers_share_memory, config.kv_cache_memory_bytes
+    if shared:  # the swap space and the host's blocks are taken from the same memory
         left -= max(0, memory.device_free - memory.host_free)
-    if shared:
         left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
-    named_bytes = config.kv_cache_memory_bytes
     if named_bytes is not None:
         share = min(named_bytes // LAYERWISE_SHARE, named_bytes - _fewest_blocks(config, layout) * layout.block_bytes)
         left = share + min(0, left - named_bytes)
-        return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
-    left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
-    if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
-        smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
-        left = min(left // LAYERWISE_SHARE, left - smallest)
-    return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
+    else:
+        left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
+        if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
+            smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
+            left = min(left // LAYERWISE_SHARE, left - smallest)
+    return divide_memory(layout, memory.layerwise_token_bytes, left, longest, config.max_num_batched_tokens)
 
 
 def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
@@ -336,3 +332,40 @@ def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts,
     if not memory.host_may_grow:
         check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
     return min(asked // layout.block_bytes, plan.num_sequence_blocks)
+
+
+# ---- a step
+
+
+def check_step_fits(spec: DecoderSpec, itemsize: int, config: EngineConfig, free: int) -> None:
+    """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
+
+    Called before that step is run to measure it. itemsize: bytes of an element of the model's dtype.
+    """
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    if not sized_from_memory(config):  # no step has more than all blocks hold
+        blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
+        block_size = layout_of(config, spec, itemsize).block_size
+        tokens, seqs = min(tokens, blocks * block_size), min(seqs, blocks)
+    what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
+    least = least_step_bytes(spec, itemsize, tokens, seqs)
+    check_fits(what, least, free, "next to the weights the device has", "lower them")
+
+
+def least_step_bytes(spec: DecoderSpec, itemsize: int, tokens: int, seqs: int) -> int:
+    """A lower bound in bytes of a step of `tokens` tokens that samples for `seqs` sequences.
+
+    For each token its residual stream, q, k, v and ids; for each sequence its logits.
+    """
+    row = (spec.hidden_size + spec.q_size + 2 * spec.kv_size) * itemsize + 2 * ID_BYTES
+    return tokens * row + min(seqs, tokens) * spec.vocab_size * LOGIT_BYTES
+
+
+def sized_from_memory(config: EngineConfig) -> bool:
+    """Whether either tier has no given number of blocks, but what memory or a size in bytes holds."""
+    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+
+
+def needs_activation_peak(config: EngineConfig) -> bool:
+    """Whether a tier or layer-by-layer prefill is sized from the memory that a step leaves."""
+    return sized_from_memory(config) or config.enable_cpu_offload

@@ -21,10 +21,16 @@ from nanovllm.formats.hub import find_directory, is_gguf
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layerwise import layerwise_sizing, prefill_steps
+from nanovllm.memory.layerwise import layerwise_token_bytes, prefill_steps
 from nanovllm.memory.layout import layout_of
-from nanovllm.memory.sizing import KVPlan, MemoryFacts, longest_sequence, smallest
-from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak
+from nanovllm.memory.sizing import (
+    KVPlan,
+    MemoryFacts,
+    check_step_fits,
+    longest_sequence,
+    needs_activation_peak,
+    smallest,
+)
 from nanovllm.models.hf_config import read_decoder_spec
 
 if TYPE_CHECKING:
@@ -279,5 +285,5 @@ def _given_memory(asked: PlanRequest, network: Network, config: EngineConfig) ->
         host_free=asked.host_memory or 0,
         tiers_share_memory=False,
         activation_peak=activation_peak_on_gpu(network, config) if needs_activation_peak(config) else 0,
-        layerwise=layerwise_sizing(network.spec, network.itemsize, config),
+        layerwise_token_bytes=layerwise_token_bytes(network.spec, network.itemsize, config),
     )

@@ -66,8 +66,8 @@ def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str,
 
 def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
     """In bytes, tokens, seconds and rates per second; null for what is unknown or does not fit."""
-    spec, memory, kv = plan.network.spec, plan.sizing.memory, plan.kv
-    fits = plan.fits(prompt_len)
+    spec, kv, memory = plan.network.spec, plan.kv, asdict(plan.sizing.memory)
+    fits, kept = plan.fits(prompt_len), memory.pop("layerwise_token_bytes")
     return {
         "model": {
             "architecture": spec.architecture,
@@ -79,7 +79,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
             "max_model_len": plan.sizing.model_max_len,
         },
-        "memory": asdict(memory),
+        "memory": memory | {"layerwise": {"token_bytes": kept} if kept else None},
         "rates": asdict(plan.rates),
         "engine": engine_arguments(plan),
         "kv_cache": {
