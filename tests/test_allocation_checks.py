@@ -25,7 +25,7 @@ from nanovllm.models import loader
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 
-HUGE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+HUGE = ("vocab_size", "num_attention_heads")
 KNOWN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80}
 
@@ -90,14 +90,13 @@ def test_a_huge_size_without_a_file_is_compared_with_the_memory(
     assert "its weights take" in message and "GiB free" in message
 
 
-@pytest.mark.parametrize("count", [10**9, 10**6])
-@pytest.mark.parametrize("field", ["num_hidden_layers", "head_dim"])
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("field", "load_format"), [("num_hidden_layers", "auto"), ("head_dim", "dummy")])
 def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
-    field: str, count: int, load_format: str, model: Path, little_is_allocated: None
+    field: str, load_format: str, model: Path, little_is_allocated: None
 ) -> None:
-    edit_config(model, layer_types=..., **{field: count})
-    assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
+    for count in (10**6, 10**9):
+        edit_config(model, layer_types=..., **{field: count})
+        assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
 
 
 @pytest.mark.parametrize("options", [["--gpu-mem", "80GB", "--host-mem", "100GB"], ["--no-measure"]])
@@ -142,12 +141,9 @@ def write_header(path: Path, header: Any, length: int | None = None, data: bytes
     "entry",
     [
         {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**63]},
         {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]},
         {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [10**30, 10**31]},
-        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
         {"dtype": 5, "shape": "x", "data_offsets": None},
         {},
         5,
@@ -158,7 +154,7 @@ def test_a_header_that_lies_is_refused(entry: object, model: Path, little_is_all
     assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
 
 
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9, 0])
+@pytest.mark.parametrize("length", [2**64 - 1, 0])
 def test_a_header_length_that_lies_is_refused(length: int, model: Path, little_is_allocated: None) -> None:
     write_header(model / "model.safetensors", {}, length)
     assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
@@ -179,9 +175,7 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(model: Path, little_is_allocate
 # ---- requests
 
 
-@pytest.mark.parametrize("field", ["n", "best_of"])
-@pytest.mark.parametrize("count", [10**6, 10**9])
-@pytest.mark.parametrize("beams", [False, True])
+@pytest.mark.parametrize(("field", "count", "beams"), [("n", 10**9, False), ("best_of", 10**6, True)])
 def test_too_many_sequences_are_refused_before_they_are_made(
     field: str, count: int, beams: bool, model: Path, little_is_allocated: None
 ) -> None:
@@ -219,10 +213,7 @@ def test_one_line_that_asks_for_too_many_loses_no_other(tmp_path: Path, capsys: 
         {"num_gpu_blocks": 10**9},
         {"num_gpu_blocks": 80, "num_cpu_blocks": 10**9, "enable_cpu_offload": True},
         {"num_gpu_blocks": 80, "swap_space": 1e6},
-        {"num_gpu_blocks": 4, "kvcache_block_size": 2 * 10**9},
-        {"max_num_batched_tokens": 10**9},
         {"max_num_batched_tokens": 2 * 10**9},
-        {"max_num_batched_tokens": 10**8, "max_num_seqs": 10**8},
         {"num_gpu_blocks": 10**6, "max_num_batched_tokens": 10**8, "max_num_seqs": 10**8},
     ],
 )

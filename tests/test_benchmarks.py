@@ -5,20 +5,17 @@ Those that are parts of the GPU check run in its dry run (`make gpu-check DRY=1`
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from benchmark_helpers import (
     HEAD_DIM,
     HIDDEN,
@@ -28,7 +25,6 @@ from benchmark_helpers import (
     MACHINE_FIELDS,
     OFFLOAD,
     OUTPUT_LEN,
-    PROMPT_LEN,
     ROOT,
     SMALL,
     TOKEN_BYTES,
@@ -87,25 +83,6 @@ def test_cpu_packed_measures_every_scheme(tmp_path: Path) -> None:
     assert [(r["scheme"], r["rows"]) for r in report["results"]] == [(s, rows) for s in SCHEMES for rows in (1, 99)]
 
 
-@pytest.mark.slow
-def test_bench_runs_as_a_script(model: Path) -> None:
-    """From the repository root, as the manual has it, with everything that the report promises."""
-    output = model.parent / "report.json"
-    command = [sys.executable, "bench.py", "--model", str(model), "--prompt-len", "33", str(PROMPT_LEN), *SMALL]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*command, "--output-json", str(output)], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for word in ("prefill", "decode", "TTFT", "TPOT", "KV cache", "peak process memory", "torch", "threads"):
-        assert word in done.stdout
-    report = json.loads(output.read_text())
-    assert [result["prompt_len"] for result in report["results"]] == [33, PROMPT_LEN]
-    for result in report["results"]:
-        check_rates(result["rates"], result["prompt_len"])
-        assert result["kv_bytes"] == (result["prompt_len"] + OUTPUT_LEN - 1) * TOKEN_BYTES
-    assert report["kv_device_bytes"] <= report["peak_rss_bytes"]
-    assert report["peaks"]["matmul_gflop_s"] > 0 and report["peaks"]["read_gb_s"] > 0
-
-
 def test_bench_offload_compares_and_counts_every_length(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--prompt-len", "200", "160", "200"]
     report = report_of("bench_offload", model, *options)
@@ -151,55 +128,6 @@ def check_result(result: dict[str, Any], num_gpu_blocks: int) -> None:
     for overlap in result["overlap"].values():
         assert 0 <= overlap["hidden_s"] <= overlap["copies_s"] and 0 <= overlap["waits_s"] < overlap["steps_s"]
     assert result["kernel_gaps"] is None, "of a GPU only"
-
-
-def test_gaps_between_kernels_are_measured_for_prefill_and_decode_apart(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a profiler that sees a kernel for each step, a millisecond long and two apart."""
-    engine, timeline = importlib.import_module("benchmarks.engine"), importlib.import_module("benchmarks.timeline")
-    steps: list[float] = []
-
-    class Profiler(AbstractContextManager[Any]):
-        def __init__(self, activities: Any) -> None:
-            steps.clear()
-
-        def __exit__(self, *_: object) -> None:
-            return
-
-        def export_chrome_trace(self, path: str) -> None:
-            events = [{"cat": "kernel", "ts": at, "dur": 1e3} for at in steps]
-            Path(path).write_text(json.dumps({"traceEvents": events}))
-
-    monkeypatch.setattr(torch.profiler, "profile", Profiler)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    args = argparse.Namespace(block_size=16, max_num_batched_tokens=48, device="cpu", seed=0)
-    with importlib.import_module("benchmarks.shapes").open_shape(str(model), None, "bfloat16") as shape:
-        work = engine.Work.of(shape, args, 100, 4)
-        with work.open(**work.on_device()) as llm:
-            step = llm.engine.step
-            monkeypatch.setattr(llm.engine, "step", lambda: (steps.append(len(steps) * 3e3), step())[1])
-            found = timeline.kernel_gaps(llm, shape.prompts(1, 100, 0)[0], 4)
-            assert not llm.engine.has_unfinished_requests()
-    assert {phase: gaps.kernels for phase, gaps in found.items()} == {"prefill": 3, "decode": 3}, "48 + 48 + 4 tokens"
-    assert found["decode"].idle_s == pytest.approx(4e-3) and found["decode"].span_s == pytest.approx(7e-3)
-
-
-@pytest.mark.slow
-def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
-    (result,) = report_of("bench_offload", model, *options)["results"]
-    by_share = result["by_share"]
-    assert by_share["outputs_equal"] is True
-    on_device, *results = by_share["results"]
-    names = [result["name"] for result in results]
-    assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
-    assert on_device["h2d_bytes"] == on_device["cpu_attention_bytes"] == 0 and on_device["taken"] is None
-    attended = [result["cpu_attention_bytes"] for result in results[:5]]
-    assert attended == sorted(set(attended)) and attended[0] == 0, "more blocks with every share"
-    assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
-    assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
-    assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,16 +214,6 @@ def test_wrong_arguments_cost_one_sentence(options: list[str], told: str, capsys
         status = stopped.code
     error = capsys.readouterr().err
     assert status == 2 and error.count("\n") == 1 and told in error
-
-
-def test_every_shape_is_a_model_that_the_engine_knows() -> None:
-    """Parameter counts as published, so that a typing error in a config shows."""
-    shapes = importlib.import_module("benchmarks.shapes")
-    billions = {"llama-3.1-8b": 8.03, "qwen2.5-7b-1m": 7.62, "qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "qwen3-8b": 8.19}
-    assert shapes.shape_names() == sorted(billions)
-    for name, published in billions.items():
-        with shapes.open_shape(name, None, "auto") as shape:
-            assert shape.weight_bytes / shape.dtype.itemsize / 1e9 == pytest.approx(published, rel=0.002)
 
 
 def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:

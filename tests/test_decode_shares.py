@@ -39,22 +39,6 @@ def seconds_of_share(share: float, host: float, resident: float, weights: float,
     return layer_seconds(streamed, share * host, resident + streamed, weights, given_rates)
 
 
-def test_link_and_cpu_attention_end_together() -> None:
-    share = best_share(100 * MIB, 10 * MIB, 0, GPU)
-    assert (1 - share) * 100 * MIB / GPU.link == pytest.approx(share * 100 * MIB / GPU.host)
-    assert share == pytest.approx(GPU.host / (GPU.host + GPU.link))  # 0.8: as their bandwidths are to each other
-
-
-def test_while_weights_are_read_only_the_link_works() -> None:
-    weights = 400 * MIB
-    share = best_share(100 * MIB, 0, weights, GPU)
-    cpu = weights / GPU.device + share * 100 * MIB / GPU.host
-    assert cpu == pytest.approx((1 - share) * 100 * MIB / GPU.link) and 0 < share < 0.8
-    # The link finishes before CPU attention starts, which then only saves the device some attention.
-    share = best_share(100 * MIB, 0, 10**10, GPU)
-    assert share == pytest.approx(GPU.host / (GPU.host + GPU.device))
-
-
 def test_a_round_trip_that_costs_more_than_the_link_is_not_made() -> None:
     slow = replace(GPU, round_trip=1e-2)
     assert best_share(100 * MIB, 0, 0, slow) == 0
@@ -65,11 +49,6 @@ def test_on_one_processor_bytes_are_read_where_they_are() -> None:
     assert best_share(100 * MIB, 10 * MIB, 50 * MIB, CPU) == 1.0
     assert best_share(100 * MIB, 10 * MIB, 50 * MIB, replace(CPU, host=5e9)) == 0.0  # a copy and a faster kernel
     assert blocks_for_cpu_attention(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
-
-
-def test_without_host_blocks_the_cpu_attends_to_nothing() -> None:
-    assert best_share(0, MIB, MIB, GPU) == 0
-    assert blocks_for_cpu_attention(LayerLoad([], link_bytes=MIB, device_bytes=MIB), GPU) == 0
 
 
 @given(host=st.floats(1, 1e9), resident=st.floats(0, 1e9), weights=st.floats(0, 1e9), given_rates=rates)
@@ -104,14 +83,6 @@ def test_no_number_of_blocks_is_better(
     assert seconds(best) == pytest.approx(min(map(seconds, range(len(reads) + 1))))
 
 
-def test_whole_blocks_come_close_to_the_formula() -> None:
-    for count in (10, 100, 1000):
-        taken = blocks_for_cpu_attention(
-            LayerLoad([HostRead(MIB)] * count, device_bytes=10 * MIB, weight_bytes=MIB), GPU
-        )
-        assert abs(taken - count * best_share(count * MIB, 10 * MIB, MIB, GPU)) < 1
-
-
 def test_a_block_with_many_readers_is_the_links() -> None:
     """The link copies it once, the CPU would read it for each."""
     alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
@@ -127,15 +98,6 @@ def test_shares_of_blocks() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(16, 8, 32), (32, 4, 8), (8, 8, 64), (128, 1, 1)])
 def test_cpu_attention_takes_as_many_rows_as_its_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
     assert cpu_attention_query_len(heads, kv_heads) == tokens
-
-
-def test_rates_follow_what_is_observed() -> None:
-    rate = 10e9
-    for _ in range(100):
-        rate = corrected(rate, 10e9, num_bytes=10**9, seconds=1 / 15)
-    assert rate == pytest.approx(15e9, rel=1e-3)
-    once = corrected(10e9, 10e9, num_bytes=10**9, seconds=1 / 15)
-    assert 10e9 < once < 11e9, "one step says little"
 
 
 def test_rates_are_bounded_and_little_work_says_nothing() -> None:

@@ -17,7 +17,3 @@ def test_any_two_values_of_two_parameters_meet(sizes: list[int], data: st.DataOb
     assert chosen[: len(first)] == first and len(chosen) == len(set(chosen))
     for i, j in combinations(range(len(sizes)), 2):
         assert {(each[i], each[j]) for each in chosen} == set(product(values[i], values[j]))
-
-
-def test_there_are_few() -> None:
-    assert len(pairs(range(4), range(4), range(4))) < 64 / 3

@@ -67,15 +67,6 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
     assert not (tmp_path / "measures.json").exists(), "everything is in one file"
 
 
-@pytest.mark.slow
-def test_a_part_that_hangs_says_where(check: ModuleType, tmp_path: Path) -> None:
-    """All threads, also one that holds the interpreter's lock."""
-    code = "import threading\nevent = threading.Event()\ndef waits(): event.wait()\n"
-    code += "threading.Thread(target=waits).start()\nsum(range(10**12))"
-    (outcome,) = run(check, [part(check, "hangs", code, seconds=3)], tmp_path)
-    assert "in waits" in outcome.output and "line 5 in <module>" in outcome.output
-
-
 def test_a_part_is_not_begun_with_less_time_than_it_takes(check: ModuleType, tmp_path: Path) -> None:
     long = check.Part("long", ("-c", "raise SystemExit(1)"), 600, likely=100, figures=False)
     outcomes = run(check, [long, part(check, "short", "print('ran')")], tmp_path, minutes=1)

@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 
 from benchmarks.peers import __main__ as script
 from benchmarks.peers.checkpoint import make_checkpoint
-from benchmarks.peers.driver import RUNNERS, Findings, Plan, Workshop, job_of, take_turns
+from benchmarks.peers.driver import Findings, Plan, Workshop, take_turns
 from benchmarks.peers.failure import EngineFailure
-from benchmarks.peers.gguf_writer import gguf_name, tensors
-from benchmarks.peers.process import json_of, run_job
+from benchmarks.peers.process import json_of
 from benchmarks.peers.runner import Job
-from benchmarks.peers.summary import BARS, Roofline, memory_beyond, ratio, verdicts
+from benchmarks.peers.summary import BARS, verdicts
 from benchmarks.peers.table import bar_name, failures
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
@@ -93,17 +92,6 @@ def test_checkpoint_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path) -> None:
     assert 0 <= padding < 64 * len(weights)
 
 
-def test_gguf_names_and_values(shape: Shape, tmp_path: Path) -> None:
-    file = make_checkpoint(shape, tmp_path / "checkpoint", seed=0) / "model.safetensors"
-    weights, names = load_file(file), set()
-    for name, size, values in tensors(file):
-        names.add(gguf_name(name))
-        assert size == list(weights[name].shape)
-        assert torch.equal(torch.from_numpy(values.astype("int32")).to(torch.int16), weights[name].view(torch.int16))
-    assert len(names) == len(weights)
-    assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "blk.0.ffn_down.weight", "output_norm.weight"} <= names
-
-
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
 def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -121,20 +109,6 @@ def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> 
 
 
 # ---- runners
-
-
-@pytest.mark.slow
-def test_nanovllms_runner_in_a_process_of_its_own(shape: Shape, tmp_path: Path) -> None:
-    path = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
-    job = job_of(shape, path, None, plan_for(["nanovllm"], [40]), 40, threads=1)
-    outcome = run_job("nanovllm", Path(sys.executable), RUNNERS["nanovllm"], job, tmp_path)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with LLM(path, device="cpu", num_gpu_blocks=4) as llm:
-        expected = llm.generate(job.prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-    assert outcome["tokens"] == expected
-    assert outcome["prefill_s"] > 0 and outcome["tpot_s"] > 0
-    assert outcome["peak_rss_bytes"] > 50 << 20  # torch alone is more
-    assert not list(tmp_path.glob("*.json"))
 
 
 def outcome_of(code: str, work_dir: Path) -> dict[str, Any]:
@@ -164,20 +138,6 @@ def turns(plan: Plan, run: Any) -> Findings:
     return findings
 
 
-def test_engines_take_turns_and_long_prompts_are_nanovllms() -> None:
-    order: list[str] = []
-
-    def run(engine: str, job: Job) -> dict[str, Any]:
-        order.append(engine)
-        return result(1.0)
-
-    findings = turns(plan_for(["nanovllm", "vllm"], [512, 16384], repeats=3), run)
-    there, back = ["nanovllm", "vllm", "nanovllm"], ["vllm", "nanovllm", "nanovllm"]
-    assert order == there + back + there
-    assert len(findings.ceilings) == 1 + len(order)
-    assert ("vllm", 16384) not in findings.runs
-
-
 def test_an_engine_that_fails_is_named_and_the_others_go_on() -> None:
     calls: list[str] = []
 
@@ -197,29 +157,6 @@ def test_an_engine_that_fails_is_named_and_the_others_go_on() -> None:
 # ---- arithmetic
 
 
-def test_roofline_is_operations_and_bytes_over_the_ceilings(shape: Shape) -> None:
-    prompt_len, output_len = 10, 4
-    layer = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INTERMEDIATE
-    linear = 2 * layer * LAYERS * prompt_len + 2 * VOCAB * HIDDEN
-    attention = 4 * HEADS * HEAD_DIM * LAYERS * (prompt_len * (prompt_len + 1) // 2)
-    roof = Roofline.of(shape, prompt_len, output_len, CEILING)
-    assert roof.prefill_s == pytest.approx((linear + attention) / 1e9)
-    norms = LAYERS * (2 * HIDDEN + 2 * HEAD_DIM) + HIDDEN
-    weights = 2 * (layer * LAYERS + VOCAB * HIDDEN + norms)
-    kv = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2 * (prompt_len + output_len // 2)
-    assert roof.tpot_s == pytest.approx((weights + kv) / 1e6, rel=5e-3)  # tensors are padded to cache lines
-
-
-def test_ratios_compare_runs_of_the_same_round() -> None:
-    ours, theirs = [result(1.0), result(2.0), None], [result(3.0, None), result(4.0, 0.3), result(50.0)]
-    findings = found(nanovllm=ours, vllm=theirs)
-    prefill, decode = (ratio(findings, "vllm", 8192, phase) for phase in ("prefill", "decode"))
-    assert prefill is not None and decode is not None
-    assert (prefill.median, prefill.low, prefill.high) == (2.5, 2.0, 3.0)
-    assert decode.median == pytest.approx(3.0)
-    assert ratio(findings, "transformers", 8192, "decode") is None
-
-
 def test_bars_are_reached_missed_or_not_measured(shape: Shape) -> None:
     plan = plan_for(["nanovllm", "vllm", "llama.cpp"], [8192])
     findings = found(nanovllm=[result(10.0)], vllm=[result(13.5, 0.14)], llama_cpp=[result(9.0, 0.1)])
@@ -234,16 +171,6 @@ def test_bars_are_reached_missed_or_not_measured(shape: Shape) -> None:
     assert said["8192: decode over transformers"] is None
     assert said["512: prefill over vllm"] is None
     assert said["32768: peak beyond weights and KV"] is None
-
-
-@pytest.mark.parametrize(("beyond", "reached"), [(699, True), (701, False)])
-def test_memory_bar_leaves_out_weights_and_kv(shape: Shape, beyond: int, reached: bool) -> None:
-    plan = plan_for(["nanovllm"], [32768])
-    peak = (beyond << 20) + shape.weight_bytes + (32768 + 4 - 1) * shape.kv_token_bytes
-    assert memory_beyond(shape, 32768, 4, peak) == beyond << 20
-    findings = Findings({("nanovllm", 32768): [result(1.0, peak=peak)]}, [CEILING])
-    (verdict,) = (v for v in verdicts(shape, plan, findings, "avx512") if v.bar.against == "memory")
-    assert verdict.reached is reached
 
 
 # ---- report

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,7 +39,6 @@ from nanovllm.features.planner.predict import (
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 
@@ -61,15 +58,6 @@ def spec(model_dir: Path) -> DecoderSpec:
 
 
 # ---- bytes and counts of the engine
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weight_bytes_are_the_decoders(tmp_path: Path, family: str) -> None:
-    biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True, "tie": True}}
-    make_checkpoint(tmp_path, family, layers=3, vocab=VOCAB, **biases.get(family, {}))
-    network = Network(load_decoder_spec(tmp_path), "bfloat16")
-    decoder = Decoder(network.spec, torch.bfloat16, torch.device("meta"))
-    assert network.weight_bytes == parameter_bytes(decoder)
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -160,16 +148,6 @@ def test_visible_keys_are_those_of_a_walk(
     seen = [{k for p in rows for k in range(max(0, p + 1 - (w or p + 1)), p + 1)} for w in windows]
     token_layer = 2 * spec.num_kv_heads * spec.head_dim * 4
     assert network.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
-
-
-def test_operations_are_those_of_the_projections(spec: DecoderSpec) -> None:
-    network = Network(spec, "float32")
-    q, kv, mlp = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
-    shapes = [(spec.hidden_size, q), (spec.hidden_size, kv), (spec.hidden_size, kv), (q, spec.hidden_size)]
-    shapes += [(spec.hidden_size, mlp), (spec.hidden_size, mlp), (mlp, spec.hidden_size)]
-    assert network.matrix_operations(5) == 5 * LAYERS * 2 * sum(a * b for a, b in shapes)
-    # Query by query, a product with each visible key and one with each visible value.
-    assert network.attention_operations(7, 3) == LAYERS * sum(2 * 2 * q * keys for keys in (8, 9, 10))
 
 
 # ---- the longest prompt, and what makes a longer one fit
@@ -514,20 +492,6 @@ def test_longer_prompts_take_longer_and_faster_machines_do_not(
 
 
 # ---- the engine's log
-
-
-@pytest.mark.parametrize("arguments", [offloaded(BLOCK, 5, 7), {"num_gpu_blocks": 6, "kvcache_block_size": BLOCK}])
-def test_the_sizes_are_logged(model_dir: Path, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="nanovllm")
-    with LLM(model_dir, **arguments) as llm:
-        plan = llm.plan(RATES)
-    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.build"]
-    text = "\n".join(logged)
-    assert f"# device blocks: {plan.kv.num_gpu_blocks}, # host blocks: {plan.kv.num_cpu_blocks}" in text
-    assert f"longest prompt: {plan.kv.max_model_len} tokens (limit: KV memory)" in text
-    request = plan.request(plan.kv.max_model_len, 1)
-    assert f"{request.resident_bytes / 2**20:,.1f} MiB stay on the device" in text
-    assert f"{request.streamed_bytes / 2**20:,.1f} MiB are on the host" in text
 
 
 def test_a_prompt_that_only_max_model_len_refuses_hears_of_nothing_else(model_dir: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,28 +65,6 @@ def test_the_way_that_loads_less_is_taken(
 
 
 ALL = LayerwiseMemory(buffer_blocks=100, max_tokens=800)
-
-
-@pytest.mark.parametrize(
-    "what, host, begin, end, memory, expected",
-    [
-        ("everything on the device: nothing to save", (), 0, 400, ALL, None),
-        ("one step does it", range(50), 0, 64, ALL, None),
-        ("no memory", range(50), 0, 400, NO_LAYERWISE, None),
-        ("a long prompt", range(50), 0, 400, ALL, (0, 400)),
-        ("a long prompt on a cached prefix", range(50), 160, 400, ALL, (160, 400)),
-        ("the rest of a cached prompt is a step", range(50), 340, 400, ALL, None),
-        ("a shorter buffer: the tail goes by chunks", range(50), 0, 400, LayerwiseMemory(30, 800), (0, 192)),
-        ("fewer hidden states: another prefill follows", range(50), 0, 400, LayerwiseMemory(50, 200), (0, 192)),
-        ("a buffer for no more than the cached prefix", range(50), 240, 400, LayerwiseMemory(30, 800), None),
-        ("only the last block on the host: each earlier token is on the device", (49,), 0, 400, ALL, None),
-    ],
-)
-def test_choices(
-    what: str, host: range, begin: int, end: int, memory: LayerwiseMemory, expected: tuple[int, int] | None
-) -> None:
-    layerwise = plan_prefill(host, BLOCK, begin, end, 64, memory)
-    assert (None if layerwise is None else (layerwise.begin, layerwise.end)) == expected, what
 
 
 class CountedBlocks(Sequence[int]):
@@ -177,19 +153,6 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     loaded = sum(decode.h2d_bytes for decode in decodes)
     assert moved.h2d_bytes == loaded
     assert moved.d2h_bytes == max(0, prompt + output - 1 - resident * BLOCK) * LAYOUT.token_bytes
-
-
-def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its_tail() -> None:
-    moved = predicted(2, 400, 1, 64, LayerwiseMemory(buffer_blocks=40, max_tokens=140))
-    steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # single chunks once 40 blocks hold only one more
-    assert moved == sum((predict_transfers(LAYOUT, 2, *step) for step in steps), TransferCount())
-    assert moved.h2d_bytes < predict_request(LAYOUT, 2, 400, 1, 64).h2d_bytes
-
-
-def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
-    layout = replace(LAYOUT, block_size=100)
-    moved = predicted(1, 700, 1, 64, LayerwiseMemory(10, 1000), layout)
-    assert (moved.h2d_copies, moved.d2h_copies) == (0, 6 * layout.num_layers)
 
 
 # ---- memory

@@ -216,19 +216,6 @@ def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path
     assert in_turn(kernels)
 
 
-def test_a_wait_lasts_as_long_as_what_it_waits_for(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    calls, event = device.new_call_stream("calls"), device.new_event()
-    calls.launch(PythonTask(lambda: time.sleep(0.02)))
-    calls.record(event)
-    device.compute_stream.wait(event)
-    device.close()
-    rows = rows_of(tmp_path / "trace.json")
-    (call,), (wait,) = rows["calls"], rows["compute"]
-    assert wait["name"] == "wait" and wait["dur"] >= 1e4
-    assert wait["ts"] + wait["dur"] >= call["ts"] + call["dur"] - 1e-2
-
-
 def test_marks_are_let_go_while_the_engine_runs(tmp_path: Path) -> None:
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
     stream = device.new_stream("s")
@@ -261,9 +248,3 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"trace='.*trace.json': the file cannot be written"):
         device.close()
     device.close()
-
-
-def test_nothing_done_is_an_empty_trace(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    device.close()
-    assert rows_of(tmp_path / "trace.json") == {"compute": []}
