@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from benchmarks.engine import Work, engine_facts, generate, timing_of
-from benchmarks.options import Parser, add_device_option, add_trace_option, exit_status
+from benchmarks.options import Parser, add_device_option, add_trace_option
 from benchmarks.resident import Engine, add_options, report
 from benchmarks.shapes import open_shape
 
@@ -38,17 +38,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bench.py", description="Prefill and decode with all of the KV cache on the device.")
     add_options(parser, block_size=256)
     add_device_option(parser)
     add_trace_option(parser, "all runs")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("bench.py", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

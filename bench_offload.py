@@ -39,7 +39,6 @@ from benchmarks.options import (
     add_run_options,
     add_trace_option,
     add_weights_option,
-    exit_status,
     not_negative,
     positive,
     share,
@@ -97,7 +96,7 @@ def run_all(args: argparse.Namespace, shape: Shape, trace: Path) -> int:
     return 0 if all(is_right(result, device, not args.no_cpu_attention) for result in results) else 1
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bench_offload.py", description="What offload costs, against the KV cache on the device.")
     add_model_options(parser, num_layers=2)
     add_weights_option(parser)
@@ -114,12 +113,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_engine_options(parser, block_size=128, max_batched=4096)
     add_device_option(parser)
     add_trace_option(parser, "one more run of the longest prompt under offload")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("bench_offload.py", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

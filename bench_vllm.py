@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.options import Parser, exit_status
+from benchmarks.options import Parser
 from benchmarks.report import machine_facts
 from benchmarks.resident import Engine, add_options, longest, report
 from benchmarks.shapes import Shape, open_shape
@@ -87,15 +87,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bench_vllm.py", description="The work of bench.py through vLLM, with the same report.")
     add_options(parser, block_size=None)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("bench_vllm.py", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import Parser, add_json_option, exit_status, positive
+from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import ROOT, machine_facts, write_json
 from benchmarks.tiny import write_tiny_config
 from benchmarks.two_trees import Tree
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="contention", description="Prefill and decode beside a busy process and a second engine.")
     add = parser.add_argument
     told = f"models: {SMALL!r}, a name in benchmarks/configs, or a directory (default: %(default)s)"
@@ -128,12 +128,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=positive, default=5, help="(default: %(default)s)")
     add("--other", type=Path, help="another tree to measure in turns, with its extensions built")
     add_json_option(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("contention", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine import device_name
-from benchmarks.options import Parser, add_device_option, add_json_option, exit_status, positive
+from benchmarks.options import Parser, add_device_option, add_json_option, positive
 from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import synchronize
 from benchmarks.report import machine_facts, print_other_load, print_row, write_json
@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=positive, default=10, help="rounds that count (default: %(default)s)")
     add_device_option(parser)
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    return exit_status(prog, lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,20 @@ Decode reads a KV cache far larger than the caches of the processor.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from statistics import mean, median
 
 import torch
 
-from benchmarks.report import machine_facts
+from benchmarks.options import Parser, add_json_option, positive
+from benchmarks.report import machine_facts, write_json
+from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import attend_batch
 from nanovllm.ops.cpu_kernels import instruction_sets
+from nanovllm.ops.timing import call_seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 CONTEXT, PREFILL_ROWS, BLOCK_SIZE = 32768, 2048, 4096
@@ -42,15 +43,6 @@ class Figures:
     matmul_gflop_s: float
     prefill_gflop_s: float
     prefill_ratio: float
-
-
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of one call, after a warm-up call."""
-    work()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    return (time.perf_counter() - start) / repeats
 
 
 def attention_call(rows: int, block_size: int, isa: str) -> Callable[[], None]:
@@ -92,17 +84,9 @@ def measure(rounds: int, block_size: int, isa: str) -> Figures:
     prefill = attention_call(PREFILL_ROWS, block_size, isa)
     memory = torch.ones(KV_BYTES // 4)
     a, b = (torch.randn(MATRIX, MATRIX).to(torch.bfloat16) for _ in range(2))
-    times: list[tuple[float, float, float, float]] = []
-    for _ in range(rounds):
-        times.append(
-            (
-                seconds(memory.sum, 10),
-                seconds(decode, 10),
-                seconds(lambda: torch.mm(a, b), 2),
-                seconds(prefill, 1),
-            )
-        )
-    read, decoded, multiplied, prefilled = (statistics.median(column) for column in zip(*times, strict=True))
+    works = ((memory.sum, 10), (decode, 10), (lambda: torch.mm(a, b), 2), (prefill, 1))  # with calls that count
+    times = [[mean(call_seconds(work, calls)) for work, calls in works] for _ in range(rounds)]
+    read, decoded, multiplied, prefilled = (median(column) for column in zip(*times, strict=True))
     matmul_rate, prefill_rate = 2.0 * MATRIX**3 / multiplied / 1e9, prefill_operations() / prefilled / 1e9
     return Figures(
         isa=isa,
@@ -117,28 +101,29 @@ def measure(rounds: int, block_size: int, isa: str) -> Figures:
     )
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-json", type=Path, help="file to write the figures to")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--block-size", type=int, default=BLOCK_SIZE, help=f"tokens per KV block, a divisor of {CONTEXT}"
-    )
-    parser.add_argument("--isa", choices=instruction_sets(), default=instruction_sets()[0])
-    args = parser.parse_args()
-    if args.rounds < 1 or args.block_size < 1 or CONTEXT % args.block_size:
-        parser.error(f"--rounds must be positive and --block-size a divisor of {CONTEXT}")
+    if CONTEXT % args.block_size:
+        raise ConfigError(f"--block-size {args.block_size}: must be a divisor of {CONTEXT}")
     figures = measure(args.rounds, args.block_size, args.isa)
     print(f"{figures.isa}, {figures.threads} threads, medians of {figures.rounds} rounds")
     print(f"read memory (torch.sum)  {figures.read_gb_s:8.1f} GB/s")
     print(f"decode at {CONTEXT}          {figures.decode_gb_s:8.1f} GB/s   {figures.decode_ratio:5.0%}")
     print(f"bf16 torch.mm {MATRIX}       {figures.matmul_gflop_s:8.1f} GFLOP/s")
     print(f"prefill {PREFILL_ROWS} on {CONTEXT}    {figures.prefill_gflop_s:8.1f} GFLOP/s {figures.prefill_ratio:5.0%}")
-    if args.output_json:
-        report = {"machine": machine_facts("cpu"), **asdict(figures)}
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.output_json, args, machine_facts("cpu"), **asdict(figures))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="cpu_attention", description="CPU attention compared with its ceilings.")
+    parser.add_argument("--rounds", type=positive, default=5, help="(default: %(default)s)")
+    size = f"tokens in a KV block, a divisor of {CONTEXT} (default: %(default)s)"
+    parser.add_argument("--block-size", type=positive, default=BLOCK_SIZE, help=size)
+    parser.add_argument("--isa", choices=instruction_sets(), default=instruction_sets()[0])
+    add_json_option(parser)
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import peaks
-from benchmarks.options import Parser, add_json_option, exit_status, positive
+from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="cpu_linear", description="Speed of a model's linear layers on the CPU.")
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
@@ -216,12 +216,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=positive, nargs="+", default=[1, 2, 4, 8, 2048], help="rows of a step (default: %(default)s)")
     add("--rounds", type=positive, default=15, help="of all four (default: %(default)s)")
     add_json_option(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("cpu_linear", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from benchmarks import peaks
 from benchmarks.cpu_linear import MANY_ROWS
-from benchmarks.options import Parser, add_json_option, exit_status, positive
+from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.timing import Spread
+from nanovllm.errors import ConfigError
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.packed_weights import GGUF_BLOCKS, SCHEMES, PackedWeight, cpu_packed_linear, gguf_weight
 
@@ -122,6 +123,8 @@ def print_result(result: Result) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
+    if args.in_features % 256:
+        raise ConfigError(f"--in-features {args.in_features}: must be a multiple of 256")
     facts, load, isa = machine_facts("cpu"), OtherLoad(), cpu_kernels.choose(None, "packed")
     machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
     print(f"{args.in_features} x {args.out_features} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
@@ -136,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="cpu_packed", description="Speed of products with packed weights on the CPU.")
     add = parser.add_argument
     add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="of the weights (default: all)")
@@ -146,15 +149,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out-features", type=positive, default=4096, help="(default: %(default)s)")
     add("--rounds", type=positive, default=3, help="of all three measurements (default: %(default)s)")
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    if args.in_features % 256:
-        parser.error(f"--in-features must be a multiple of 256, got {args.in_features}.")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("cpu_packed", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

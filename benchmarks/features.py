@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.checks import Check, run_checks
 from benchmarks.engine import device_name, generate
 from benchmarks.gguf_types import quantize
-from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
+from benchmarks.options import Parser, add_device_option, add_json_option
+from benchmarks.peers.gguf_writer import add_config, finish, gguf_name
 from benchmarks.quantize_checkpoint import quantize_checkpoint
+from benchmarks.tiny import random_tensor, write_adapter
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.formats.gguf.names import LAYER_MODULES, MODULES
 from nanovllm.kvcache.base import KVStats
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
@@ -120,7 +121,7 @@ class Features:
         """Three adapters of different modules and ranks and the model alone, in one batch."""
         modules = [("q_proj", "v_proj", "down_proj"), ("o_proj", "gate_proj"), ("k_proj",)]
         requests = [
-            write_adapter(self.directory / f"adapter-{rank}", names, rank, number)
+            write_adapter(self.directory / f"adapter-{rank}", load_decoder_spec(self.plain), names, rank, number)
             for number, (names, rank) in enumerate(zip(modules, (8, 16, 3), strict=True), start=1)
         ]
         found: list[list[Tensor]] = []
@@ -193,65 +194,20 @@ def write_checkpoint(directory: Path, model_type: str) -> Path:
     return directory
 
 
-def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A matrix that keeps the size of its inputs, or a norm's weight near 1."""
-    values = torch.randn(shape, generator=generator)
-    return values * shape[1] ** -0.5 if len(shape) == 2 else 1 + values / 10
-
-
 def write_gguf(checkpoint: Path, path: Path, kind: str) -> Path:
     """The checkpoint as a GGUF file without a tokenizer, all matrices in one type."""
     import gguf
-    from safetensors.torch import load_file
 
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    stored_names = {name: stored for stored, name in (MODULES | LAYER_MODULES).items()}
+    add_config(writer, json.loads((checkpoint / "config.json").read_text()))
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        module = name.removesuffix(".weight")
-        layer = module.removeprefix("model.layers.").partition(".")
-        stored = stored_names.get(module) or f"blk.{layer[0]}.{stored_names[layer[2]]}"
         if tensor.dim() == 1:
-            writer.add_tensor(f"{stored}.weight", tensor.numpy())
+            writer.add_tensor(gguf_name(name), tensor.numpy())
         else:
-            type_ = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(f"{stored}.weight", quantize(tensor.numpy(), kind), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            packed, type_ = quantize(tensor.numpy(), kind), gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=type_)
+    finish(writer)
     return path
-
-
-def write_adapter(directory: Path, modules: Sequence[str], rank: int, number: int) -> LoRARequest:
-    """A random adapter of these modules in every layer."""
-    sizes = {
-        "q_proj": (HEADS * HEAD_DIM, HIDDEN), "k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "v_proj": (KV_HEADS * HEAD_DIM, HIDDEN), "o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE),
-    }  # fmt: skip
-    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
-    for layer in range(LAYERS):
-        for module in modules:
-            block = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            prefix = f"base_model.model.model.layers.{layer}.{block}.{module}.lora_"
-            out_size, in_size = sizes[module]
-            tensors[f"{prefix}A.weight"] = random_tensor((rank, in_size), generator)
-            tensors[f"{prefix}B.weight"] = random_tensor((out_size, rank), generator)
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(directory.name, number, str(directory))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -264,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device_option(parser)
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    return exit_status("features", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

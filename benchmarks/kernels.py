@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import WARM_UP, queued_seconds
+from benchmarks.gpu_timing import queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
 from nanovllm.ops.row_kernels import store_kv
+from nanovllm.ops.timing import call_seconds
 from nanovllm.ops.triton_support import triton_runs
 
 
@@ -75,18 +75,10 @@ Figure = dict[str, Any]
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call after three warm-up calls; on a GPU, of the GPU alone."""
+    """Median seconds of a call, after calls that do not count; on a GPU, of the GPU alone."""
     if device.type == "cuda":
         return queued_seconds(work, repeats)
-    for _ in range(WARM_UP):
-        work()
-    return statistics.median(_timed(work) for _ in range(repeats))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return statistics.median(call_seconds(work, repeats))
 
 
 # ---- ceilings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def run(self, argv: Sequence[str] | None, work: Callable[[argparse.Namespace], int]) -> int:
+        """The exit status of `work` with the parsed arguments; 2, after one sentence, if the engine refuses them."""
+        args = self.parse_args(argv)
+        try:
+            return work(args)
+        except (ConfigError, ModelError, RequestError) as error:
+            print(f"{self.prog}: error: {error}", file=sys.stderr)
+            return 2
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None) -> None:
@@ -87,12 +96,3 @@ def new_file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: give a file in a directory that exists")
     return path
-
-
-def exit_status(prog: str, run: Callable[[], int]) -> int:
-    """The exit status of `run`; 2, after one sentence, if the engine refuses its arguments."""
-    try:
-        return run()
-    except (ConfigError, ModelError, RequestError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2

@@ -25,7 +25,6 @@ from benchmarks.options import (
     add_device_option,
     add_engine_options,
     add_run_options,
-    exit_status,
     positive,
     share,
 )
@@ -35,6 +34,7 @@ from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
 from nanovllm.device import create_device
+from nanovllm.errors import ConfigError
 from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.features.planner.predict import Prediction, Rates
 from nanovllm.memory.budget import split_device
@@ -149,6 +149,8 @@ def show(result: Result) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.output_len < 2:
+        raise ConfigError("--output-len must be at least 2: the first token is the prefill's")
     facts, load, results = machine_facts(device_name(args.device)), OtherLoad(), []
     models = []
     for num_layers in args.num_layers:
@@ -177,7 +179,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> list[Result]:
     return results
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks.plan_accuracy", description="Predicted against measured speeds.")
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
@@ -188,15 +190,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_run_options(parser, output_len=33, repeats=5)
     add_engine_options(parser, block_size=256, max_batched=4096)
     add_device_option(parser)
-    args = parser.parse_args(argv)
-    if args.output_len < 2:
-        parser.error("--output-len must be at least 2: the first token is the prefill's")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("benchmarks.plan_accuracy", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

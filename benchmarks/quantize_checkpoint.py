@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.options import Parser, exit_status, positive
+from benchmarks.options import Parser, positive
 from benchmarks.requantize import perplexity
 
 FORMATS = (
@@ -148,6 +148,14 @@ def packed(values: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
+def run(args: argparse.Namespace) -> int:
+    quantize_checkpoint(args.model, args.directory, args.format, args.bits, args.group_size, not args.asymmetric)
+    if args.perplexity is not None:
+        found, weight_bytes = perplexity(args.directory, args.perplexity, "auto")
+        print(f"{args.directory}: perplexity {found:.4f}, weights {weight_bytes:,} bytes")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="quantize_checkpoint", description=str(__doc__).partition("\n")[0])
     parser.add_argument("model", type=Path, help="directory of a checkpoint with model.safetensors")
@@ -157,16 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--group-size", type=int, default=128, help="inputs with one scale, -1 for all (default: 128)")
     parser.add_argument("--asymmetric", action="store_true", help="with zero points")
     parser.add_argument("--perplexity", type=positive, metavar="TOKENS", help="measure it on so many tokens")
-    args: argparse.Namespace = parser.parse_args(arguments)
-
-    def run() -> int:
-        quantize_checkpoint(args.model, args.directory, args.format, args.bits, args.group_size, not args.asymmetric)
-        if args.perplexity is not None:
-            found, weight_bytes = perplexity(args.directory, args.perplexity, "auto")
-            print(f"{args.directory}: perplexity {found:.4f}, weights {weight_bytes:,} bytes")
-        return 0
-
-    return exit_status("quantize_checkpoint", run)
+    return parser.run(arguments, run)
 
 
 if __name__ == "__main__":

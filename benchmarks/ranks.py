@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 from benchmarks.engine import device_name, generate, timing_of
-from benchmarks.options import Parser, add_device_option, add_json_option, add_model_options, exit_status, positive
+from benchmarks.options import Parser, add_device_option, add_json_option, add_model_options, positive
 from benchmarks.report import machine_facts, print_row, write_json
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM
@@ -142,8 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-len", type=positive, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("--output-len", type=positive, default=64, help="tokens (default: %(default)s)")
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    return exit_status(parser.prog, lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gguf_types import TYPES, quantize
-from benchmarks.options import Parser, exit_status, positive
+from benchmarks.options import Parser, positive
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.smollm2.reading import story
 
@@ -100,7 +100,7 @@ def measure(path: Path, counts: Counter[str] | None, args: argparse.Namespace) -
         print(f"{types:<28} Transformers, float32: perplexity {transformers_perplexity(path, args.tokens):.4f}")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=NAME, description="Perplexity of a GGUF model in other types.")
     add = parser.add_argument
     add("model", type=Path, help="a GGUF file")
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=positive, default=4000, help="of the text (default: %(default)s)")
     add("--dtypes", nargs="+", default=["float32"], help="to compute in (default: %(default)s)")
     add("--transformers", action="store_true", help="compute each perplexity with Transformers too")
-    return parser.parse_args(argv)
+    return parser.run(argv, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,11 +119,6 @@ def run(args: argparse.Namespace) -> int:
             measure(target, requantize(args.model, target, kind), args)
             target.unlink()
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status(NAME, lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ the longest such wait without a long prompt, and with two steps of the long prom
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -41,7 +42,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import Parser, add_device_option, add_json_option, exit_status, positive
+from benchmarks.options import Parser, add_device_option, add_json_option, positive
 from benchmarks.report import machine_facts
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.hf_config import load_decoder_spec
@@ -73,8 +74,7 @@ class Run:
         return statistics.quantiles(self.gaps, n=100)[-1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
+def run(args: argparse.Namespace) -> int:
     spec = load_decoder_spec(args.model)
     prompts = [_prompt(args.prompt_len, spec.vocab_size, i) for i in range(args.requests)]
     long_prompt = _prompt(args.long_prompt_len, spec.vocab_size, -1)
@@ -305,7 +305,7 @@ async def _first_token(port: int, prompt: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def _parse(argv: Sequence[str] | None) -> Any:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.serving", description="What HTTP costs.")
     parser.add_argument("--model", required=True, help="a checkpoint in Hugging Face format")
     for name, default, text in (
@@ -321,8 +321,8 @@ def _parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add_device_option(parser)
     add_json_option(parser)
-    return parser.parse_args(argv)
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status("benchmarks.serving", main))
+    sys.exit(main())

@@ -10,7 +10,6 @@ kernels run in the interpreter if TRITON_INTERPRET=1 is set. Exit status 1 if a 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.checks import Check, expect_close, run_checks
 from benchmarks.engine import device_name, generate
-from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
-from benchmarks.tiny import write_tiny_config
+from benchmarks.options import Parser, add_device_option, add_json_option
+from benchmarks.tiny import write_adapter, write_tiny_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
 from nanovllm.device import create_device
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 
@@ -143,8 +141,10 @@ class Smoke:
 
     def adapters(self, placement: dict[str, Any]) -> str:
         """Beside a request with an adapter, one with an adapter of zeros has the tokens of the model alone."""
+        spec, sizes = load_decoder_spec(self.model), (0.0, 50.0)
         requests = [
-            write_adapter(self.model.parent / name, size, i) for i, (name, size) in enumerate(ADAPTERS, start=1)
+            write_adapter(self.model.parent / f"adapter-{i}", spec, ["q_proj"], 8, i, size)
+            for i, size in enumerate(sizes, start=1)
         ]
         prompt = torch.randint(0, 512, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
@@ -162,22 +162,6 @@ class Smoke:
         return "an adapter changes its own rows"
 
 
-ADAPTERS = (("zeros", 0.0), ("random", 0.5))  # size of the numbers of B
-
-
-def write_adapter(directory: Path, size: float, number: int) -> LoRARequest:
-    """An adapter of the tiny network's q projections."""
-    directory.mkdir()
-    tensors: dict[str, Tensor] = {}
-    for layer in range(2):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
-        tensors |= {f"{prefix}A.weight": torch.randn(8, 128), f"{prefix}B.weight": torch.randn(256, 8) * size}
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(directory.name, number, str(directory))
-
-
 def run(args: argparse.Namespace) -> int:
     device = device_name(args.device)
     with tempfile.TemporaryDirectory(prefix="nanovllm-smoke-") as directory:
@@ -188,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device_option(parser)
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    return exit_status("smoke", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,18 @@
-"""A network of a few kilobytes, for tests."""
+"""A network of a few kilobytes and adapters of any network, for checks."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.memory.adapters import modules_of
+from nanovllm.models.spec import DecoderSpec
 
 
 def write_tiny_config(directory: Path) -> Path:
@@ -27,3 +36,26 @@ def write_tiny_config(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A matrix that keeps the size of its inputs, or a norm's weight near 1."""
+    values = torch.randn(shape, generator=generator)
+    return values * shape[1] ** -0.5 if len(shape) == 2 else 1 + values / 10
+
+
+def write_adapter(
+    directory: Path, spec: DecoderSpec, modules: Collection[str], rank: int, number: int, size: float = 1.0
+) -> LoRARequest:
+    """A random adapter of these modules in every layer; size: what its products are multiplied with."""
+    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
+    for module, (out_size, in_size) in modules_of(spec).items():
+        if module.rpartition(".")[2] in modules:
+            prefix = f"base_model.model.{module}.lora_"
+            tensors[f"{prefix}A.weight"] = random_tensor((rank, in_size), generator)
+            tensors[f"{prefix}B.weight"] = random_tensor((out_size, rank), generator) * size
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(directory.name, number, str(directory))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.engine import device_name
-from benchmarks.options import Parser, add_device_option, add_json_option, add_model_options, exit_status, positive
+from benchmarks.options import Parser, add_device_option, add_json_option, add_model_options, positive
 from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import copy_gb_s
 from benchmarks.report import machine_facts, print_other_load, print_row, print_spread, write_json
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=positive, default=5, help="rounds that count (default: %(default)s)")
     add_device_option(parser)
     add_json_option(parser)
-    args = parser.parse_args(argv)
-    return exit_status(prog, lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

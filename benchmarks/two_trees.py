@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import Parser, add_json_option, add_model_options, exit_status, positive
+from benchmarks.options import Parser, add_json_option, add_model_options, positive
 from benchmarks.report import ROOT, commit_of, machine_facts, write_json
 from nanovllm.errors import ConfigError
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="two_trees", description="Prefill and decode of this tree and another one, in turns.")
     parser.add_argument("tree", type=Path, help="the other tree, with its extensions built")
     add_model_options(parser, num_layers=None)
@@ -128,12 +128,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=positive, default=32, help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=6, help="of both trees (default: %(default)s)")
     add_json_option(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status("two_trees", lambda: run(args))
+    return parser.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from benchmarks.peers import __main__ as script
 from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import Findings, Plan, Workshop, take_turns
-from benchmarks.peers.failure import EngineFailure
+from benchmarks.peers.env import EngineFailure
 from benchmarks.peers.process import json_of
 from benchmarks.peers.runner import Job
-from benchmarks.peers.summary import BARS, verdicts
-from benchmarks.peers.table import bar_name, failures
+from benchmarks.peers.summary import failures
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
 
@@ -67,12 +66,6 @@ def result(prefill_s: float, tpot_s: float | None = 0.1, *, peak: int = 10**9, t
     tokens = [1, 2, 3, 4] if tokens is None else tokens
     figures = {"prefill_s": prefill_s, "tpot_s": tpot_s, "peak_rss_bytes": peak}
     return {"version": "1", "tokens": tokens, "ceiling": dict(CEILING), **figures}
-
-
-def found(**runs: list[Any]) -> Findings:
-    """Results at 8192 tokens by engine; llama.cpp is written llama_cpp."""
-    by_engine = {(name.replace("_", "."), 8192): list(results) for name, results in runs.items()}
-    return Findings(runs=by_engine, ceilings=[CEILING])
 
 
 # ---- checkpoint
@@ -155,22 +148,6 @@ def test_an_engine_that_fails_is_named_and_the_others_go_on() -> None:
 
 
 # ---- arithmetic
-
-
-def test_bars_are_reached_missed_or_not_measured(shape: Shape) -> None:
-    plan = plan_for(["nanovllm", "vllm", "llama.cpp"], [8192])
-    findings = found(nanovllm=[result(10.0)], vllm=[result(13.5, 0.14)], llama_cpp=[result(9.0, 0.1)])
-    said = {bar_name(v.bar): v.reached for v in verdicts(shape, plan, findings, "avx512bf16")}
-    assert len(said) == len(BARS)
-    judged = {(v.bar.prompt_len, v.bar.limit): v for v in verdicts(shape, plan, findings, "avx512")}
-    assert {(512, 1.4), (2048, 2.0)} <= judged.keys()
-    assert said["8192: prefill over vllm"] is True
-    assert said["8192: decode over vllm"] is False
-    assert said["8192: prefill over llama.cpp"] is False
-    assert said["8192: decode over llama.cpp"] is True
-    assert said["8192: decode over transformers"] is None
-    assert said["512: prefill over vllm"] is None
-    assert said["32768: peak beyond weights and KV"] is None
 
 
 # ---- report

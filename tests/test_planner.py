@@ -409,14 +409,6 @@ def test_the_share_is_the_one_that_the_engine_takes(
     assert moved.without_cpu_attention == predict_transfers(layout, resident, context, 1, window)
 
 
-def test_one_processor_leaves_every_whole_block_where_it_is(spec: DecoderSpec) -> None:
-    """Whether its rates are known or not."""
-    for rates in (Rates(), RATES, CPU_ATTENTION_RATES):
-        moved = shared_model(spec, rates, one_processor=True).transfers(100, 1)
-        # Blocks 2 to 5, and the last one's tokens.
-        assert moved.cpu_attention_blocks == LAYERS * 4 and moved.h2d_copies == LAYERS
-
-
 @pytest.mark.parametrize("chunk", [7, 33])
 def test_the_engine_leaves_to_the_cpu_what_the_plan_says(model_dir: Path, chunk: int) -> None:
     """Chunks of few tokens share too; what goes layer by layer does not."""
@@ -492,13 +484,3 @@ def test_longer_prompts_take_longer_and_faster_machines_do_not(
 
 
 # ---- the engine's log
-
-
-def test_a_prompt_that_only_max_model_len_refuses_hears_of_nothing_else(model_dir: Path) -> None:
-    arguments: dict[str, Any] = {"max_model_len": 1, "num_gpu_blocks": 40, "kvcache_block_size": BLOCK}
-    with LLM(model_dir, **arguments) as llm, pytest.raises(RequestError) as refusal:
-        llm.generate(random_prompt(200, VOCAB, 1), greedy(1), use_tqdm=False)
-    assert str(refusal.value) == (
-        "the prompt has 200 tokens and max_model_len is 1: shorten the prompt, or max_model_len=200 would make it fit; "
-        "as things are, prompts of up to 1 tokens fit"
-    )

@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gguf_types import TYPES
-from benchmarks.options import Parser, exit_status, not_negative, positive
+from benchmarks.options import Parser, not_negative, positive
 from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import GGUF_ENGINES, RUNNERS, Findings, Plan, Workshop, job_of, report_failure, take_turns
-from benchmarks.peers.env import TORCH
-from benchmarks.peers.failure import EngineFailure
-from benchmarks.peers.summary import rows, verdicts
-from benchmarks.peers.table import markdown
+from benchmarks.peers.env import TORCH, EngineFailure
+from benchmarks.peers.summary import markdown, rows
 from benchmarks.report import machine_facts, write_json
 from benchmarks.shapes import Shape, open_shape
-from nanovllm.ops.cpu_kernels import choose
 
 NAME = "python -m benchmarks.peers"
 WORK_DIR = Path("build/peers")
@@ -99,17 +96,16 @@ def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
     """Write tables and figures; returns the tables."""
     plan = plan_of(args, args.engines)
     facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
-    isa = choose(None, "linear.bfloat16")
-    found, judged = rows(shape, plan, findings), verdicts(shape, plan, findings, isa)
-    text = markdown(shape, plan, findings, facts, found, judged)
+    found = rows(shape, plan, findings)
+    text = markdown(shape, plan, findings, facts, found)
     (args.output_dir / "peers.md").write_text(text)
     runs = [{"engine": engine, "prompt_len": n, "rounds": done} for (engine, n), done in findings.runs.items()]
-    parts: dict[str, Any] = {"rows": found, "bars": judged, "failures": findings.failures, "runs": runs}
+    parts: dict[str, Any] = {"rows": found, "failures": findings.failures, "runs": runs}
     write_json(args.output_dir / "peers.json", args, facts, model=shape.facts(), ceilings=findings.ceilings, **parts)
     return text
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     description = "nanovllm compared with other engines: the same random checkpoint on the CPU."
     parser = Parser(prog=NAME, description=description)
     add = parser.add_argument
@@ -127,22 +123,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-dir", type=Path, default=Path("benchmarks/results"), help="for peers.json and peers.md")
     add("--torch", default=TORCH, help="pip arguments that install torch (default: %(default)s)")
     add("--seed", type=not_negative, default=0, help="of weights and prompts")
-    args = parser.parse_args(argv)
-    if args.gguf is not None or args.gguf_type is not None:
+
+    def checked(args: argparse.Namespace) -> int:
+        as_gguf = args.gguf is not None or args.gguf_type is not None
         if args.gguf is not None and (args.gguf_type is not None or args.num_layers is not None):
             parser.error(
                 f"--gguf {args.gguf}: the file has its type and layers: leave --gguf-type and --num-layers out"
             )
-        others = [engine for engine in args.engines or () if engine not in GGUF_ENGINES]
+        others = [engine for engine in args.engines or () if as_gguf and engine not in GGUF_ENGINES]
         if others:
             parser.error(f"--engines {others[0]}: only {' and '.join(GGUF_ENGINES)} run GGUF files")
-    args.engines = args.engines or list(RUNNERS if args.gguf is None and args.gguf_type is None else GGUF_ENGINES)
-    return args
+        args.engines = args.engines or list(GGUF_ENGINES if as_gguf else RUNNERS)
+        return run(args)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_status(NAME, lambda: run(args))
+    return parser.run(argv, checked)
 
 
 if __name__ == "__main__":

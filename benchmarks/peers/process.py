@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.env import ROOT
-from benchmarks.peers.failure import EngineFailure, last_line
+from benchmarks.peers.env import ROOT, EngineFailure, last_line
 from benchmarks.peers.runner import Job
 
 RUN_SECONDS = 3600

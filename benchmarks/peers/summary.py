@@ -1,18 +1,19 @@
-"""Figures from results: medians, shares of the roofline, ratios within rounds, and targets."""
+"""Figures from results: medians, shares of the roofline, ratios within rounds; and their tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.driver import Findings, Plan
-from benchmarks.report import MIB
+from benchmarks.report import mib, scaled
 from benchmarks.shapes import Shape
 from benchmarks.timing import Spread
 
 SUBJECT = "nanovllm"
 PHASES = ("prefill", "decode")
+HEAD = ("prompt", "engine", "prefill tok/s", "of roof", "decode ms/token", "of roof", "peak memory", "same tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +48,6 @@ class Row:
     @property
     def prefill_tok_s(self) -> Spread:
         return Spread(*(self.prompt_len / s for s in (self.prefill_s.median, self.prefill_s.high, self.prefill_s.low)))
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A target for nanovllm's speed or memory. `against`: an engine, "roofline" or "memory".
-
-    limit: the least ratio of nanovllm's speed to the other's; for "memory", the MiB besides weights and KV cache below
-    which the peak must stay.
-    """
-
-    prompt_len: int
-    phase: str
-    against: str
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a target. `value` and `reached` are None if it was not measured."""
-
-    bar: Bar
-    value: Spread | None
-    reached: bool | None
-
-
-# Set for qwen3-0.6b with all its layers on two cores.
-BARS = (
-    Bar(512, "prefill", "vllm", 1.0),
-    Bar(512, "decode", "vllm", 1.0),
-    Bar(8192, "prefill", "vllm", 1.3),
-    Bar(8192, "prefill", "roofline", 0.70),
-    Bar(8192, "decode", "vllm", 1.5),
-    Bar(8192, "decode", "transformers", 6.0),
-    Bar(8192, "decode", "roofline", 0.75),
-    *(Bar(length, phase, "llama.cpp", 1.0) for length in (512, 2048, 8192) for phase in PHASES),
-    Bar(32768, "memory", "memory", 700.0),
-)
-# Where nanovllm multiplies bf16 without bf16 instructions, since they are slow there.
-BARS_WITHOUT_BF16 = tuple(
-    Bar(length, "prefill", against, limit)
-    for length in (512, 2048)
-    for against, limit in (("vllm", 1.4), ("llama.cpp", 2.0), ("roofline", 0.80))
-)
 
 
 def spread_of(runs: Sequence[dict[str, Any] | None], name: str) -> Spread | None:
@@ -146,26 +104,103 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next(differing, min(len(left), len(right)))
 
 
-def verdicts(shape: Shape, plan: Plan, findings: Findings, bf16_isa: str) -> list[Verdict]:
-    """All targets, by medians: reached, missed or not measured. bf16_isa: of nanovllm's bf16 products."""
-    measured = {(row.engine, row.prompt_len): row for row in rows(shape, plan, findings)}
-    bars = (*BARS, *BARS_WITHOUT_BF16) if bf16_isa == "avx512" else BARS
-    return [_verdict(bar, shape, plan, findings, measured.get((SUBJECT, bar.prompt_len))) for bar in bars]
+# ---- as Markdown
 
 
-def _verdict(bar: Bar, shape: Shape, plan: Plan, findings: Findings, row: Row | None) -> Verdict:
-    if row is None:
-        return Verdict(bar, None, None)
-    if bar.against == "memory":
-        beyond = memory_beyond(shape, bar.prompt_len, plan.output_len, row.peak_rss_bytes) / MIB
-        return Verdict(bar, Spread(beyond, beyond, beyond), beyond < bar.limit)
-    if bar.against == "roofline":
-        value = row.prefill_share if bar.phase == "prefill" else row.decode_share
-    else:
-        value = ratio(findings, bar.against, bar.prompt_len, bar.phase)
-    return Verdict(bar, value, None if value is None else value.median >= bar.limit)
+
+def markdown(
+    shape: Shape,
+    plan: Plan,
+    findings: Findings,
+    facts: Mapping[str, Any],
+    rows: Sequence[Row],
+) -> str:
+    """The complete report."""
+    model = shape.facts()
+    parts = [
+        f"# {model['name']}, {model['num_layers']} layers, {model['dtype']}, random weights, on the CPU\n",
+        f"{facts['cpu']}, {facts['cores']} threads, {facts['date']}, commit {facts['commit'] or 'unknown'}.",
+        f"{SUBJECT}'s kernels: {facts['cpu_kernels']}.",
+        f"{plan.output_len} tokens out, greedy, rounds: {max(map(len, findings.runs.values()), default=0)}, each run in"
+        " a process of its own; medians, extremes in brackets. Peak memory adds up the processes of an engine.",
+        "Ceilings, measured before the first run and after each: torch.mm in its fastest dtype"
+        f" {_range(findings, 'matmul_flop_s', '{:,.0f}')} GFLOP/s, torch.sum"
+        f" {_range(findings, 'read_bytes_s', '{:,.1f}')} GB/s. Shares are of the better of the two around a run; the"
+        " roofline's own line is the best of all. Same tokens: how many of the output, from the first on, are"
+        f" {SUBJECT}'s; with random weights one rounding can turn all that follow.\n",
+        _versions(plan, findings),
+        results(shape, plan, findings, rows),
+        ratios(plan, findings),
+        failures(findings),
+    ]
+    return "\n".join(part for part in parts if part)
 
 
-def memory_beyond(shape: Shape, prompt_len: int, output_len: int, peak_rss_bytes: int) -> int:
-    """Bytes of the peak that are neither weights nor the sequence's KV. The last token has no KV."""
-    return peak_rss_bytes - shape.weight_bytes - (prompt_len + output_len - 1) * shape.kv_token_bytes
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table with columns of equal width, so that it is also readable as plain text."""
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    rule = ["-" * width for width in widths]
+
+    def padded(line: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |\n"
+
+    return "".join(map(padded, (head, rule, *lines)))
+
+
+def results(shape: Shape, plan: Plan, findings: Findings, rows: Sequence[Row]) -> str:
+    """A line for each engine and prompt length, and one for the ceilings."""
+    lines: list[list[str]] = []
+    for prompt_len in sorted({row.prompt_len for row in rows}):
+        lines += [_result(row) for row in rows if row.prompt_len == prompt_len]
+        roof = Roofline.of(shape, prompt_len, plan.output_len, findings.ceiling)
+        speeds = [f"{prompt_len / roof.prefill_s:,.0f}", "", f"{roof.tpot_s * 1e3:,.1f}"]
+        lines.append([str(prompt_len), "roofline", *speeds, "", "", ""])
+    return table(HEAD, lines)
+
+
+def _result(row: Row) -> list[str]:
+    return [
+        str(row.prompt_len),
+        row.engine,
+        spread(row.prefill_tok_s, "{:,.0f}"),
+        spread(row.prefill_share, "{:.0%}"),
+        spread(scaled(row.tpot_s, 1e3), "{:,.1f}"),
+        spread(row.decode_share, "{:.0%}"),
+        mib(row.peak_rss_bytes),
+        "-" if row.same_tokens is None else str(row.same_tokens),
+    ]
+
+
+def ratios(plan: Plan, findings: Findings) -> str:
+    """The ratio of nanovllm's speed to each peer's in each round."""
+    lines = []
+    for prompt_len in sorted(plan.prompt_lens):
+        for engine in plan.engines:
+            found = [ratio(findings, engine, prompt_len, phase) for phase in PHASES]
+            if engine != SUBJECT and any(found):
+                lines.append([str(prompt_len), engine, *(spread(r, "{:.2f}") for r in found)])
+    return table(("prompt", f"{SUBJECT} over", "prefill", "decode"), lines) if lines else ""
+
+
+def _range(findings: Findings, name: str, form: str) -> str:
+    """The lowest and the highest value, in billions."""
+    low, high = (form.format(pick(c[name] for c in findings.ceilings) / 1e9) for pick in (min, max))
+    return f"{low} to {high}"
+
+
+def failures(findings: Findings) -> str:
+    lines = [f"- {name}: {sentence}" for name, sentence in findings.failures.items()]
+    return "Not run:\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _versions(plan: Plan, findings: Findings) -> str:
+    found = {engine: run["version"] for (engine, _), runs in findings.runs.items() for run in runs if run is not None}
+    return ", ".join(f"{engine} {found[engine]}" for engine in plan.engines if engine in found) + ".\n"
+
+
+def spread(value: Spread | None, form: str) -> str:
+    """The median, and the extremes if they differ from it as printed."""
+    if value is None:
+        return "-"
+    median, low, high = (form.format(v) for v in (value.median, value.low, value.high))
+    return median if low == high else f"{median} [{low}, {high}]"
