@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import FAMILIES, edit_config, make_checkpoint, refusal
-from cli_helpers import generate, json_lines, make_model, write_jsonl
-from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
@@ -100,11 +98,7 @@ def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
 
 
 @pytest.mark.parametrize("options", [["--gpu-mem", "80GB", "--host-mem", "100GB"], ["--no-measure"]])
-@pytest.mark.parametrize(
-    "change",
-    [{name: 10**9} for name in (*HUGE, "head_dim", "num_hidden_layers")] + [{"rope_theta": 10**400}],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"vocab_size": 10**9}, {"num_hidden_layers": 10**9}, {"head_dim": 10**9}], ids=str)
 def test_plans_are_checked_too(
     change: dict[str, Any], options: list[str], model: Path, little_is_allocated: None, capsys: Any
 ) -> None:
@@ -188,22 +182,6 @@ def test_too_many_sequences_are_refused_before_they_are_made(
         assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_number_of_sequences_beyond_all_limits_is_refused_as_a_parameter() -> None:
-    for field in ("n", "best_of"):
-        with pytest.raises(RequestError, match=f"{field}=10+: must be at most 2,147,483,647"):
-            SamplingParams(**{field: 10**30})
-
-
-def test_one_line_that_asks_for_too_many_loses_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_model(tmp_path / "model")
-    lines = [{"prompt_token_ids": [1, 2], "temperature": 1.0, "n": n} for n in (1, 10**6, 10**9, 1)]
-    file = write_jsonl(tmp_path / "in.jsonl", *lines)
-    assert generate(model, "--jsonl", file, "--json") == 1
-    results = json_lines(capsys.readouterr().out)
-    assert ["error" in result for result in results] == [False, True, True, False]
-    assert all("max_num_seqs" in result["error"] for result in results[1:3])
-
-
 # ---- engine arguments
 
 
@@ -242,9 +220,3 @@ def test_the_check_counts_in_whole_numbers() -> None:
     message = refusal(lambda: check_fits("it takes", 2**70 + 1, 2**70, "there are", "take less"), ConfigError)
     assert message == "it takes 1099511627776.00 GiB and there are 1099511627776.00 GiB free; take less"
     assert gib(10**400).startswith("9313225746") and gib(-(1 << 30)) == "-1.00 GiB"
-
-
-def test_files_are_what_the_header_test_thinks(model: Path) -> None:
-    """`write_header` writes files that safetensors reads, so that refusals are about what they say."""
-    write_header(model / "a.safetensors", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, data=b"\0" * 4)
-    assert load_file(model / "a.safetensors")["x"].tolist() == [0.0]

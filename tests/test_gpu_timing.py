@@ -64,19 +64,6 @@ def test_the_gpu_alone_is_measured(gpu: Gpu) -> None:
     assert len(gpu.slept) == 1 and gpu.slept[0] > 20 * LAUNCH
 
 
-def test_a_sleep_that_was_too_short_is_made_longer(gpu: Gpu) -> None:
-    calls = 0
-
-    def slower_later() -> None:
-        nonlocal calls
-        calls += 1
-        gpu.host += LAUNCH * (10 if calls > 4 else 1)
-        gpu.run(RUN)
-
-    assert queued_seconds(slower_later, 200, gpu) == pytest.approx(RUN)
-    assert len(gpu.slept) > 1
-
-
 def test_work_that_waits_for_the_gpu_is_refused(gpu: Gpu) -> None:
     def waits() -> None:
         gpu.work()

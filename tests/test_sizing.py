@@ -162,15 +162,6 @@ def test_a_size_that_holds_no_block_is_refused_with_numbers() -> None:
         assert plan(**arguments | change).num_gpu_blocks > 0, "what is advised is possible"
 
 
-def test_advice_is_in_the_unit_of_the_arguments() -> None:
-    sizes = sizing(kv_cache_memory_bytes=20 * BLOCK, kv_offloading_size=10 * BLOCK / GIB)
-    changes = sizes.changes_for(100 * 16)
-    assert [list(change) for change in changes] == [["kv_offloading_size"], ["kv_cache_memory_bytes"]]
-    for change in changes:
-        longer = plan(**{"kv_cache_memory_bytes": 20 * BLOCK, "kv_offloading_size": 10 * BLOCK / GIB} | change)
-        assert longer.max_model_len >= 1600
-
-
 # ---- sizing from memory
 
 
@@ -336,11 +327,6 @@ REFUSALS: list[tuple[MemoryFacts, dict[str, Any], tuple[str, ...]]] = [
     (MEMORY, {"max_model_len": MODEL_LEN + 1}, ("max_model_len=16001", "positions end at 16000")),
     (MEMORY, {"num_gpu_blocks": 901}, ("num_gpu_blocks=901", "at most 900 blocks of 16 tokens", "0.01 GiB")),
     (
-        MEMORY,
-        {"enable_cpu_offload": True, "num_cpu_blocks": 5001},
-        ("num_cpu_blocks=5001", "the host has", "at most 5000 blocks"),
-    ),
-    (
         SHARED,
         {"enable_cpu_offload": True, "num_gpu_blocks": 800, "num_cpu_blocks": 51},
         ("num_cpu_blocks=51", "at most 50 blocks"),
@@ -354,11 +340,6 @@ REFUSALS: list[tuple[MemoryFacts, dict[str, Any], tuple[str, ...]]] = [
             "raise gpu_memory_utilization",
             "kvcache_block_size",
         ),
-    ),
-    (
-        replace(MEMORY, activation_peak=797 * BLOCK),
-        {"enable_cpu_offload": True},
-        ("no memory for the KV cache", "lower max_num_batched_tokens"),
     ),
     (
         MEMORY,
@@ -386,14 +367,10 @@ def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
         plan(memory, **{**arguments, **change})
 
 
-@pytest.mark.parametrize("left", [1, 2, 3, 4])
-def test_memory_for_fewer_blocks_than_the_smallest_cache_is_not_overdrawn(left: int) -> None:
-    tight = replace(MEMORY, activation_peak=(800 - left) * BLOCK)
-    if left == 4:
-        assert plan(tight).num_gpu_blocks == 4
-        return
+def test_memory_for_fewer_blocks_than_the_smallest_cache_is_not_overdrawn() -> None:
+    assert plan(replace(MEMORY, activation_peak=796 * BLOCK)).num_gpu_blocks == 4
     with pytest.raises(ConfigError, match="no memory for the KV cache"):
-        plan(tight)
+        plan(replace(MEMORY, activation_peak=797 * BLOCK))
 
 
 # ---- transfers

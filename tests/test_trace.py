@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from host_tasks import PythonTask
 
 from nanovllm import LLM
 from nanovllm.data.batch import Batch
-from nanovllm.device import PitchedCopy, Stream, cpu
+from nanovllm.device import PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.model_runner import ModelRunner
@@ -176,18 +175,6 @@ def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_p
             step["ts"] - 1e-2 <= kernel["ts"] and kernel["ts"] + kernel["dur"] <= step["ts"] + step["dur"] + 1e-2
             for step in steps
         )
-
-
-def test_copies_that_ran_at_the_same_time_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=20)
-    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments, **named: both.wait())
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    for stream in (device.new_stream("left"), device.new_stream("right")):
-        copy(device, stream)
-    device.close()
-    rows = rows_of(tmp_path / "trace.json")
-    (left,), (right,) = rows["left"], rows["right"]
-    assert left["ts"] < right["ts"] + right["dur"] and right["ts"] < left["ts"] + left["dur"]
 
 
 def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path) -> None:
