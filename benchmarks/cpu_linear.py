@@ -38,7 +38,7 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.linear import GatedMLP
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import _cpu_kernels, cpu_kernels
 

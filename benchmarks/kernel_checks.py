@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import Check, expect_close
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.ops import row_kernels, triton_packed, triton_rows
 from nanovllm.ops.backends import CHECK_BOUND, difference_from_reference

@@ -9,28 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.data.batch import Adapters
 from nanovllm.data.memory_checks import gib
 from nanovllm.device import Busy, Device, create_device
-from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.forward_pass import AdapterManager, ChunkedPass, ForwardPass
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, Executor, LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import LayerwiseScheduling, SchedulerLimits
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
-from nanovllm.features.cuda_graphs import graph_bytes, record_decode_graphs
-from nanovllm.features.layerwise_prefill.runner import LayerwisePass
-from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
-from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.lora.registry import AdapterRegistry
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
@@ -44,13 +37,13 @@ from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, smallest
-from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.backends import is_chunk_invariant
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
 from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.sampling_params import SamplingParams
@@ -118,9 +111,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     features = EngineFeatures(
         request_factory=request_factory,
         preemption=SwapPreemption(manager, config.preemption_mode),
-        layerwise=LayerwiseScheduler(manager, limits),
+        layerwise=_layerwise_scheduling(config, manager, limits),
         grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
-        adapters=AdapterRegistry(spec, config.max_lora_rank) if config.enable_lora else None,
+        adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
     )
     facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
@@ -152,12 +145,15 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     if device.torch_device.type == "cpu":
         logger.info("CPU kernels: %s", cpu_kernel_choice())
     model = _load_model(config, spec, dtype, device, group)
-    keep_batch_invariance(config, model, backend)
+    _keep_batch_invariance(config, model, backend)
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
     _log_sizes(sizing, plan, model, device, kv_dtype)
     adapters = _adapter_manager(config, model, device)  # before the trace, for which all computation is of steps
+    trace = None
     if config.trace is not None:
-        device = TracedDevice(device, config.trace)
+        from nanovllm.device.trace import TracedDevice
+
+        device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), dtype)
@@ -171,16 +167,18 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         layerwise.append(layerwise_pass)
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
-    decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config)
-    trace = None
-    if isinstance(device, TracedDevice):  # after the graphs, which record no marks
-        device.trace_model(model)
-        trace = device
+    decode_graphs = None
+    if _records_graphs(config, model, device):
+        from nanovllm.features.cuda_graphs import record_decode_graphs
+
+        decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config)
+    if trace is not None:  # after the graphs, which record no marks
+        trace.trace_model(model)
     passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
     return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters, trace)
 
 
-# ---- what build_engine assembles
+# ---- what build_engine assembles. A feature is imported where the arguments ask for it.
 
 
 def _start_runner(config: EngineConfig, spec: DecoderSpec) -> Runner:
@@ -200,6 +198,24 @@ def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     if tokenizer is None and config.tokenizer is not None:
         raise ConfigError(f"tokenizer={quoted(config.tokenizer)}: the directory holds no tokenizer files")
     return tokenizer
+
+
+def _layerwise_scheduling(
+    config: EngineConfig, manager: BlockManager, limits: SchedulerLimits
+) -> LayerwiseScheduling | None:
+    if not config.enable_cpu_offload:
+        return None
+    from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
+
+    return LayerwiseScheduler(manager, limits)
+
+
+def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:
+    if not config.enable_lora:
+        return None
+    from nanovllm.features.lora.registry import AdapterRegistry
+
+    return AdapterRegistry(spec, config.max_lora_rank)
 
 
 # ---- what build_runner assembles
@@ -240,21 +256,50 @@ def _load_model(
         ) from error
 
 
+def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: AttentionBackend) -> None:
+    """Choose the model's matrix products as `batch_invariant` asks, and log whether logits are batch-invariant.
+
+    None and True choose kernels that compute each row independently, where there are any; True raises ConfigError where
+    there are none. False chooses torch's products where torch multiplies with AMX, in bf16, which csrc/cpu_linear does
+    not use.
+    """
+    misfit, is_cpu = None, model.device.type == "cpu"
+    if not is_cpu:
+        misfit = f"on {model.device.type} the order of a sum depends on the number of rows in a step"
+    elif not is_chunk_invariant(backend):
+        misfit = (
+            f"heads of {model.spec.head_dim} are attended by torch's operator, which sums by the shape of a chunk,"
+            " since the engine's kernel takes multiples of 16"
+        )
+    if config.batch_invariant and misfit is not None:
+        raise ConfigError(f"batch_invariant=True: {misfit}; leave it out")
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    if config.batch_invariant is False and is_cpu and model.dtype == torch.bfloat16 and has_amx():
+        model.use_torch_products()
+        logger.info("batch_invariant=False: products of many rows are torch's, whose last bits depend on the batch")
+    elif misfit is not None:
+        logger.info("logits may differ in their last bits between batches: %s", misfit)
+    else:
+        logger.info("a request's logits do not depend on its batch, to the bit")
+
+
 def _plan_memory(
     config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend, group: RankGroup | None
 ) -> tuple[KVSizing, KVPlan, int]:
     """The sizes that all ranks can allocate: of both tiers, and the blocks of the swap space."""
     spec, itemsize = model.spec, model.dtype.itemsize
     layout = layout_of(config, spec, itemsize)
+
+    def of_graphs() -> int:
+        if not _records_graphs(config, model, device):
+            return 0
+        from nanovllm.features.cuda_graphs import graph_bytes
+
+        return graph_bytes(device, model, backend, config)
+
     if group is not None:
         group.exchange(None)  # memory is measured when all ranks have loaded their weights
-    memory = measure_memory(
-        device,
-        model,
-        backend,
-        config,
-        graph_bytes=partial(graph_bytes, device, model, backend, config),
-    )
+    memory = measure_memory(device, model, backend, config, graph_bytes=of_graphs)
     if group is not None:
         memory = smallest(group.exchange(memory), group.local_size)
     memory = without_adapters(memory, config, spec, itemsize)
@@ -266,9 +311,16 @@ def _plan_memory(
     return sizing, plan, plan_swap_space(config, layout, memory, plan)
 
 
+def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> bool:
+    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step."""
+    return device.captures and not config.enforce_eager and model.spec.experts is None
+
+
 def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:
     if not config.enable_lora:
         return None
+    from nanovllm.features.lora.manager import LoRAManager
+
     with device.compute():  # the stream that reads what the manager writes
         return LoRAManager(model, config)
 
@@ -283,8 +335,12 @@ def _offloaded(
     adapters: AdapterManager | None,
 ) -> tuple[OffloadedKVCache, ForwardPass]:
     """The KV cache with two tiers, and the forward pass of prompts that go layer by layer."""
+    from nanovllm.features.layerwise_prefill.runner import LayerwisePass
+
     cpu_attention = None
     if config.cpu_attention and plan.num_cpu_blocks:
+        from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
+
         cpu_attention = make_cpu_attention(engine, geometry, backend, model.layer_weight_bytes)
     kv_cache = OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
     return kv_cache, LayerwisePass(model, engine, geometry, backend, adapters)

@@ -17,8 +17,7 @@ from nanovllm.device import Busy
 from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import EngineMetrics
+from nanovllm.engine.llm_engine import EngineMetrics, LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
 from nanovllm.errors import EngineError, RequestError, as_request_error

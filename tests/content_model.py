@@ -14,9 +14,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
 
-from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
-from nanovllm.data.layerwise import LayerwisePrefill, LayerwiseStep
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import (
+    Batch,
+    BlockMove,
+    LayerwisePrefill,
+    LayerwiseStep,
+    Sample,
+    SamplingRow,
+    ScheduledSequence,
+    StepResult,
+    TokenLogprobs,
+)
 from nanovllm.errors import Advice
 
 VOCAB = 50

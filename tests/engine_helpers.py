@@ -9,13 +9,11 @@ from typing import Any
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.adapter import Adapter, Adapters
-from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.batch import Adapter, Adapters, Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
 from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.comm import CopyError, copy_pitched, memcpy_batch_async
 from nanovllm.comm.sgdma import MAX_PITCH
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import BlockMove
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.kvcache.offload_engine import OffloadEngine

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import BlockMove
 from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
 
 # ---- eviction

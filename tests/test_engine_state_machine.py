@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.tiers import Tier
+from nanovllm.data.batch import Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.memory.layerwise import LayerwiseMemory

@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.network import ExpertSpec
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts

@@ -15,7 +15,7 @@ from test_models import assert_same_logits, load, random_prompts, reference, run
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
 from nanovllm import LLM
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.models.hf_config import load_decoder_spec
 
 VOCAB, BLOCK = 199, 16

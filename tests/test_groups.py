@@ -7,8 +7,7 @@ from content_model import expected_beams, expected_output, logprob_of, sampled_t
 from engine_helpers import BLOCK, Bench, prompt_of
 from group_helpers import beam_bench, expected_group, outputs, sampled
 
-from nanovllm.data.batch import Sample
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import BlockMove, Sample
 from nanovllm.errors import RequestError
 
 # ---- one prompt, several sequences

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.data.tiers import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.engine.prefix_cache import Evictor
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 

@@ -30,7 +30,7 @@ TORCH_FREE = (
     "nanovllm.features.planner.units",
     "nanovllm.config",
     "nanovllm.data.json_fields",
-    "nanovllm.data.layerwise",
+    "nanovllm.data.batch",
     "nanovllm.memory.layout",
     "nanovllm.data.memory_checks",
     "nanovllm.errors",
@@ -61,7 +61,6 @@ NEEDS_TORCH = {
     "nanovllm.memory.meta_results",
     "nanovllm.engine.model_runner",
     "nanovllm.memory.profiling",
-    "nanovllm.engine.sampling",
 }
 
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.

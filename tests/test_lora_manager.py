@@ -15,7 +15,7 @@ from lora_helpers import ALL, make_adapter
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Adapter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.lora.batch_adapters import batch_parts

@@ -13,7 +13,7 @@ from engines import greedy, offloaded, random_prompt, token_ids
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sampling import is_finite
+from nanovllm.engine.model_runner import is_finite
 from nanovllm.outputs import RequestOutput
 
 VOCAB, BAD = 97, 96  # the last token's embedding is damaged

@@ -10,7 +10,7 @@ from block_helpers import compute, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
-from nanovllm.data.tiers import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import hash_block_size_of
 from nanovllm.engine.request import Sequence

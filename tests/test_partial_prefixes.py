@@ -25,7 +25,7 @@ from engines import (
 
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
-from nanovllm.data.tiers import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import prefix_cache

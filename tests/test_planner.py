@@ -15,7 +15,7 @@ from plans import GIB, RATES, make_plan, parameter_bytes, sizing_for
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.features.cpu_attention.shares import (
     Bandwidths,

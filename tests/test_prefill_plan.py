@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.data.layerwise import LayerwisePrefill, LayerwiseStep
+from nanovllm.data.batch import LayerwisePrefill, LayerwiseStep
 from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers
 from nanovllm.memory.layerwise import (
     NO_LAYERWISE,

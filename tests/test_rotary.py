@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding, dynamic_frequencies, inverse_frequencies
 from nanovllm.models.rope_config import rope_parameters, rope_spec
 from nanovllm.ops.torch_rows import rotate

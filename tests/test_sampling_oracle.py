@@ -28,8 +28,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.data.batch import LogitAdjustments, SamplingRow, TokenLogprobs, token_array
 from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
-from nanovllm.layers.logprobs import token_logprobs
-from nanovllm.layers.sampler import kept_in_order, scale_
+from nanovllm.layers.sampler import kept_in_order, scale_, token_logprobs
 
 VOCAB, ROWS = 97, 12
 ENDS = [*range(10, 40), 8, 9]  # so many that an end token comes soon
@@ -214,7 +213,7 @@ def test_logprobs_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.Monke
         alone += token_logprobs(logits[row : row + 1], token_ids[row : row + 1], counts[row : row + 1])
     assert token_logprobs(logits, token_ids, counts) == alone
     assert token_logprobs(logits.flip(0), token_ids[::-1], counts[::-1]) == alone[::-1]
-    monkeypatch.setattr("nanovllm.layers.logprobs.LOGPROB_ROWS", 5)
+    monkeypatch.setattr("nanovllm.layers.sampler.LOGPROB_ROWS", 5)
     assert token_logprobs(logits, token_ids, counts) == alone
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
-from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.network import ExpertSpec
 from nanovllm.layers import experts as experts_module
 from nanovllm.layers.experts import Experts
 from nanovllm.ops.triton_experts import WEIGHT_BOUND_ROWS, grouped_linear, weighted_sum

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from benchmarks.kernel_variants import decode_variants, prefill_variants
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.layers import sampler

@@ -15,7 +15,7 @@ from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Adapter
 from nanovllm.features.lora import manager as manager_module
 from nanovllm.features.lora.grouped_adapters import GroupedAdapters
 from nanovllm.features.lora.manager import LoRAManager

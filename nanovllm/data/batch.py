@@ -5,16 +5,96 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
-
-from nanovllm.data.adapter import Adapter
-from nanovllm.data.layerwise import LayerwiseStep
-from nanovllm.data.tiers import BlockMove
 
 
 def token_array(token_ids: Iterable[int] = ()) -> array[int]:
     """Token ids in a compact form, which is pickled and joined as bytes."""
     return array("q", token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One content of the files of an adapter.
+
+    number: its identity within an engine, from 1; other content has another number. request: the `LoRARequest` that
+    names it. stamp: sizes and times of its files, by which an executor recognises the content.
+    """
+
+    number: int
+    request: Any
+    stamp: tuple[int, ...]
+
+
+class Adapters(Protocol):
+    """Finds the adapters that requests name."""
+
+    def find(self, lora_request: object) -> Adapter:
+        """The adapter of a `LoRARequest`. Raises RequestError if it cannot be used with the model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwisePrefill:
+    """Positions [begin, end) of a sequence, prefilled layer by layer in chunks of `chunk` tokens.
+
+    A *layer chunk* is one chunk in one layer. Layer chunks are numbered in the order in which they run: all chunks of
+    layer 0, then all of layer 1, and so on. A step runs a few of them.
+    """
+
+    begin: int
+    end: int
+    chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-(self.end - self.begin) // self.chunk)
+
+    def layer(self, layer_chunk: int) -> int:
+        return layer_chunk // self.num_chunks
+
+    def positions(self, layer_chunk: int) -> range:
+        """Positions of the layer chunk's tokens."""
+        first = self.begin + layer_chunk % self.num_chunks * self.chunk
+        return range(first, min(first + self.chunk, self.end))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseStep:
+    """Layer chunks [first_layer_chunk, end_layer_chunk) of a layer-by-layer prefill, which one step runs."""
+
+    layerwise: LayerwisePrefill
+    first_layer_chunk: int
+    end_layer_chunk: int
+
+    @property
+    def token_layers(self) -> int:
+        """Tokens times layers that the step computes."""
+        layer_chunks = range(self.first_layer_chunk, self.end_layer_chunk)
+        return sum(len(self.layerwise.positions(layer_chunk)) for layer_chunk in layer_chunks)
+
+
+class Tier(Enum):
+    """The kinds of KV memory. SWAP holds the blocks of preempted requests until they run again."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """A copy of all layers of a block between two physical block ids. Moves of a step are carried out in order.
+
+    `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
+    `num_tokens`: copy only the first tokens of the block; None copies it whole.
+    """
+
+    src: int
+    dst: int
+    keeps_source: bool = False
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

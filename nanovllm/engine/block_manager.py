@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, IntEnum
 
-from nanovllm.data.tiers import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool

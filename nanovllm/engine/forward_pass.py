@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.data.adapter import Adapter
-from nanovllm.data.batch import Batch, ScheduledSequence
+from nanovllm.data.batch import Adapter, Batch, ScheduledSequence
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
 from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.layers.linear import RowAdapters

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from nanovllm.data.adapter import Adapter, Adapters
-from nanovllm.engine.grammar_interface import GrammarCompiler
+from nanovllm.data.batch import Adapter, Adapters
 from nanovllm.engine.request import Request, RopeSwitch
-from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts, resolve_sampling
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
@@ -155,8 +154,6 @@ class InputProcessor:
         return asked
 
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
-        if prompt is not None and not isinstance(prompt, str):
-            raise RequestError(f"a prompt must be text, and token ids are prompt_token_ids: got {quoted(prompt)}")
         if prompt is not None:
             check_characters("the prompt", prompt)
         if prompt_token_ids is not None:

@@ -10,19 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nanovllm.data.adapter import Adapters
-from nanovllm.data.batch import Batch, StepResult
+from nanovllm.data.batch import Adapters, Batch, StepResult
 from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.grammar_interface import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestFactory
-from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
-from nanovllm.engine.preemption import Preemption
-from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import LayerwiseScheduling, Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.resolved_sampling import GrammarCompiler
+from nanovllm.engine.scheduler import LayerwiseScheduling, Preemption, Scheduler, SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -64,6 +60,89 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
+    """The progress between two steps."""
+    admitted = [*scheduler.running, *scheduler.swapped]
+    live = [seq for request in admitted for seq in request.live]
+    computing = [seq for request in scheduler.running for seq in request.computing]  # counts a shared prompt once
+    prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
+    layerwise = sum(_layerwise_tokens(seq, num_layers) for seq in prefills)
+    unfilled = sum(seq.prompt_len for seq in prefills)
+    return Progress(
+        num_requests=len(scheduler.running),
+        prompt_tokens=unfilled,
+        prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
+        prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
+        waiting_tokens=sum(request.prompt_len for request in scheduler.waiting),
+        computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
+        output_tokens=sum(seq.num_output_tokens for seq in live),
+    )
+
+
+def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
+    """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
+    if seq.layerwise is None:
+        return 0
+    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done / (seq.layerwise.num_chunks * num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """Current numbers of requests and blocks; all other numbers are totals since the engine was created.
+
+    A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
+    tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
+    prefix_cache_copied_blocks, prefix_cache_copied_tokens: hits that end within a block, whose tokens are copied.
+    """
+
+    waiting_requests: int
+    swapped_requests: int
+    running_requests: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    swapped_blocks: int
+    preemptions_by_recompute: int
+    preemptions_by_swap: int
+    tokens_lost: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    blocks_copied_on_write: int
+    prompt_tokens_computed: int
+    tokens_generated: int
+    prefix_cache_queried_tokens: int
+    prefix_cache_hit_tokens: int
+    prefix_cache_hit_rate: float
+    prefix_cache_copied_blocks: int
+    prefix_cache_copied_tokens: int
+
+
+def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
+    manager, preemption = scheduler.block_manager, scheduler.preemption.stats
+    return EngineMetrics(
+        waiting_requests=len(scheduler.waiting),
+        swapped_requests=len(scheduler.swapped),
+        running_requests=len(scheduler.running),
+        used_blocks=manager.num_used,
+        cached_blocks=manager.num_cached,
+        free_blocks=manager.num_free,
+        swapped_blocks=manager.num_swapped,
+        preemptions_by_recompute=preemption.recomputed,
+        preemptions_by_swap=preemption.swapped,
+        tokens_lost=preemption.tokens_lost,
+        blocks_swapped_out=preemption.blocks_swapped_out,
+        blocks_swapped_in=preemption.blocks_swapped_in,
+        blocks_copied_on_write=manager.num_copied_blocks,
+        prompt_tokens_computed=scheduler.prompt_tokens_computed,
+        tokens_generated=scheduler.tokens_generated,
+        prefix_cache_queried_tokens=manager.stats.queried_tokens,
+        prefix_cache_hit_tokens=manager.stats.hit_tokens,
+        prefix_cache_hit_rate=manager.stats.hit_rate,
+        prefix_cache_copied_blocks=manager.stats.copied_blocks,
+        prefix_cache_copied_tokens=manager.stats.copied_tokens,
+    )
+
+
 class MetricsReader(Protocol):
     """The engine's metrics in vLLM's shapes."""
 
@@ -96,12 +175,6 @@ class ModelView:
 
     model: str
     max_model_len: int
-
-
-class MakesEngine(Protocol):
-    """What `LLMEngine.from_engine_args` needs of EngineArgs."""
-
-    def create_engine(self) -> LLMEngine: ...
 
 
 class LLMEngine:
@@ -154,10 +227,11 @@ class LLMEngine:
         self._batch: Batch | None = None  # of the running step
 
     @classmethod
-    def from_engine_args(cls, engine_args: MakesEngine, **vllm_arguments: Any) -> LLMEngine:
+    def from_engine_args(cls, engine_args: Any, **vllm_arguments: Any) -> LLMEngine:
         """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
         _refuse_others("from_engine_args", vllm_arguments)
-        return engine_args.create_engine()
+        engine: LLMEngine = engine_args.create_engine()
+        return engine
 
     # ---- requests
 
@@ -405,20 +479,13 @@ class LLMEngine:
 
 def _one_prompt(prompt: Prompt | None, token_ids: Seq[int] | None, cache_salt: str | None) -> PromptParts:
     """The parts of a prompt, of which arguments may give some. Raises RequestError for those that are given twice."""
-    if prompt is None or isinstance(prompt, str):
-        return PromptParts(prompt, token_ids, cache_salt)
-    part = prompt_part(prompt)
-    for name, given, value in (
-        ("prompt_token_ids", token_ids, part.token_ids),
-        ("cache_salt", cache_salt, part.cache_salt),
-    ):
-        if value is not None and given is not None:
-            raise RequestError(f"{name} is given twice, in the prompt and as an argument: give it once")
-    return PromptParts(
-        part.text,
-        token_ids if part.token_ids is None else part.token_ids,
-        cache_salt if part.cache_salt is None else part.cache_salt,
-    )
+    parts = PromptParts(None, None) if prompt is None else prompt_part(prompt)
+    if token_ids is not None and parts.token_ids is not None:
+        raise RequestError("prompt_token_ids is given twice, in the prompt and as an argument: give it once")
+    if cache_salt is not None and parts.cache_salt is not None:
+        raise RequestError("cache_salt is given twice, in the prompt and as an argument: give it once")
+    ids = parts.token_ids if token_ids is None else token_ids
+    return PromptParts(parts.text, ids, parts.cache_salt if cache_salt is None else cache_salt)
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:

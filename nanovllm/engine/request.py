@@ -13,8 +13,9 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from nanovllm.data.adapter import Adapter
 from nanovllm.data.batch import (
+    Adapter,
+    LayerwisePrefill,
     LogitAdjustments,
     LogitsProcessors,
     PromptTargets,
@@ -24,7 +25,6 @@ from nanovllm.data.batch import (
     TokenMask,
     token_array,
 )
-from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams

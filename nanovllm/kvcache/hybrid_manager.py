@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 
-from nanovllm.data.tiers import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 
 
 class IdPool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import BlockMove
 from nanovllm.device import Device
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, StepTraffic
 from nanovllm.kvcache.pools import KVPools

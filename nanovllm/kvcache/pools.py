@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm.data.tiers import BlockMove
+from nanovllm.data.batch import BlockMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.memory.budget import DeviceSplit, TransferCount

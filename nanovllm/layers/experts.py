@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.network import ExpertSpec
 from nanovllm.layers.linear import DenseWeight, RowAdapters, linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops.cpu_kernels import use_huge_pages

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.ops.row_kernels import kernels_on, powers
 
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.memory import layerwise
 from nanovllm.memory.layout import KVLayout
 

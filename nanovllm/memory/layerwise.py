@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.memory.layout import KVLayout
 from nanovllm.models.spec import DecoderSpec
 

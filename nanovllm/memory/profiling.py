@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import SamplingRow
 from nanovllm.device import Device
-from nanovllm.layers import logprobs, sampler
+from nanovllm.layers import sampler
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.layers.row_limits import LOGPROB_ROWS
@@ -182,7 +182,7 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
     """Compute log-probabilities with as many of the most likely tokens as a request may ask for."""
     rows, vocab_size = logits.shape
     token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    found, _, _ = logprobs.chosen_logprobs(logits, token_ids)
+    found, _, _ = sampler.chosen_logprobs(logits, token_ids)
     found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from nanovllm.data.expert_spec import ExpertSpec
 from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import ExpertSpec, RopeSpec
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import EXPERT_COUNT, LAYER_TYPES, MAX_LAYERS, NETWORK_FIELDS, READ_BY_ALL, THETA
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec

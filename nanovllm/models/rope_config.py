@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.data.json_fields import NULL, OBJECT, checked_fields
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import RopeSpec
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import ROPE_FIELDS
 from nanovllm.models.families import Family

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.data.expert_spec import ExpertSpec
-from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.data.network import ExpertSpec, RopeSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
 

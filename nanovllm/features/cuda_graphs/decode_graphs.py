@@ -119,21 +119,14 @@ class DecodeGraphs:
         return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: complete_step(tables)]
 
 
-def _are_recorded(device: Device, model: Decoder, config: EngineConfig) -> bool:
-    return device.captures and not config.enforce_eager and model.spec.experts is None
-
-
 @torch.inference_mode()
 def record_decode_graphs(
     device: Device, model: Decoder, kv_cache: KVCacheBase, max_len: int, config: EngineConfig
 ) -> DecodeGraphs | None:
     """The graphs of an engine whose longest sequence has `max_len` tokens.
 
-    None, so that every step is eager, with enforce_eager, on a device that records no graphs, for a model with experts,
-    whose rows are grouped anew in each step, and, with a warning, if recording fails.
+    None, so that every step is eager, with a warning, if recording fails.
     """
-    if not _are_recorded(device, model, config):
-        return None
     sizes, start, free = bucket_sizes(config), time.perf_counter(), device.free_memory()
     try:
         with device.compute():
@@ -153,10 +146,8 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
     """Bytes of device memory that graphs will take, measured by recording some over a KV cache of one block.
 
     The largest bucket takes the memory that all share. The memory of the others is extrapolated from TRIED_BUCKETS of
-    them. 0 where no graphs will be recorded, or if recording fails.
+    them. 0 if recording fails.
     """
-    if not _are_recorded(device, model, config):
-        return 0
     sizes, free, kept = bucket_sizes(config), [device.free_memory()], list[DecodeGraphs]()
     few = sizes[:-1][:TRIED_BUCKETS]
     try:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from nanovllm.data.layerwise import LayerwiseStep
+from nanovllm.data.batch import LayerwiseStep
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import Batch, ScheduledSequence
-from nanovllm.data.layerwise import LayerwiseStep
+from nanovllm.data.batch import Batch, LayerwiseStep, ScheduledSequence
 from nanovllm.engine.forward_pass import AdapterManager, ComputedRows
 from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic

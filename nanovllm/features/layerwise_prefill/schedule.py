@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm.data.batch import ScheduledSequence
-from nanovllm.data.layerwise import LayerwiseStep
-from nanovllm.data.tiers import Tier
+from nanovllm.data.batch import LayerwiseStep, ScheduledSequence, Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.memory.layerwise import longest_prefill, plan_prefill, step_end
 
 

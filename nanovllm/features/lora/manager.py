@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Adapter
 from nanovllm.errors import ConfigError, ModelError, told
 from nanovllm.features.lora.adapter_files import read_adapter, stamp_of
 from nanovllm.features.lora.batch_adapters import batch_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Adapter
 from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
 from nanovllm.features.lora.adapter_files import read_adapter, stamp_of
 from nanovllm.features.lora.request import LoRARequest

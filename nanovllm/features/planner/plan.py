@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently

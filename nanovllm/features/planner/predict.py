@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.features.cpu_attention import shares
 from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths
 from nanovllm.features.planner.network import Network

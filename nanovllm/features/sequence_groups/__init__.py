@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.features.sequence_groups.requests import GroupRequest, check_num_sequences
 from nanovllm.features.sequence_groups.swap import SwapPreemption

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from nanovllm.data.batch import Sample, TokenLogprobs
 from nanovllm.engine.request import Blocks, Sequence
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError
 from nanovllm.features.sequence_groups.requests import GroupRequest, GroupSequence
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.data.batch import Sample
 from nanovllm.engine.request import Blocks, Request, Sequence
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import RequestError
 
 

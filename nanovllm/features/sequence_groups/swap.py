@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus
-from nanovllm.engine.scheduling_budget import SchedulingBudget
+from nanovllm.engine.scheduler import Preemption, SchedulingBudget
 
 logger = logging.getLogger(__name__)
 
