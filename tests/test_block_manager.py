@@ -26,13 +26,6 @@ def test_device_blocks_are_allocated_before_host_blocks() -> None:
     assert (manager.num_free, manager.num_cached, manager.num_used) == (1, 0, 6)
 
 
-def test_places_cover_exactly_the_tokens_asked_for() -> None:
-    manager = BlockManager(4, 0, BLOCK)
-    seq = running(manager, range(2 * BLOCK + 1))
-    for tokens, blocks in ((1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2), (2 * BLOCK + 1, 3)):
-        assert manager.physical_ids(seq, tokens) == [0, 1, 2][:blocks]
-
-
 def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
     manager = BlockManager(2, 0, BLOCK)
     seq = running(manager, range(BLOCK))
@@ -47,23 +40,7 @@ def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
     assert manager.num_to_grow([seq]) == 1 > manager.num_allocatable, "all blocks are in use"
 
 
-def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 0, BLOCK)
-    cache(manager, new_tokens(fresh, 1))
-    seq = running(manager, range(BLOCK))
-    seq.token_ids.append(7)
-    assert manager.num_free == 0 and manager.num_to_grow([seq]) == manager.num_allocatable == 1
-    manager.grow([seq])
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (0, 0, 2)
-
-
 # ---- admission
-
-
-def test_never_does_not_depend_on_what_is_cached() -> None:
-    manager = BlockManager(4, 0, BLOCK)
-    cache(manager, range(4 * BLOCK))
-    assert manager.can_allocate(sequence(range(4 * BLOCK + 1))) is NEVER
 
 
 def test_cached_blocks_are_allocatable_unless_the_sequence_itself_uses_them(fresh: Iterator[int]) -> None:
@@ -80,14 +57,6 @@ def test_cached_blocks_are_allocatable_unless_the_sequence_itself_uses_them(fres
     assert manager.can_allocate(wanted) is OK
     manager.allocate(wanted)
     assert wanted.num_computed == 6 * BLOCK and manager.num_allocatable == 0
-
-
-def test_blocks_shared_with_a_running_sequence_cost_nothing(fresh: Iterator[int]) -> None:
-    manager = BlockManager(10, 0, BLOCK)
-    prefix = new_tokens(fresh, 6)
-    running(manager, prefix)
-    assert manager.can_allocate(sequence([*prefix, *new_tokens(fresh, 4)])) is OK
-    assert manager.can_allocate(sequence([*new_tokens(fresh, 5)])) is LATER
 
 
 # ---- prefix cache
@@ -121,17 +90,6 @@ def test_the_same_content_computed_twice_is_cached_once(fresh: Iterator[int]) ->
     assert (manager.num_cached, found(manager, prompt)) == (2, 2)
 
 
-def test_the_same_block_after_another_prefix_is_another_block(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, BLOCK)
-    a, b, shared = new_tokens(fresh, 1), new_tokens(fresh, 1), new_tokens(fresh, 1)
-    cache(manager, [*a, *shared])
-    assert found(manager, [*b, *shared]) == 0
-    assert found(manager, shared) == 0
-    cache(manager, b)
-    assert found(manager, [*b, *shared]) == 1
-    assert found(manager, [*a, *shared]) == 2
-
-
 def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
     manager = BlockManager(8, 0, BLOCK)
@@ -144,14 +102,6 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
     manager.reset_prefix_cache()
     manager.check()
     assert manager.num_free == 8
-
-
-def test_prefixes_are_left_alone_when_caching_is_off(fresh: Iterator[int]) -> None:
-    manager = BlockManager(4, 0, BLOCK, enable_prefix_caching=False)
-    prompt = new_tokens(fresh, 2)
-    cache(manager, prompt)
-    assert manager.num_free == 4 and found(manager, prompt) == 0
-    assert manager.stats.hit_tokens == 0
 
 
 def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Iterator[int]) -> None:

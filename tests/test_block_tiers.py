@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
+from block_helpers import BLOCK, cache, found, new_tokens, running, sequence, tiers
 
 from nanovllm.data.batch import BlockMove
 from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
@@ -81,16 +81,6 @@ def test_a_block_that_moved_to_the_host_is_as_old_as_before(fresh: Iterator[int]
     assert [found(manager, prompt) for prompt in prompts] == [0, 1, 1]
 
 
-def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> None:
-    manager = BlockManager(0, 3, BLOCK)
-    prompt = new_tokens(fresh, 3)
-    cache(manager, prompt)
-    seq = running(manager, new_tokens(fresh, 1))
-    manager.promote([seq])
-    assert tiers(manager, seq) == "H" and manager.take_moves() == []
-    assert found(manager, prompt) == 2
-
-
 # ---- promotion
 
 
@@ -109,19 +99,6 @@ def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: 
     assert manager.take_moves() == []
 
 
-def test_promotion_sends_cached_blocks_to_the_host(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 2, BLOCK)
-    old = new_tokens(fresh, 1)
-    first = running(manager, old)
-    seq = running(manager, new_tokens(fresh, 1))
-    manager.free(first)
-    assert tiers(manager, seq) == "H"
-    manager.promote([seq])
-    manager.check()
-    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "a block is freed before it is used"
-    assert tiers(manager, seq) == "D" and found(manager, old) == 1
-
-
 def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
     manager = BlockManager(8, 8, BLOCK, enable_prefix_caching=False)
     filler = running(manager, new_tokens(fresh, 8))
@@ -131,14 +108,3 @@ def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
         manager.promote([seq])
         assert len(manager.take_moves()) == promoted
     assert tiers(manager, seq) == "D" * 8
-
-
-def test_blocks_that_are_not_full_are_not_promoted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 4, BLOCK)
-    filler = running(manager, [1, 2])
-    seq = sequence(new_tokens(fresh, 2))
-    manager.allocate(seq)
-    compute(manager, seq, BLOCK - 1)
-    manager.free(filler)
-    manager.promote([seq])
-    assert manager.take_moves() == [] and tiers(manager, seq) == "HH"

@@ -18,13 +18,11 @@ from engines import offloaded, random_prompt
 from lora_helpers import ALL, make_adapter, merge_adapter
 from quantized_checkpoints import VARIANTS, quantize, write_dequantized
 from safetensors.torch import load_file, save_file
-from server_helpers import NAME, ask
 from test_longrope import longrope
 from tokenizer_files import write_byte_level
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.layers.linear import Linear
 
@@ -226,20 +224,3 @@ def numbers(output: RequestOutput) -> list[Any]:
         [each.token_ids, each.cumulative_logprob, [{t: p.logprob for t, p in at.items()} for at in each.logprobs or ()]]
         for each in output.outputs
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPTQ, LoRA, int8, beams", "GGUF, LoRA, int8", "Gemma 3 in GPTQ, LoRA, int8"])
-def test_the_server_answers_as_plain_weights_do(name: str, tmp_path: Path) -> None:
-    """Stored weights, adapters by name, KV in 8 bits and offload behind the API."""
-    files = Files(CASES[name], tmp_path)
-    body = {"temperature": 0, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}
-    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-    expected = expected_tokens(files, params)
-    small: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_dtype": "int8", **WAYS["offloaded"]}
-    with AsyncLLM(files.stored, **small, **LORA) as engine:
-        for prompt, user, (tokens,) in zip(PROMPTS, USERS, expected, strict=True):
-            model = f"a{user}" if user else NAME
-            fields = {**body, "prompt": prompt, "model": model}
-            answer = ask(engine, "/v1/completions", fields, lora_requests=tuple(files.adapters)).json()
-            assert answer["choices"][0]["token_ids"] == tokens, (answer, user)

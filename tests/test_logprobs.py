@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import RequestError
 from nanovllm.outputs import Logprob, RequestOutput
 
 VOCAB, BLOCK = 290, 16
@@ -178,32 +175,3 @@ def test_tokens_are_decoded_and_adjustments_leave_logprobs_alone(model_dir: Path
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None and texts == {token: tokenizer.token_text(token) for token in range(VOCAB)}
         assert "<|end|>" in texts.values(), "special tokens are shown"
-
-
-def test_more_logprobs_than_the_engine_gives_are_refused(model_dir: Path) -> None:
-    with LLM(model_dir, num_gpu_blocks=8, max_logprobs=3) as llm:
-        for params in (asked(logprobs=4), asked(prompt_logprobs=4), asked(logprobs=-1)):
-            with pytest.raises(RequestError, match=r"Cannot request more than 3 logprobs\. "):
-                run(llm, [[1, 2], [3]], params)
-        assert not llm.engine.has_unfinished_requests()
-        assert len(run(llm, [[1, 2]], asked(logprobs=3))[0].outputs[0].logprobs or ()) == 12
-
-
-def test_bad_words_are_not_written(model_dir: Path) -> None:
-    """Words of one token and of two, taken from what is generated without them."""
-    prompt = random_prompt(30, VOCAB, seed=6)
-    with LLM(model_dir, kvcache_block_size=BLOCK, num_gpu_blocks=30) as llm:
-        tokenizer = llm.engine.tokenizer
-        assert tokenizer is not None
-        sampled = asked(temperature=1.0, seed=4, max_tokens=30)
-        (free,) = run(llm, [prompt], sampled)
-        tokens = free.outputs[0].token_ids
-        runs = [(token,) for token in tokens] + list(pairwise(tokens))
-        words = {run: tokenizer.decode(run) for run in runs}
-        kept = {run: word for run, word in words.items() if tokenizer.encode(word) == list(run) and word[0].isalpha()}
-        assert {len(run) for run in kept} == {1, 2}
-        for run_of_tokens, word in kept.items():
-            (other,) = run(llm, [prompt], replace(sampled, bad_words=[word]))
-            found = other.outputs[0].token_ids
-            assert run_of_tokens not in [(token,) for token in found] + list(pairwise(found))
-            assert len(found) == 30

@@ -54,21 +54,3 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
         assert output.data_ptr() == queries.data_ptr()
         assert torch.equal(output, q.clone().copy_(state.out))
     assert torch.equal(pool, expected_pool)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    pool, q, k, v = tensors(torch.float32)
-    table, slots = table_and_slots()
-    step = step_of(pool)
-    with pytest.raises(ValueError, match="contiguous"):
-        step.attend(0, q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
-    with pytest.raises(ValueError, match="contiguous"):
-        step.attend(0, q, k[1:], v)
-    with pytest.raises(ValueError, match="no layer 3"):
-        step.attend(LAYERS, q, k, v)
-    with pytest.raises(ValueError, match="no slot"):
-        PagedStep(pool, slots + BLOCKS * BLOCK_SIZE, table, pool.dtype, HEADS, 0.2, None)
-    with pytest.raises(ValueError, match="no block"):
-        PagedStep(pool[:, :3], slots.clamp(max=14), table, pool.dtype, HEADS, 0.2, None)
-    with pytest.raises(ValueError, match="rows of q"):
-        PagedStep(pool, slots[:-1], table, pool.dtype, HEADS, 0.2, None)

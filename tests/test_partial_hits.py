@@ -10,7 +10,7 @@ from block_helpers import compute, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
-from nanovllm.data.batch import BlockMove, Tier
+from nanovllm.data.batch import BlockMove
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import hash_block_size_of
 from nanovllm.engine.request import Sequence
@@ -97,24 +97,6 @@ def test_a_part_is_found_as_soon_as_its_last_token_is_computed(fresh: Iterator[i
         assert manager.num_cached_tokens(sequence(prompt)) == min(upto, len(prompt) - 1) // HASH * HASH, upto
 
 
-def test_the_tail_of_a_finished_or_aborted_sequence_stays(fresh: Iterator[int]) -> None:
-    manager = make_manager(4)
-    prompt = take(fresh, BLOCK + 2 * HASH + 1)
-    seq = sequence(prompt)
-    manager.allocate(seq)
-    compute(manager, seq, BLOCK + HASH + 3)  # aborted while the second hash block of its tail is half computed
-    manager.free(seq)
-    manager.check()
-    assert (manager.num_free, manager.num_cached) == (2, 2)
-    assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
-
-
-def test_a_tail_shorter_than_a_hash_block_is_free(fresh: Iterator[int]) -> None:
-    manager = make_manager(4)
-    manager.free(running(manager, take(fresh, BLOCK + HASH - 1)))
-    assert (manager.num_free, manager.num_cached) == (3, 1)
-
-
 def test_a_sequence_that_diverged_is_found_beyond_the_part_that_it_copied(fresh: Iterator[int]) -> None:
     manager = make_manager(8)
     document = take(fresh, HASH)
@@ -127,18 +109,6 @@ def test_a_sequence_that_diverged_is_found_beyond_the_part_that_it_copied(fresh:
     manager.free(first)
     manager.free(second)
     assert manager.num_cached == 2
-
-
-def test_a_copy_whose_source_was_evicted_is_still_found_as_a_whole(fresh: Iterator[int]) -> None:
-    manager = make_manager(3)
-    document = take(fresh, HASH)
-    one, two = [*document, *take(fresh, HASH)], [*document, *take(fresh, HASH)]
-    first, second = running(manager, one), running(manager, two)
-    manager.free(first)
-    manager.free(second)
-    admitted(manager, take(fresh, 2 * BLOCK))  # evicts the first
-    assert manager.num_cached_tokens(sequence([*one, 0])) == 0
-    assert manager.num_cached_tokens(sequence([*two, 0])) == 2 * HASH
 
 
 def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator[int]) -> None:
@@ -205,55 +175,7 @@ def test_without_a_block_for_the_copy_the_cached_one_is_shortened(fresh: Iterato
     assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * HASH
 
 
-def test_copying_from_a_block_is_a_use_of_it(fresh: Iterator[int]) -> None:
-    manager = make_manager(3)
-    old, young = take(fresh, BLOCK), take(fresh, BLOCK)
-    manager.free(running(manager, old))
-    manager.free(running(manager, young))
-    manager.free(admitted(manager, [*old[:HASH], *take(fresh, 2)]))
-    admitted(manager, take(fresh, 2 * BLOCK))
-    assert manager.num_cached_tokens(sequence([*old, 0])) == BLOCK
-    assert manager.num_cached_tokens(sequence([*young, 0])) == 0
-
-
-def test_a_cached_tail_on_the_host_moves_to_the_device_to_be_continued(fresh: Iterator[int]) -> None:
-    manager = make_manager(1, 3)
-    filler = running(manager, take(fresh, BLOCK))
-    prompt = take(fresh, 2 * HASH + 1)
-    manager.free(running(manager, prompt))  # on the host
-    manager.free(filler)
-    manager.reset_prefix_cache()
-    manager.free(running(manager, prompt))
-    manager.take_moves()
-    other = running(manager, take(fresh, BLOCK))  # sends the tail to the host: only its computed part moves
-    assert manager.take_moves() == [BlockMove(0, 1, num_tokens=2 * HASH)]
-    manager.free(other)
-    manager.reset_prefix_cache()
-    manager.free(running(manager, prompt))
-    filler = running(manager, take(fresh, BLOCK))
-    manager.take_moves()
-    manager.free(filler)
-    seq = admitted(manager, prompt)
-    assert manager.tiers.tier_of(seq.block_table[0]) is Tier.DEVICE
-    moves = manager.take_moves()
-    assert moves[-1] == BlockMove(1, 0, num_tokens=2 * HASH) and seq.num_computed == 2 * HASH
-
-
 # ---- with copy-on-write and swapping
-
-
-def test_siblings_that_diverge_within_a_block_are_both_found() -> None:
-    bench = Bench(16, block_size=BLOCK, hash_block_size=HASH)
-    prompt = prompt_of(HASH + 1)
-    bench.add("group", prompt, 2 * HASH, temperature=1.0, n=3, seed=1)
-    outputs = bench.run()["group"].outputs
-    assert bench.manager.num_copied_blocks == 2
-    for number, output in enumerate(outputs):
-        name, text = f"again {number}", [*prompt, *output.token_ids]
-        bench.add(name, text, 3)
-        bench.run()
-        assert bench.finished[name].num_cached_tokens == (len(text) - 1) // HASH * HASH
-        assert bench.tokens(name) == expected_output(text, 3)
 
 
 def test_a_swapped_tail_is_found_again_after_it_came_back(fresh: Iterator[int]) -> None:
@@ -265,17 +187,6 @@ def test_a_swapped_tail_is_found_again_after_it_came_back(fresh: Iterator[int]) 
     manager.swap_in([seq])
     manager.check()
     assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
-
-
-def test_metrics_count_what_is_copied() -> None:
-    bench = Bench(16, block_size=BLOCK, hash_block_size=HASH)
-    document = prompt_of(2 * HASH)
-    for number in range(3):
-        bench.add(str(number), [*document, number, number, number, number, number], 1)
-        bench.run()
-    metrics = bench.engine.metrics()
-    assert (metrics.prefix_cache_copied_blocks, metrics.prefix_cache_copied_tokens) == (2, 2 * 2 * HASH)
-    assert metrics.prefix_cache_hit_tokens == 2 * 2 * HASH
 
 
 @pytest.mark.parametrize("known", [0, 3, HASH, HASH + 1, 2 * HASH, BLOCK + 1])
@@ -315,27 +226,6 @@ def test_questions_that_come_together_compute_their_document_once(budget: int) -
     assert computed == len(document) + 3 * (len(document) % HASH) + 4 * (5 + 3) + 5 + 3
     if budget == 100:  # others do not wait for the document
         assert bench.rows("other")[0] in bench.executor.batches[0].sequences
-
-
-def test_prompts_that_share_no_hash_block_run_at_once() -> None:
-    bench = Bench(16, budget=100, block_size=BLOCK, hash_block_size=HASH)
-    questions(bench, prompt_of(HASH - 1, 1), 3)
-    bench.step()
-    assert len(bench.executor.batches[0].sequences) == 3
-
-
-def test_without_a_cache_and_with_other_salts_no_request_waits() -> None:
-    prompt = prompt_of(2 * BLOCK, 1)
-    uncached = Bench(16, budget=100, caching=False, block_size=BLOCK, hash_block_size=HASH)
-    questions(uncached, prompt, 3)
-    uncached.step()
-    assert len(uncached.executor.batches[0].sequences) == 3
-    salted = Bench(16, budget=100, block_size=BLOCK, hash_block_size=HASH)
-    for name in "abc":
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        salted.engine.add_request(name, None, params, prompt, cache_salt=name)
-    salted.step()
-    assert len(salted.executor.batches[0].sequences) == 3
 
 
 def test_a_request_no_longer_waits_when_the_one_that_it_waits_for_ends() -> None:

@@ -18,7 +18,6 @@ from engines import (
     offloaded,
     random_prompt,
     recorded_batches,
-    recorded_logits,
     set_prefill,
     token_ids,
 )
@@ -153,50 +152,6 @@ def test_logits_are_those_without_a_cache_for_every_device_budget(tmp_path: Path
             assert torch.equal(logits(num_gpu_blocks, warm=True, way=way), cold), (num_gpu_blocks, way)
 
 
-def documents_that_share(document: list[int], lengths: list[int]) -> list[list[int]]:
-    """For each length a prompt that starts like the document, goes on with another token, and ends soon after."""
-    return [[*document[:at], (document[at] + 1) % 97, *random_prompt(3 + at % 5, 97, at)] for at in lengths]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [16, 48, 256, 300, 384, 4096])
-def test_every_edge_of_real_sizes_is_found_and_changes_no_bit(tmp_path: Path, block_size: int) -> None:
-    """Lengths around multiples of 256, of the hash block and of the block; on the host, on both tiers, on the device;
-    one after the other and all at once."""
-    make_checkpoint(tmp_path, vocab=97, dtype="bfloat16", head_dim=32, layers=3, max_positions=2048)
-    document, hash_size = random_prompt(1600, 97, 1), prefix_cache.hash_block_size_of(block_size)
-    edges = {edge * k for edge in (256, hash_size, block_size) for k in (1, 2, 3, 5)}
-    lengths = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d < 1590})
-    prompts, blocks = documents_that_share(document, lengths), -(-1700 // block_size)
-
-    def logits(num_gpu_blocks: int, *, warm: bool, way: str = "layer-major", together: bool = True) -> torch.Tensor:
-        sizes = {"max_model_len": 1700, "max_num_batched_tokens": 512, "cpu_attention": False}
-        arguments = offloaded(block_size, num_gpu_blocks, 3 * blocks + 16, enable_prefix_caching=warm, **sizes)
-        found: list[torch.Tensor] = []
-        with LLM(tmp_path, **arguments) as llm:
-            set_prefill(llm, way)
-            if warm:
-                token_ids(llm, document, greedy(2))
-            if together:
-                rows = logits_by_request(llm, prompts, 2)
-                found = [rows[key] for key in sorted(rows)]
-            for length, prompt in () if together else zip(lengths, prompts, strict=True):
-                with recorded_logits(llm) as steps:
-                    (output,) = llm.generate(prompt, greedy(2), use_tqdm=False)
-                found += [row for step in steps for row in step]
-                assert output.num_cached_tokens == (length // hash_size * hash_size if warm else 0), length
-            manager = manager_of(llm)
-            assert manager.num_used == 0 and manager.num_free + manager.num_cached == manager.num_blocks
-        return torch.stack(found)
-
-    cold = logits(blocks + 3, warm=False)
-    for num_gpu_blocks in (2, max(3, blocks // 2), 4 * blocks + 20):
-        for way in PREFILL_WAYS:
-            for together in (False, True):
-                warm = logits(num_gpu_blocks, warm=True, way=way, together=together)
-                assert torch.equal(warm, cold), (num_gpu_blocks, way, together)
-
-
 # ---- bytes
 
 
@@ -232,19 +187,6 @@ def test_a_copied_part_is_copied_and_nothing_else(device: OrderingCheck, source:
         kind = "d2h" if source == "device" else "h2d"
         moved = {f"{kind}_copies": 1, f"{kind}_bytes": num_tokens * LAYOUT.token_bytes}
     assert engine.transfers == TransferCount(**moved)
-
-
-@pytest.mark.usefixtures("small_hash_blocks")
-def test_a_hit_within_a_block_moves_what_the_formula_says(recall_dir: Path) -> None:
-    """Only the device block of a cached tail crosses the link, with its computed tokens, when another one needs it."""
-    document = make_document(VOCAB, BLOCK + HASH + 3, seed=2)
-    with LLM(recall_dir, **offloaded(BLOCK, 4, 20, max_model_len=400, cpu_attention=False)) as llm:
-        layout = llm._runner.sizing.layout
-        token_ids(llm, document, greedy(1))
-        assert not llm.kv_stats().transfers, "two blocks are resident"
-        token_ids(llm, make_prompt(make_document(VOCAB, 60, seed=4), 9), greedy(1))
-        moved = llm.kv_stats().transfers
-        assert moved == TransferCount(d2h_copies=2, d2h_bytes=(BLOCK + HASH) * layout.token_bytes)
 
 
 @pytest.mark.usefixtures("small_hash_blocks")

@@ -17,46 +17,6 @@ from nanovllm.features.sequence_groups.requests import GroupRequest
 from nanovllm.sampling_params import SamplingParams
 
 
-def test_a_walk_of_allocate_free_hit_and_evict() -> None:
-    """10 blocks of 16 tokens; 55 common tokens, which fill 3 blocks and 7 tokens of the next."""
-    manager = BlockManager(10, 0, 16)
-    common = [token for block in range(3) for token in [block] * 16]
-
-    def states() -> tuple[int, int, int]:
-        return manager.num_free, manager.num_cached, manager.num_used
-
-    first = sequence([*common, *[3] * 7])
-    manager.allocate(first)
-    assert first.num_computed == 0 and states() == (6, 0, 4)
-    compute(manager, first)
-
-    second = sequence([*common, *[4] * 5])
-    manager.allocate(second)
-    assert second.num_computed == 48 and second.block_table[:3] == first.block_table[:3]
-    assert states() == (5, 0, 5)
-    compute(manager, second)
-
-    first.token_ids.extend([3] * 9)  # its fourth block is full now, and found by its content
-    compute(manager, first)
-    manager.free(first)
-    assert states() == (5, 1, 4), "the shared blocks are used, its own is cached"
-    manager.free(second)
-    assert states() == (6, 4, 0)
-
-    third = sequence([*common, *[3] * 17])
-    manager.allocate(third)
-    assert third.num_computed == 64 and states() == (5, 0, 5)
-    compute(manager, third)
-    manager.free(third)
-
-    large = sequence(range(100, 100 + 9 * 16))  # evicts from the end of the prefix: one block of it stays
-    manager.allocate(large)
-    assert large.num_computed == 0 and states() == (0, 1, 9)
-    assert manager.prefix_cache.find(sequence([*common, 0])) == [0]
-    manager.free(large)
-    assert states() == (9, 1, 0)
-
-
 def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = BlockManager(12, 0, BLOCK)
     old = sequence(prompt_of(6 * BLOCK))

@@ -236,40 +236,6 @@ def test_bans_that_leave_nothing_later_end_with_an_error(
     goes_on(llm, answer)
 
 
-def test_the_last_token_can_be_forced(llm: LLM, answer: list[list[int]]) -> None:
-    bans = {token: bias for token, bias in BAN_ALL.items() if token != 65}
-    for kind in ({"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}, {"repetition_penalty": 2.0}):
-        (output,) = llm.generate(QUESTION, SamplingParams(max_tokens=4, logit_bias=bans, **kind), use_tqdm=False)
-        assert output.outputs[0].token_ids == [65] * 4
-    goes_on(llm, answer)
-
-
-ENGINE_ARGUMENTS: list[dict[str, Any]] = [
-    {"swap_space": 1e300},
-    {"max_num_batched_tokens": 10**24},
-    {"num_gpu_blocks": 10**24},
-    {"enable_cpu_offload": True, "num_cpu_blocks": 10**24},
-    {"max_logprobs": HUGE},
-    {"dtype": "x" * 50_000},
-    {"trace": "a\0b"},
-    {"x" * 50_000: 1},
-]
-
-
-@pytest.mark.parametrize("arguments", ENGINE_ARGUMENTS, ids=lambda arguments: "-".join(arguments)[:30])
-def test_engine_arguments_beyond_any_machine(model_dir: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        LLM(model_dir, **arguments)
-    assert len(str(refused.value)) < 1500 and "\n" not in str(refused.value)
-
-
-def test_models_that_cannot_be_paths() -> None:
-    for model in ("x" * 50_000, "a\0b"):
-        with pytest.raises(ConfigError, match="is not a directory") as refused:
-            LLM(model)
-        assert len(str(refused.value)) < 500
-
-
 # ---- the sentences themselves
 
 

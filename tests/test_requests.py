@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 
 # ---- refusals
 
@@ -32,28 +30,6 @@ def test_a_request_that_never_fits_is_refused_at_once_and_others_go_on() -> None
     for number in ("'huge'", "993 tokens", "249 KV blocks", "of 4 tokens", "250", "keeps 2 free", "992 tokens"):
         assert number in str(refusal.value), number
     assert scheduler.waiting == [fits]
-
-
-def test_a_refused_request_leaves_nothing_behind() -> None:
-    bench = Bench(max_model_len=20)
-    bench.add("a", prompt_of(5))
-    with pytest.raises(RequestError, match=r"21 tokens and max_model_len is 20"):
-        bench.add("b", prompt_of(21))
-    bench.run()
-    assert bench.tokens("a") == expected_output(prompt_of(5), 8)
-    bench.add("b", prompt_of(4))
-    assert bench.run()["b"].outputs[0].finish_reason == "length"
-
-
-def test_a_sequence_that_outgrows_the_cache_never_hangs() -> None:
-    """Either such an engine is refused, or its sequences finish."""
-    try:
-        bench = Bench(10, max_model_len=1000)
-    except ConfigError as error:
-        assert "1000" in str(error) and "40" in str(error)
-        return
-    bench.add("a", prompt_of(30), max_tokens=100)
-    assert bench.run()["a"].finished
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -83,16 +59,6 @@ def test_bad_requests_are_refused_with_a_sentence(arguments: dict[str, Any], say
     assert re.search(says, str(refusal.value))
     assert bench.engine.abort_request("bad") is None
     assert list(bench.run()) == ["other"]
-
-
-def test_request_ids_are_used_once_at_a_time() -> None:
-    bench = Bench()
-    bench.add("a", prompt_of(3), 2)
-    with pytest.raises(RequestError, match="'a' is in use"):
-        bench.add("a", prompt_of(4), 2)
-    bench.run()
-    bench.add("a", prompt_of(4), 2)
-    assert bench.run()["a"].prompt_token_ids == prompt_of(4)
 
 
 # ---- aborts and failures
@@ -257,24 +223,6 @@ class SpelledOut:
         return "".join(f" {token}" for token in token_ids)
 
 
-def test_text_goes_in_and_comes_out() -> None:
-    bench = Bench(tokenizer=SpelledOut(), caching=False)
-    prompt = prompt_of(6)
-    text = " ".join(map(str, prompt))
-    free = expected_output(prompt, 6)
-    stop = free[-1]
-    bench.engine.add_request("a", text, SamplingParams(temperature=0.0, max_tokens=6))
-    bench.engine.add_request("b", text, SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=[stop]))
-    texts = [output.outputs[0].text for output in itertools.chain(*(bench.step() for _ in range(2)))]
-    assert texts[:2] == [f" {free[0]}"] * 2 and texts[2] == f" {free[0]} {free[1]}"
-    bench.run()
-    assert bench.finished["a"].prompt == text and bench.finished["a"].prompt_token_ids == prompt
-    assert bench.finished["a"].outputs[0].text == "".join(f" {token}" for token in free)
-    until_stop = free[: free.index(stop)]
-    assert bench.finished["b"].outputs[0].text == "".join(f" {token}" for token in until_stop)
-    assert bench.finished["b"].outputs[0].token_ids == [*until_stop, stop], "the token is reported, its text is not"
-
-
 # ---- metrics
 
 
@@ -324,18 +272,6 @@ def test_metrics_of_one_token_and_of_cached_and_preempted_requests() -> None:
     assert metrics.preemptions >= 1
     assert metrics.prefill_tokens == 7 * (1 + metrics.preemptions), "recomputed prompt tokens count again"
     assert metrics.decode_tokens == 11
-
-
-def test_requests_that_wait_show_it() -> None:
-    bench = Bench(max_num_seqs=1)
-    bench.add("a", prompt_of(3), 3)
-    bench.add("b", prompt_of(3, 1), 1)
-    finished = bench.run()
-    a, b = finished["a"].metrics, finished["b"].metrics
-    assert a.finished_time is not None and a.first_scheduled_time is not None
-    assert b.first_scheduled_time is not None and b.queue_time is not None
-    assert b.first_scheduled_time >= a.finished_time
-    assert b.queue_time >= a.finished_time - a.first_scheduled_time, "it waits at least as long as the other runs"
 
 
 class Unspeakable(SpelledOut):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from itertools import count
 from typing import Any
 
@@ -110,11 +109,6 @@ def test_logprobs_up_to_the_cap_and_the_vocabulary() -> None:
     assert counts(SamplingFacts(VOCAB, max_logprobs=60), -1, 60) == (VOCAB, VOCAB)
 
 
-def test_a_row_without_adjustments_carries_none() -> None:
-    row = sequence([1, 2], [3], temperature=0.0, min_tokens=1, top_k=3, seed=5, stop_token_ids=[7]).sampling_row()
-    assert row.adjustments is None and row.num_logprobs is None
-
-
 def test_end_tokens_are_banned_until_min_tokens() -> None:
     ends = {7, 50, 51}
     for ignore_eos in (False, True):
@@ -160,15 +154,6 @@ def test_penalties_carry_the_history_that_they_need() -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_a_row_is_a_snapshot() -> None:
-    seq = sequence([1], [2], presence_penalty=1.0)
-    first = seq.sampling_row().adjustments
-    seq.append(Sample(3))
-    second = seq.sampling_row().adjustments
-    assert first is not None and second is not None
-    assert (list(first.output_tokens), list(second.output_tokens)) == ([2], [2, 3])
-
-
 def test_prompt_targets_cover_each_row_once() -> None:
     """In chunks, and again from any point after a preemption: the rows that are known already are left out."""
     prompt = list(range(10))
@@ -186,15 +171,3 @@ def test_prompt_targets_cover_each_row_once() -> None:
     assert found == prompt[1:]
     assert sequence(prompt, []).prompt_targets(10) is None
     assert sequence([1], [], prompt_logprobs=2).prompt_targets(1) is None
-
-
-def test_a_large_vocabulary_costs_a_request_nothing() -> None:
-    facts = SamplingFacts(vocab_size=200_000)
-    params = SamplingParams(logit_bias={1: -1.0, 2: float("-inf")})
-    tracemalloc.start()
-    try:
-        resolve_sampling(params, [1, 2, 3], facts)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 100_000, "bytes"

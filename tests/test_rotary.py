@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.data.network import RopeSpec
-from nanovllm.layers.rotary import RotaryEmbedding, dynamic_frequencies, inverse_frequencies
+from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.rope_config import rope_parameters, rope_spec
 from nanovllm.ops.torch_rows import rotate
 
@@ -98,15 +98,6 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
     assert rope.length_dependent_above == 100 and RopeSpec().length_dependent_above is None
 
 
-def test_dynamic_frequencies_do_not_depend_on_the_batch() -> None:
-    rope = RopeSpec("dynamic", factor=1.7, original_max_position=100)
-    lengths = torch.arange(101, 1101)
-    exponents = torch.arange(0, 64, 2).double() / 64
-    together = dynamic_frequencies(rope, exponents, lengths)
-    alone = torch.cat([dynamic_frequencies(rope, exponents, length[None]) for length in lengths])
-    assert torch.equal(together, alone)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_angles_do_not_depend_on_the_batch(variant: str) -> None:
     rotary = RotaryEmbedding(spec_of(llama_config(VARIANTS[variant])), 64, CPU)
@@ -131,20 +122,6 @@ def test_rotate_turns_as_transformers_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.norm(dim=-1), wide.norm(dim=-1), atol=1e-5, rtol=0)
 
 
-def test_scores_depend_on_distance_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 64, generator=generator)
-    rotary = RotaryEmbedding(RopeSpec("llama3", 5e5, 8.0, 8192), 64, CPU)
-
-    def score(query_at: int, key_at: int) -> float:
-        at = torch.tensor([query_at, key_at])
-        cos, sin = rotary.cos_sin(at, at + 1)
-        return float((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum())
-
-    assert score(17, 5) == pytest.approx(score(1012, 1000), abs=1e-3)
-    assert score(17, 5) != pytest.approx(score(17, 6), abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -162,8 +139,3 @@ def test_bad_parameters_are_refused_by_name(changes: dict[str, Any], words: list
     fields = {"rope_parameters": {**ROPES["default"], **changes}}
     message = refusal(lambda: rope_spec(rope_parameters(fields, 4096, 1e4), 4096, 64))
     assert [word for word in words if word not in message] == []
-
-
-def test_frequencies_of_an_unscaled_kind_fall_from_one() -> None:
-    frequencies = inverse_frequencies(RopeSpec(theta=1e4), 8)
-    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))

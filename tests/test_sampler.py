@@ -156,13 +156,6 @@ def test_greedy_takes_the_largest_logit_after_adjustments() -> None:
         assert draws(LOGITS, 1, temperature=0.0, adjustments=adjustments) == [expected.index(max(expected))]
 
 
-def test_greedy_takes_the_largest_logit_and_needs_no_seed() -> None:
-    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
-    best = logits.argmax(-1).tolist()
-    for params in ({}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}, {"seed": 99, "index": 5}):
-        assert sample(logits, [row(temperature=0.0, **params)] * 7) == best
-
-
 @pytest.mark.parametrize("window", [1024, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,15 +194,6 @@ def test_sorting_a_window_draws_as_sorting_all(monkeypatch: pytest.MonkeyPatch) 
     for window in (1, 2, 7, 24, 40, 59):
         monkeypatch.setattr(sampler, "WINDOW", window)
         assert sample(logits, rows) == whole, window
-
-
-def test_a_draw_is_named_by_seed_and_index() -> None:
-    flat = [0.0] * 1000
-    a, b = draws(flat, 200, seed=3), draws(flat, 200, seed=4)
-    assert draws(flat, 200, seed=3) == a
-    assert len(set(a)) > 150 and sum(x == y for x, y in zip(a, b, strict=True)) < 10
-    parts = draws(flat, 50, seed=3), sample(torch.zeros(1, 1000), [row(seed=3, index=120)])
-    assert (parts[0], parts[1]) == (a[:50], [a[120]])
 
 
 @pytest.mark.parametrize("seed", [0, -1, 1, 2**31, 2**32, -(2**63), 2**63 - 1])
@@ -292,29 +276,3 @@ def test_logits_are_left_as_they_were() -> None:
 def test_a_row_without_any_token_left_gives_none(kind: dict[str, Any]) -> None:
     assert draws(LOGITS, 1, adjustments=changes(banned=range(len(LOGITS))), **kind) == [ALL_BANNED]
     assert draws(LOGITS, 1, adjustments=changes(banned=range(1, len(LOGITS))), **kind) == [0]
-
-
-def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy rows are not copied, only rows with top_k or top_p are sorted, and draws are made among kept tokens."""
-    greedy, drawn = row(temperature=0.0), row()
-    cut, penalized = row(top_k=3), row(temperature=0.0, adjustments=changes(banned=[1]))
-    seen: list[tuple[str, tuple[int, ...]]] = []
-
-    def watch(name: str) -> None:
-        original = getattr(sampler, name)
-
-        def watched(*args: Any) -> Any:
-            seen.append((name, next(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))))
-            return original(*args)
-
-        monkeypatch.setattr(sampler, name, watched)
-
-    for name in ("adjust_", "kept_in_order", "_draw"):
-        watch(name)
-    logits = torch.randn(8, 50)
-    sample(logits, [greedy] * 8)
-    assert seen == []
-    sample(logits, [greedy, cut, penalized, drawn, greedy, cut, greedy, greedy])
-    expected = [("adjust_", (1, 50)), ("adjust_", (1, 50)), ("adjust_", (2, 50))]
-    expected += [("_draw", (1, 50)), ("_draw", (2, 3)), ("kept_in_order", (2, 50))]
-    assert sorted(seen) == sorted(expected)

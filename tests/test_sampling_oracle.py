@@ -14,7 +14,6 @@ from engines import random_prompt, token_ids
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -51,28 +50,6 @@ def processed(processor: LogitsProcessor, histories: list[list[int]], logits: Te
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("penalty", [0.3, 0.9, 1.2, 2.0])
-def test_repetition_penalty_counts_prompt_and_output(penalty: float) -> None:
-    logits, prompts, outputs = random_logits(1), random_tokens(2, lowest=1), random_tokens(3)
-    together = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    expected = processed(RepetitionPenaltyLogitsProcessor(penalty), together, logits)
-    rows = [
-        LogitAdjustments(
-            repetition_penalty=penalty, prompt_tokens=token_array(set(prompt)), output_tokens=token_array(output)
-        )
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-    assert torch.equal(adjust_(logits.clone(), rows), expected)
-
-
-def test_logit_bias() -> None:
-    bias = {3: 1.5, 90: -4.0, 17: 100.0}
-    logits = random_logits(4)
-    oracle = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
-    row = LogitAdjustments(biased=token_array(bias), biases=array("d", bias.values()))
-    assert torch.equal(adjust_(logits.clone(), [row] * ROWS), processed(oracle, [[1]] * ROWS, logits))
-
-
 def test_bad_words_in_the_output() -> None:
     """Transformers looks for a word's beginning in prompt and output, vLLM and this engine in the output alone."""
     words = [(5,), (7, 8), (7, 9), (1, 2, 3), (2, 2)]
@@ -83,14 +60,6 @@ def test_bad_words_in_the_output() -> None:
     expected = processed(oracle, [output or [50] for output in outputs], logits)
     rows = [LogitAdjustments(banned=token_array(banned_tokens(words, output))) for output in outputs]
     assert torch.equal(adjust_(logits.clone(), rows), expected)
-
-
-def test_end_tokens_before_min_tokens() -> None:
-    logits, prompt_len, ends = random_logits(6), 5, [2, 11]
-    oracle = MinNewTokensLengthLogitsProcessor(prompt_len, 4, ends, device="cpu")
-    histories = [[1] * (prompt_len + length) for length in range(ROWS)]
-    rows = [LogitAdjustments(banned=token_array(ends)) if length < 4 else None for length in range(ROWS)]
-    assert torch.equal(adjust_(logits.clone(), rows), processed(oracle, histories, logits))
 
 
 CUTS: list[dict[str, Any]] = [

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 
 import pytest
 from content_model import expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -32,14 +29,6 @@ def test_several_prompts_share_a_step_and_the_last_is_cut() -> None:
     assert [row.context_len for row in bench.rows("c")][:3] == [0, 4, 10]
 
 
-def test_a_token_is_sampled_only_when_the_prompt_is_complete() -> None:
-    bench = Bench(budget=4)
-    bench.add("a", prompt_of(10), max_tokens=2)
-    outputs = [bench.step()[0] for _ in range(4)]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 0, 1, 2]
-    assert [len(row.samples) == 1 for row in bench.rows("a")] == [False, False, True, True]
-
-
 @pytest.mark.parametrize("priority", [0, -1])
 def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
     bench = Bench(budget=8)
@@ -52,43 +41,6 @@ def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
         assert len(outputs["talker"].outputs[0].token_ids) == step
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(100, 1), 2)
-
-
-def test_freed_slots_and_blocks_are_used_in_the_next_step() -> None:
-    bench = Bench(max_num_seqs=2)
-    for name, tokens in (("a", 1), ("b", 3), ("c", 2)):
-        bench.add(name, prompt_of(3, ord(name)), max_tokens=tokens)
-    names = [set(bench.chunks()) for _ in bench.steps()]
-    assert names == [{"a", "b"}, {"b", "c"}, {"b", "c"}]
-
-
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=8),
-    budget=st.integers(1, 20),
-    max_num_seqs=st.integers(1, 4),
-    device=st.integers(0, 12),
-)
-@settings(max_examples=80)
-def test_budgets_hold_and_everybody_is_served(
-    requests: list[tuple[int, int, int]], budget: int, max_num_seqs: int, device: int
-) -> None:
-    bench = Bench(device, 12 - device, budget=budget, max_num_seqs=max_num_seqs)  # the executor checks every batch
-    for i, (length, max_tokens, priority) in enumerate(requests):
-        bench.add(str(i), prompt_of(length, i), max_tokens, priority)
-    bench.run(3000)
-    for i, (length, max_tokens, _) in enumerate(requests):
-        most = bench.limits.max_model_len - length
-        assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), min(max_tokens, most))
-    assert bench.manager.num_used == 0
-
-
-def test_an_empty_schedule_calls_no_model() -> None:
-    bench = Bench()
-    assert bench.step() == [] and bench.executor.num_steps == 0
-    bench.add("a", prompt_of(3), max_tokens=1)
-    bench.run()
-    steps = bench.executor.num_steps
-    assert bench.step() == [] and bench.executor.num_steps == steps
 
 
 def test_batches_are_plain_data() -> None:
@@ -140,14 +92,6 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
     assert bench.order == ["runs", "large", "small"]
 
 
-def test_a_request_takes_no_blocks_in_a_step_that_has_no_tokens_for_it() -> None:
-    bench = Bench(budget=8)
-    bench.add("a", prompt_of(8), 1)
-    bench.add("b", prompt_of(8, 1), 1)
-    bench.step()
-    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_used == 0
-
-
 def test_priority_then_arrival_decides_who_runs_first() -> None:
     bench = Bench(max_num_seqs=1)
     arrivals = {"late": (1, 3.0), "early": (1, 2.0), "urgent": (0, 9.0), "last": (5, 1.0), "tied": (1, 2.0)}
@@ -186,24 +130,6 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     assert sum(preemptions) == bench.scheduler.preemption.stats.total
 
 
-def test_of_equal_priority_the_latest_is_preempted_first() -> None:
-    bench = Bench(6)
-    for i, name in enumerate("abc"):
-        bench.add(name, prompt_of(7, i), 12)
-    finished = bench.run()
-    assert finished["a"].metrics.preemptions == 0 and finished["c"].metrics.preemptions >= 1
-
-
-def test_the_last_in_order_preempts_only_itself() -> None:
-    bench = Bench(4)
-    crowd(bench, {"a": 5, "b": 7}, max_tokens=3)  # b needs a new block before a does
-    for _ in range(3):
-        bench.step()
-    assert list(bench.chunks()) == ["a"]
-    finished = bench.run()
-    assert finished["a"].metrics.preemptions == 0 and finished["b"].metrics.preemptions == 1
-
-
 def test_a_preempted_request_waits_in_front() -> None:
     bench = Bench(6)
     crowd(bench, {"a": 7, "b": 7, "c": 7})
@@ -211,17 +137,6 @@ def test_a_preempted_request_waits_in_front() -> None:
     bench.add("new", prompt_of(2, 9), 2, priority=2)
     next(outputs for outputs in bench.steps() if bench.scheduler.preemption.stats.total)
     assert [seq.request_id for seq in bench.scheduler.waiting] == ["c", "new"]
-
-
-def test_preemptions_are_logged_with_the_tokens_lost(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(6)
-    crowd(bench, {"a": 7, "b": 7, "c": 7})
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            bench.step()
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == bench.scheduler.preemption.stats.total == 1
-    assert "'c'" in messages[0] and "2 KV blocks" in messages[0] and "8 computed tokens" in messages[0]
 
 
 def test_what_the_prefix_cache_still_holds_is_not_recomputed() -> None:

@@ -167,6 +167,14 @@ def q_bias(decoder: Decoder) -> Tensor:
     return bias[: decoder.spec.q_size]
 
 
+def test_ranks_with_placeholder_weights_agree_on_what_each_holds_whole(plain: Path, tmp_path: Path) -> None:
+    path = quantize(plain, tmp_path / "gptq", "gptq-32-asymmetric")
+    one, other = load_parts(path, 2, "dummy")
+    assert torch.equal(one.layers[0].mlp_norm, other.layers[0].mlp_norm)
+    assert not torch.equal(one.norm, one.layers[0].mlp_norm)
+    assert all(bool(matrix.any()) for matrix in matrices(other).values())
+
+
 # ---- what is refused
 
 

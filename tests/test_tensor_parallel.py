@@ -198,15 +198,6 @@ def test_results_do_not_depend_on_memory_budget_batch_or_chunks(num_budgets: int
 # ---- the engine around it
 
 
-def test_placeholder_weights_are_those_of_one_rank(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family="llama", attention_bias=True, mlp_bias=True)
-    found = []
-    for size in (1, 2):
-        with LLM(tmp_path, tensor_parallel_size=size, load_format="dummy", seed=3, **RESIDENT) as llm:
-            found.append(token_ids(llm, prompts(20), greedy(20)))
-    assert found[0] == found[1]
-
-
 def test_blocks_are_sized_from_memory_alike_on_all_ranks(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, kv_heads=3, heads=6, hidden=96)
     with two_ranks(tmp_path, enable_cpu_offload=True, kvcache_block_size=16, max_model_len=200, max_num_seqs=3) as llm:

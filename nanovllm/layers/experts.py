@@ -30,7 +30,6 @@ class Experts:
         spec: ExpertSpec,
         layer: int,
         hidden_size: int,
-        *,
         activation: str,
         method: LinearMethod | None,
         dtype: torch.dtype,

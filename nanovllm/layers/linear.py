@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -149,10 +150,8 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         gate_up: Mapping[str, int],
-        *,
         prefix: str,
-        bias: bool,
-        down_bias: bool,
+        biases: tuple[bool, bool],
         activation: str,
         method: LinearMethod | None,
         dtype: torch.dtype,
@@ -160,20 +159,13 @@ class GatedMLP:
     ) -> None:
         """gate_up: the modules of the gate and up projections in the checkpoint, and their output features.
 
-        prefix: of the names of its modules in the checkpoint; activation: one of GATED_UNITS; method: how the weights
-        are stored.
+        prefix: of the names of its modules in the checkpoint; biases: whether gate and up, and whether down has them;
+        activation: one of GATED_UNITS; method: how the weights are stored.
         """
         self._gated_unit = GATED_UNITS[activation]
-        self.gate_up = Linear(hidden_size, gate_up, prefix=prefix, bias=bias, method=method, dtype=dtype, device=device)
-        self.down = Linear(
-            intermediate_size,
-            {"down_proj": hidden_size},
-            prefix=prefix,
-            bias=down_bias,
-            method=method,
-            dtype=dtype,
-            device=device,
-        )
+        linear = partial(Linear, prefix=prefix, method=method, dtype=dtype, device=device)
+        self.gate_up = linear(hidden_size, gate_up, bias=biases[0])
+        self.down = linear(intermediate_size, {"down_proj": hidden_size}, bias=biases[1])
 
     def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]."""

@@ -23,11 +23,12 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 class Family:
     """One architecture: its name in config.json, and Transformers' model type.
 
-    facts: the fields of `DecoderSpec` in which the family differs from the plainest one, given a complete config.
-    defaults: the fields of config.json that it reads, besides those that all read, and what Transformers' config class
-    takes where one is missing. own_fields: the types and ranges of fields that no other family has, or that have no
-    default. theta: the base of RoPE where a config names none; local_theta: that of the layers with a sliding window,
-    if they have a rotary embedding of their own. rotates_part: whether it may rotate only the first features of a head.
+    facts: the fields of `DecoderSpec` in which the family differs from the plainest one, given a complete config, but
+    for windows and biases, which every family has as its config says. defaults: the fields of config.json that it
+    reads, besides those that all read, and what Transformers' config class takes where one is missing. own_fields: the
+    types and ranges of fields that no other family has, or that have no default. theta: the base of RoPE where a config
+    names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
+    rotates_part: whether it may rotate only the first features of a head.
     """
 
     architecture: str
@@ -45,8 +46,12 @@ class Family:
         return name in READ_BY_ALL or name in self.defaults or name in self.own_fields
 
 
-def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
-    """One entry per layer, from `layer_types`, which a config may leave out."""
+def _sliding_windows(family: Family, config: Any) -> tuple[int | None, ...]:
+    """One entry per layer: by `layer_types`, which a config may leave out, or the same for all layers."""
+    if "layer_types" not in family.defaults:
+        if len(set(getattr(config, "layer_types", ()))) > 1:
+            raise ModelError(f"Several layer_types are not supported: a {family.architecture} has one window for all.")
+        return (getattr(config, "sliding_window", None),) * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(windows))
     if unknown:
@@ -54,13 +59,6 @@ def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
     return tuple(windows[kind] for kind in config.layer_types)
-
-
-def _one_window(config: Any) -> tuple[int | None, ...]:
-    """The same for all layers."""
-    if len(set(getattr(config, "layer_types", ()))) > 1:
-        raise ModelError("Several layer_types are not supported: a MistralForCausalLM has one window for all.")
-    return (config.sliding_window,) * config.num_hidden_layers
 
 
 def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: tuple[bool, ...]) -> ExpertSpec | None:
@@ -129,28 +127,19 @@ _ENTRIES = (
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        lambda config: {
-            "sliding_windows": _windows_by_layer_type(config),
-            "qk_norm": True,
-            "qkv_bias": config.attention_bias,
-            "o_bias": config.attention_bias,
-        },
+        lambda config: {"qk_norm": True},
         {**_QWEN, "head_dim": 128, "attention_bias": False},
     ),
     Family(
         "Qwen2ForCausalLM",
         "qwen2",
-        lambda config: {"sliding_windows": _windows_by_layer_type(config), "qkv_bias": True},
+        lambda config: {"qkv_bias": True},
         _QWEN,
     ),
     Family(
         "LlamaForCausalLM",
         "llama",
-        lambda config: {
-            "qkv_bias": config.attention_bias,
-            "o_bias": config.attention_bias,
-            "mlp_bias": config.mlp_bias,
-        },
+        lambda config: {},
         {
             **_SILU,
             "vocab_size": 32000,
@@ -164,14 +153,14 @@ _ENTRIES = (
     Family(
         "MistralForCausalLM",
         "mistral",
-        lambda config: {"sliding_windows": _one_window(config)},
+        lambda config: {},
         _MISTRAL,
         {"layer_types": LAYER_TYPES},
     ),
     Family(
         "Phi3ForCausalLM",
         "phi3",
-        lambda config: {"sliding_windows": _one_window(config), "merged_projections": True},
+        lambda config: {"merged_projections": True},
         {
             **_SILU,
             "vocab_size": 32064,
@@ -189,13 +178,7 @@ _ENTRIES = (
     Family(  # its window, unlike Qwen3's, is of all layers or of none: Transformers reads no max_window_layers
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        lambda config: {
-            "sliding_windows": _one_window(config),
-            "qk_norm": True,
-            "qkv_bias": config.attention_bias,
-            "o_bias": config.attention_bias,
-            "experts": _qwen3_moe_experts(config),
-        },
+        lambda config: {"qk_norm": True, "experts": _qwen3_moe_experts(config)},
         {
             **_SILU,
             "vocab_size": 151936,
@@ -226,7 +209,7 @@ _ENTRIES = (
     Family(
         "MixtralForCausalLM",
         "mixtral",
-        lambda config: {"sliding_windows": _one_window(config), "experts": _mixtral_experts(config)},
+        lambda config: {"experts": _mixtral_experts(config)},
         {**_MISTRAL, "rms_norm_eps": 1e-5, "sliding_window": None, "num_experts_per_tok": 2, "num_experts": 8},
         {"num_local_experts": EXPERT_COUNT},
         theta=1_000_000.0,
@@ -234,11 +217,7 @@ _ENTRIES = (
     Family(
         "SeedOssForCausalLM",
         "seed_oss",
-        lambda config: {
-            "qkv_bias": config.attention_bias,
-            "o_bias": config.attention_out_bias,
-            "mlp_bias": config.mlp_bias,
-        },
+        lambda config: {"o_bias": config.attention_out_bias},
         {
             **_SILU,
             "vocab_size": 155136,
@@ -259,10 +238,7 @@ _ENTRIES = (
         "Gemma3ForCausalLM",
         "gemma3_text",
         lambda config: {
-            "sliding_windows": _windows_by_layer_type(config),
             "qk_norm": True,
-            "qkv_bias": config.attention_bias,
-            "o_bias": config.attention_bias,
             "query_pre_attn_scalar": config.query_pre_attn_scalar,
             "embedding_scale": config.hidden_size**0.5,
             "output_norms": True,
@@ -354,8 +330,9 @@ def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSp
         raise ModelError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
     if config.head_dim % 2 or config.head_dim < 2:
         raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {config.head_dim}.")
-    facts = {"sliding_windows": (None,) * config.num_hidden_layers, **family.facts(config)}
-    for window in facts["sliding_windows"]:
+    windows, attention_bias = _sliding_windows(family, config), getattr(config, "attention_bias", False)
+    biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": getattr(config, "mlp_bias", False)}
+    for window in windows:
         if window is not None and window < 1:
             raise ModelError(f"sliding_window must be at least 1, but it is {window}.")
     return DecoderSpec(
@@ -370,11 +347,12 @@ def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSp
         rms_norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
         rope=rope,
+        sliding_windows=windows,
         local_rope=local_rope,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config.dtype),
         activation=ACTIVATIONS[activation],
-        **facts,
+        **{**biases, **family.facts(config)},
     )
 
 

@@ -143,7 +143,14 @@ def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
     if is_gguf(model):
         gguf = _read_gguf(model)
         return _with_overrides(model, gguf.fields, overrides, gguf)
-    path = _config_path(model)
+    if not model.is_dir():
+        raise ModelError(
+            f"Model directory {str(model)!r} does not exist; give the path of a local directory in Hugging Face "
+            "format, or of a GGUF file."
+        )
+    path = model / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist; a model directory must hold a config.json.")
     return _with_overrides(path, read_json_object(path), overrides)
 
 
@@ -227,18 +234,6 @@ def _refuse_unread(config: _Config, family: Family) -> None:
                 "have, and it may change what the model computes. If it does not, leave it out with "
                 f"hf_overrides={{{quoted(name)}: None}}."
             )
-
-
-def _config_path(directory: Path) -> Path:
-    if not directory.is_dir():
-        raise ModelError(
-            f"Model directory {str(directory)!r} does not exist; give the path of a local directory in Hugging Face "
-            "format, or of a GGUF file."
-        )
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist; a model directory must hold a config.json.")
-    return path
 
 
 def _family(config: _Config) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,6 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
 from nanovllm.formats.gguf import tensors as gguf_tensors
 from nanovllm.formats.hub import is_gguf
-from nanovllm.layers.linear import create_weight
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.sharding import Part
@@ -26,69 +26,25 @@ from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
 
-def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | None = None) -> None:
+def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
     Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
-    are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. whole: of a tensor-parallel rank's
-    decoder, the spec of which it is a part; the weights are those of the whole.
+    are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. Tensor-parallel ranks agree on what
+    each of them holds whole; together they are another network than one rank would be.
     """
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
-    if whole is not None:
-        _fill_with_part(decoder, generator, whole)
-        return
     for name, slot in decoder.slots():
+        if decoder.group is not None:
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if slot.randomize is not None:
             slot.randomize(generator)
-            continue
-        if len(slot.shape) == 2:
-            _draw(name, slot.view, generator)
+        elif len(slot.shape) == 2:
+            bound = (3 / slot.shape[1]) ** 0.5
+            slot.view.uniform_(-bound, bound, generator=generator)
         else:
-            slot.write(_draw(name, torch.empty(slot.shape, dtype=slot.view.dtype, device=decoder.device), generator))
-
-
-def _fill_with_part(decoder: Decoder, generator: torch.Generator, whole: DecoderSpec) -> None:
-    """Draw every tensor of the whole decoder, one at a time, and keep this rank's part of it."""
-    own = dict(decoder.slots())
-    sizes = {module: (rows, columns) for module, rows, columns in whole.matrices()}
-    for name, slot in Decoder(whole, decoder.dtype, torch.device("meta")).slots():
-        module = name.rpartition(".")[0]
-        if slot.randomize is None:
-            drawn = _draw(name, torch.empty(slot.shape, dtype=decoder.dtype, device=decoder.device), generator)
-            if name in own:
-                own[name].write(_held(decoder.spec, module, drawn, slot.shape[-1], own[name].shape[-1]))
-        else:
-            rows, columns = sizes[module]
-            made = create_weight(whole.quantization, {module: rows}, columns, decoder.dtype, decoder.device)
-            packed = dict(made.slots())[name]
-            assert packed.randomize is not None
-            packed.randomize(generator)
-            view = own[name].view
-            view.copy_(_held(decoder.spec, module, packed.view, columns, view.shape[-1]))
-
-
-def _held(spec: DecoderSpec, module: str, tensor: Tensor, num_columns: int, width: int) -> Tensor:
-    """The rows and columns that a rank holds of a tensor of a module.
-
-    num_columns: of the matrix, of which an entry of the tensor may hold several or stand for a group; width: of the
-    result.
-    """
-    assert spec.sharding is not None
-    rows, columns = spec.sharding.ranges(module)
-    if rows:
-        tensor = torch.cat([tensor[each.start : each.stop] for each in rows])
-    if columns and tensor.dim() == 2:
-        tensor = tensor.narrow(1, columns[0].start * tensor.shape[1] // num_columns, width)
-    return tensor
-
-
-def _draw(name: str, values: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill a tensor of the checkpoint called `name`."""
-    if values.dim() == 2:
-        bound = (3 / values.shape[1]) ** 0.5
-        return values.uniform_(-bound, bound, generator=generator)
-    centre = 0.0 if name.endswith(".bias") else 1.0
-    return values.uniform_(centre - 0.1, centre + 0.1, generator=generator)
+            centre, drawn = 0.0 if name.endswith(".bias") else 1.0, slot.view.new_empty(slot.shape)
+            slot.write(drawn.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
 # Buffers that Transformers saved until 4.3x. They are computed from the config instead.
@@ -139,7 +95,7 @@ def load_model(
     for _, slot in decoder.slots():
         use_huge_pages(slot.view)
     if load_format == "dummy":
-        fill_with_random_weights(decoder, seed, own.whole)
+        fill_with_random_weights(decoder, seed)
         decoder.finish_loading()
         return decoder
     with closing(TensorReader()) as reader:

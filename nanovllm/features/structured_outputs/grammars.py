@@ -28,7 +28,7 @@ LIMITS: Mapping[str, Any] = MappingProxyType({"max_lexer_states": 20_000, "verbo
 
 
 class LLGuidanceCompiler:
-    """Compiles the structured outputs of one engine's requests. See `engine.grammar_interface.GrammarCompiler`."""
+    """Compiles the structured outputs of one engine's requests. See `engine.resolved_sampling.GrammarCompiler`."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -167,7 +167,7 @@ class MatchedGrammar:
 
 
 class MatcherState:
-    """The state of one sequence's output, see `engine.grammar_interface.GrammarState`.
+    """The state of one sequence's output, see `engine.resolved_sampling.GrammarState`.
 
     It outlives preemption, which loses K/V and no tokens.
     """
