@@ -14,12 +14,9 @@ from engines import greedy, greedy_reference, logits_by_request, offloaded, rand
 from graph_devices import CapturingDevice, use_graphs
 from graph_devices import arguments as graph_arguments
 from lora_helpers import adapter_tensors, make_adapter, merge_adapter, write_adapter
-from plans import parameter_bytes
-from quantized_checkpoints import quantize, write_dequantized
 from safetensors.torch import load_file
 from test_models import assert_same_logits, random_prompts, reference, run
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -174,13 +171,8 @@ def test_a_step_takes_what_the_larger_kind_of_layer_takes(tmp_path: Path) -> Non
         ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
         ("qwen3_moe", {"num_experts": 7}, "num_experts=7 and num_local_experts=5 are two names of one field"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
-        ("mixtral", {"num_local_experts": 10**9}, "num_local_experts"),
-        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
-        ("qwen3_moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "'shared_expert_intermediate_size': 32"),
-        ("mixtral", {"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
     ],
 )
 def test_configs_that_are_not_supported_are_refused(
@@ -224,27 +216,6 @@ def test_adapters_of_attention_equal_merged_ones(tmp_path: Path) -> None:
 
 
 # ---- quantized
-
-
-@pytest.mark.parametrize("variant", ["fp8", pytest.param("awq-32", marks=pytest.mark.slow)])
-def test_quantized_experts(tmp_path: Path, variant: str) -> None:
-    """Each expert is a matrix of the format. The router stays in plain numbers."""
-    make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden=128, intermediate=256, experts=4)
-    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
-    spec = load_decoder_spec(path)
-    decoder = load_model(path, spec, torch.float32, CPU)
-    experts = decoder.layers[1].mlp
-    assert isinstance(experts, Experts) and experts.gate_up.dense is None
-    assert spec.weight_bytes(4) == parameter_bytes(decoder)
-    model = AutoModelForCausalLM.from_pretrained(write_dequantized(path, tmp_path / "dequantized"))
-    prompts = random_prompts(199)
-    for ours, theirs in zip(run(decoder, prompts, (0.4,)), reference(model, prompts), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
-    found = []
-    for arguments in ({"num_gpu_blocks": 40, "kvcache_block_size": 16}, offloaded(16)):
-        with LLM(path, dtype="float32", **arguments) as llm:
-            found.append(token_ids(llm, [random_prompt(40, 199, seed=3)], greedy(5)))
-    assert found[0] == found[1]
 
 
 # ---- CUDA graphs

@@ -80,16 +80,6 @@ def test_a_prompt_beyond_the_layerwise_memory_goes_in_parts_and_its_tail_by_chun
     assert bench.tokens("long") == expected_output(prompt_of(200), 2)
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
-    bench = bench_with_layerwise()
-    bench.add("first", prompt_of(80), 1)
-    bench.run()
-    bench.add("second", prompt_of(80) + prompt_of(61, 1), 2)
-    bench.run()
-    assert [(row.context_len, len(row.token_ids)) for row in layerwise_parts(bench, "second")] == [(80, 61)] * 3
-    assert bench.tokens("second") == expected_output(prompt_of(80) + prompt_of(61, 1), 2)
-
-
 # ---- with others
 
 

@@ -88,44 +88,6 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
 # ---- the sizes of real use
 
 
-@pytest.mark.parametrize("block_size", [4096, None])
-def test_questions_about_a_short_document_compute_it_once(tmp_path: Path, block_size: int | None) -> None:
-    write_recall_checkpoint(tmp_path, 1600, 8192, seed=1)
-    document = make_document(1600, 1500, seed=2)
-    positions = (1, 256, 1279, 1280)
-    arguments = {"num_gpu_blocks": 4, "num_cpu_blocks": 30, "max_num_seqs": 4, "max_model_len": 4096}
-    if block_size is not None:
-        arguments["kvcache_block_size"] = block_size
-    with LLM(tmp_path, enable_cpu_offload=True, **arguments) as llm:
-        for number, position in enumerate(positions):
-            (output,) = llm.generate(make_prompt(document, position), greedy(ANSWER), use_tqdm=False)
-            assert output.outputs[0].token_ids == expected_answer(document, position, ANSWER)
-            assert output.num_cached_tokens == (1280 if number else 0)
-        llm.reset_prefix_cache()
-        outputs = llm.generate([make_prompt(document, p) for p in positions[:3]], greedy(ANSWER), use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == [0, 1280, 1280], "together as well"
-        answers = [expected_answer(document, position, ANSWER) for position in positions[:3]]
-        assert [output.outputs[0].token_ids for output in outputs] == answers
-
-
-@pytest.mark.parametrize("block_size", [4096, None])
-def test_a_conversation_of_ten_turns_computes_256_old_tokens_a_turn_at_most(
-    recall_dir: Path, block_size: int | None
-) -> None:
-    sizes = {"kvcache_block_size": block_size} if block_size else {}
-    arguments = {"num_gpu_blocks": 4, "num_cpu_blocks": 30, "max_model_len": 4096, "max_num_seqs": 2, **sizes}
-    with LLM(recall_dir, enable_cpu_offload=True, **arguments) as llm:
-        tokens: list[int] = []
-        for turn in range(10):
-            known = len(tokens)
-            tokens += random_prompt(200 + 37 * turn, VOCAB, turn)
-            (output,) = llm.generate(tokens, greedy(7), use_tqdm=False)
-            assert known - output.num_cached_tokens <= 256
-            tokens += output.outputs[0].token_ids
-        if block_size is not None:
-            assert manager_of(llm).stats.copied_blocks == 0, "each turn continues the block of the last one"
-
-
 # ---- bits
 
 

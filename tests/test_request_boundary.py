@@ -65,41 +65,23 @@ class HostileList(list[Any]):
         raise ArithmeticError("no items")
 
 
-SURROGATES: list[tuple[str, Any]] = [
-    ("generate", "\ud800"),
-    ("generate", ["good", {"prompt": "a\udfffb"}]),
-    ("chat", [{"role": "user", "content": "\ud800"}]),
-    ("chat", [{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}]),
-]
-
-
-@pytest.mark.parametrize("method, prompts", SURROGATES)
-def test_half_a_character_in_a_prompt(llm: LLM, answer: list[list[int]], method: str, prompts: Any) -> None:
-    with pytest.raises(RequestError, match=r"holds '\\ud.*half of a surrogate pair and no character"):
-        getattr(llm, method)(prompts, greedy(2), use_tqdm=False)
+def test_half_a_character_in_a_prompt(llm: LLM, answer: list[list[int]]) -> None:
+    half: dict[str, Any] = {
+        "generate": ["good", {"prompt": "a\udfffb"}],
+        "chat": [{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}],
+    }
+    for method, prompts in half.items():
+        with pytest.raises(RequestError, match=r"holds '\\ud.*half of a surrogate pair and no character"):
+            getattr(llm, method)(prompts, greedy(2), use_tqdm=False)
     goes_on(llm, answer)
-
-
-@pytest.mark.parametrize("field", ["stop", "bad_words"])
-def test_half_a_character_in_a_parameter(field: str) -> None:
-    with pytest.raises(RequestError, match=rf"{field} holds '\\ud800' at position 1"):
-        SamplingParams(**{field: ["good", "a\ud800"]})
 
 
 PARAMETERS: list[dict[str, Any]] = [
     {"stop": [str(i) for i in range(100_000)] + [""]},
-    {"bad_words": ["a" * 60_000, None]},
-    {"stop_token_ids": [*range(100_000), -1]},
-    {"logit_bias": dict.fromkeys(range(50_000), "x")},
+    {"bad_words": ["a\ud800"]},
     {"logit_bias": {"9" * 5000: 1.0}},
     {"seed": HUGE},
-    {"n": HUGE},
-    {"max_tokens": HUGE, "min_tokens": HUGE + 1},
-    {"temperature": HUGE},
-    {"logprobs": -HUGE},
-    {"stop": Hostile()},
     {"temperature": Hostile()},
-    {"early_stopping": Hostile()},
     {"stop_token_ids": HostileList([1])},
     {"x" * 50_000: 1},
 ]
@@ -114,15 +96,10 @@ def test_parameters_are_refused_in_a_sentence_of_a_few_lines(params: dict[str, A
 
 REQUESTS: list[tuple[Any, Any]] = [
     (QUESTION, SamplingParams(stop_token_ids=[HUGE])),
-    (QUESTION, SamplingParams(bad_words=["\t" * 30_000] * 3 + [" "])),
-    ([[1, HUGE]], None),
     ([[1, VOCAB] * 50_000], None),
     ({"x" * 50_000: 1}, None),
-    (Hostile(), None),
     ([Hostile()], None),
-    ([HostileList([1])], None),
     ({"prompt_token_ids": HostileList([1])}, None),
-    (QUESTION, [Hostile()]),
     (QUESTION, SamplingParams(best_of=2**31 - 1)),
 ]
 
@@ -133,18 +110,16 @@ def test_requests_are_refused_in_a_sentence_of_a_few_lines(
 ) -> None:
     with pytest.raises(RequestError) as refused:
         llm.generate(prompts, params, use_tqdm=False)
-        raise RequestError("served")  # the one with bad words is allowed to be
     assert len(str(refused.value)) < 1500 and "\n" not in str(refused.value)
     goes_on(llm, answer)
 
 
-@pytest.mark.parametrize("error", [KeyError, MemoryError, StopIteration])
 @pytest.mark.parametrize("what", ["encode", "add", "chat"])
 def test_any_error_of_a_request_is_its_own(
-    llm: LLM, answer: list[list[int]], what: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, answer: list[list[int]], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
-        raise error("of the library")
+        raise MemoryError("of the library")
 
     with monkeypatch.context() as patch:
         if what == "encode":
@@ -153,28 +128,11 @@ def test_any_error_of_a_request_is_its_own(
             patch.setattr("nanovllm.engine.input_processor.resolve_sampling", fails)
         else:
             patch.setattr("nanovllm.text.chat_template.ChatTemplate._render", fails)
-        with pytest.raises(RequestError, match=rf"of the library.*\({error.__name__}\)"):
+        with pytest.raises(RequestError, match=r"of the library.*\(MemoryError\)"):
             if what == "chat":
                 llm.chat([{"role": "user", "content": "x"}], greedy(1), use_tqdm=False)
             else:
                 llm.generate("x", greedy(1), use_tqdm=False)
-    goes_on(llm, answer)
-
-
-def test_add_request_says_what_it_takes(llm: LLM, answer: list[list[int]]) -> None:
-    add = llm.engine.add_request
-    bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        (("q", 5, greedy(1)), {}, "a prompt must be text, a list of token ids or a dict, got 5"),
-        (("q", [1, "2"], greedy(1)), {}, r"a prompt must be text, .* got \[1, '2'\]"),
-        ((5, "text", greedy(1)), {}, "request_id=5: must be a string"),
-        (("q", "text", greedy(1)), {"arrival_time": HUGE}, "arrival_time=<a whole number of about .* digits>"),
-        (("q", "\ud800", greedy(1), [1]), {}, "half of a surrogate pair"),
-        (("q", "text", Hostile()), {}, "sampling_params must be SamplingParams, got <"),
-    ]
-    for arguments, named, says in bad:
-        with pytest.raises(RequestError, match=says):
-            add(*arguments, **named)
-        assert llm.engine.abort_request("q") is None
     goes_on(llm, answer)
 
 
@@ -196,11 +154,6 @@ def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
 BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
 NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
-    ({"min_tokens": HUGE, "max_tokens": None, "stop_token_ids": list(range(VOCAB))}, "min_tokens=<a whole number"),
-    (
-        {"min_tokens": 3, "stop_token_ids": [7], "logit_bias": {t: b for t, b in BAN_ALL.items() if t != 7}},
-        "min_tokens=3, before which no end token comes, ban all 300 tokens",
-    ),
     (
         {"min_tokens": 3, "stop_token_ids": list(range(VOCAB)), "n": 2, "use_beam_search": True, "temperature": 0.0},
         "min_tokens=3, .* ban all 300 tokens",
@@ -217,7 +170,7 @@ def test_bans_that_leave_nothing_are_refused(
     goes_on(llm, answer)
 
 
-@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {}, {"top_k": 5}, {"n": 2}], ids=str)
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"top_k": 5, "n": 2}], ids=str)
 def test_bans_that_leave_nothing_later_end_with_an_error(
     llm: LLM, answer: list[list[int]], kind: dict[str, Any]
 ) -> None:

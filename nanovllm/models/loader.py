@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.config import LOAD_FORMATS
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
@@ -67,11 +66,9 @@ def load_model(
     hold exactly the tensors of the network, in their shapes. All headers are checked before any allocation. Then the
     tensors are copied one at a time, so that the host never holds a second copy of the weights. free_bytes: free memory
     of the device in bytes, if known. group: the ranks that share the model; each reads its own part of the checkpoint.
-    Raises ModelError, which names the wrong tensors, and ConfigError for an unknown load_format or weights that do not
-    fit.
+    Raises ModelError, which names the wrong tensors, and ConfigError for a load_format of other files, or weights
+    that do not fit.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}.")
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
