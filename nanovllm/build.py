@@ -7,27 +7,25 @@ them down as objects. A tensor-parallel rank makes its runner here too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapters
 from nanovllm.data.memory_checks import gib
-from nanovllm.device import Busy, Device, create_device
+from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
-from nanovllm.engine.forward_pass import AdapterManager, ChunkedPass, ForwardPass
 from nanovllm.engine.input_processor import ModelFacts
-from nanovllm.engine.llm_engine import EngineFeatures, Executor, LLMEngine
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
+from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
 from nanovllm.engine.scheduler import LayerwiseScheduling, SchedulerLimits
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
@@ -49,33 +47,17 @@ from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from nanovllm.features.distributed.executor import TensorParallelExecutor
+
 logger = logging.getLogger(__name__)
 
 
-class Runner(Executor, Protocol):
-    """The executor of a model directory: a `ModelRunner`, or one for several ranks.
-
-    Of several ranks the sizes, `spec` and statistics are those of the first.
-    """
-
-    spec: DecoderSpec
-    dtype: torch.dtype
-    sizing: KVSizing
-    plan: KVPlan
-    num_swap_blocks: int
-
-    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None: ...
-
-    def kv_stats(self) -> KVStats: ...
-
-    def link_busy(self) -> Busy: ...
-
-
 class BuiltEngine(NamedTuple):
-    """An engine and its executor, which applications ask for sizes and statistics."""
+    """An engine and its executor, which applications ask for sizes and statistics: of several ranks, those of one."""
 
     engine: LLMEngine
-    runner: Runner
+    runner: ModelRunner | TensorParallelExecutor
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
@@ -181,7 +163,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
 # ---- what build_engine assembles. A feature is imported where the arguments ask for it.
 
 
-def _start_runner(config: EngineConfig, spec: DecoderSpec) -> Runner:
+def _start_runner(config: EngineConfig, spec: DecoderSpec) -> ModelRunner | TensorParallelExecutor:
     if config.tensor_parallel_size == 1:
         return build_runner(config, spec)
     from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed

@@ -21,11 +21,7 @@ from nanovllm.engine.llm_engine import EngineMetrics, LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
 from nanovllm.errors import EngineError, RequestError, as_request_error
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
-from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from nanovllm.features.vllm_api.choices import ChoiceScore, score_choices
-from nanovllm.features.vllm_api.metrics_reader import Metric
 from nanovllm.kvcache.base import KVStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -44,8 +40,12 @@ from nanovllm.text.prompts import (
 )
 
 if TYPE_CHECKING:
+    from nanovllm.features.lora.request import LoRARequest
     from nanovllm.features.planner.plan import Plan
     from nanovllm.features.planner.predict import Rates
+    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.vllm_api.choices import ChoiceScore
+    from nanovllm.features.vllm_api.metrics_reader import Metric
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -198,12 +198,16 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
+        from nanovllm.features.vllm_api.beam_search import beam_search
+
         return beam_search(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
         """How likely each choice is after the prompt, in the order of the choices; see `vllm_api.choices`."""
+        from nanovllm.features.vllm_api.choices import score_choices
+
         return score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:

@@ -6,12 +6,33 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.data.batch import Tier
+from nanovllm.engine.block_manager import AllocStatus, BlockManager, BlockState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK = 4
+
+
+def check_blocks(manager: BlockManager) -> None:
+    """The bookkeeping of blocks and of the prefix cache is consistent."""
+    cache, size = manager.prefix_cache, manager.prefix_cache.hash_block_size
+    assert manager.num_free + manager.num_cached + manager.num_used == manager.num_blocks
+    states = manager.block_states()
+    counts = [states[: manager.num_blocks].count(state) for state in BlockState]
+    assert counts == [manager.num_free, manager.num_cached, manager.num_used]
+    assert states[manager.num_blocks :].count(BlockState.USED) == manager.num_swapped
+    assert manager.tiers.physical_ids.keys() == manager._blocks.keys()
+    for tier, evictor in manager._evictors.items():
+        for block_id in evictor:
+            block = manager._blocks[block_id]
+            assert block.ref_count == 0 and block.hashes
+            assert manager.tiers.tier_of(block_id) is tier
+    for block_id, block in manager._blocks.items():
+        assert manager.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
+        assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
+    assert {each: block for block in manager._blocks.values() for each in block.hashes} == cache._by_hash
 
 
 def request(prompt: list[int], request_id: str = "r", params: SamplingParams | None = None, **others: Any) -> Request:
@@ -27,7 +48,7 @@ def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) 
     """Mark tokens up to `upto` as computed, as a step does."""
     before, seq.num_computed = seq.num_computed, len(seq) if upto is None else upto
     manager.register_computed(seq, before)
-    manager.check()
+    check_blocks(manager)
 
 
 def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
@@ -42,7 +63,7 @@ def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> 
 def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> None:
     """Compute tokens and free their blocks."""
     manager.free(running(manager, tokens, salt))
-    manager.check()
+    check_blocks(manager)
 
 
 def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:

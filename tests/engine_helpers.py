@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
+from block_helpers import check_blocks
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
@@ -148,7 +149,7 @@ class Bench:
                 self.executor.histories[seq.seq_id] = seq.token_ids
                 self.executor.salts[seq.seq_id] = adapter_salt(request.adapter.number if request.adapter else None)
         outputs = self.engine.step()
-        self.manager.check()
+        check_blocks(self.manager)
         for output in outputs:
             if output.finished:
                 self.finished[output.request_id] = output

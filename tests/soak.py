@@ -30,6 +30,7 @@ if __package__:  # as `python -m tests.soak`: the helpers are modules beside thi
     sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+from block_helpers import check_blocks
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
 
@@ -280,7 +281,7 @@ class Driver:
     def check_idle(self) -> str | None:
         """What is left of requests though none is: a sentence, or None."""
         engine, manager = self.llm.engine, self.llm.engine.scheduler.block_manager
-        manager.check()
+        check_blocks(manager)
         left = {"used blocks": manager.num_used, "swapped blocks": manager.num_swapped, "requests": engine._requests}
         found = [f"{what}: {value}" for what, value in left.items() if value]
         return ", ".join(found) or None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
+from block_helpers import BLOCK, cache, check_blocks, compute, found, new_tokens, running, sequence, tiers
 
 from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
@@ -100,7 +100,7 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
     cache(manager, other)
     assert found(manager, other) == 0 and found(manager, prompt) >= 1
     manager.reset_prefix_cache()
-    manager.check()
+    check_blocks(manager)
     assert manager.num_free == 8
 
 
@@ -111,7 +111,7 @@ def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Ite
     seq = running(manager, current)
     blocks = list(seq.block_table)
     manager.reset_prefix_cache()
-    manager.check()
+    check_blocks(manager)
     assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
     assert found(manager, old) == found(manager, current) == 0
     assert seq.block_table == blocks

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from block_helpers import check_blocks
 from content_model import VOCAB, ContentExecutor, expected_beams, expected_output, logprob_of
 from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
@@ -261,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.manager.check()
+        check_blocks(self.manager)
         scheduler = self.engine.scheduler
         held = Counter(block for seq in self._live() for block in seq.block_table)
         assert self.manager.num_used + self.manager.num_swapped == len(held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from block_helpers import check_blocks
 from content_model import expected_beams, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 from group_helpers import beam_bench, expected_group, outputs, sampled, seeds
@@ -83,11 +84,11 @@ def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
     assert len(held) == 2 + 3
     physical_ids = {manager.tiers.physical_ids[block] for block in held}
     out = manager.swap_out(request.sequences)
-    manager.check()
+    check_blocks(manager)
     assert out is not None and set(out) == physical_ids and len(out) == 5 and min(out.values()) == 32
     assert (manager.num_used, manager.num_swapped) == (0, 5)
     assert manager.swap_in(request.sequences).keys() == set(out.values())
-    manager.check()
+    check_blocks(manager)
     assert (manager.num_used, manager.num_swapped) == (5, 0)
     bench.run()
     assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK + 1), 3, 12)

@@ -57,9 +57,8 @@ TORCH_FREE = (
     "nanovllm.text.tokenizer",
 )
 NEEDS_TORCH = {
-    "nanovllm.engine.forward_pass",
-    "nanovllm.memory.meta_results",
     "nanovllm.engine.model_runner",
+    "nanovllm.memory.meta_results",
     "nanovllm.memory.profiling",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from block_helpers import compute, running, sequence
+from block_helpers import check_blocks, compute, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
@@ -28,7 +28,7 @@ def admitted(manager: BlockManager, tokens: list[int]) -> Sequence:
     seq = sequence(tokens)
     assert manager.can_allocate(seq) is AllocStatus.OK
     manager.allocate(seq)
-    manager.check()
+    check_blocks(manager)
     return seq
 
 
@@ -121,7 +121,7 @@ def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator
     compute(manager, seq, 2 * BLOCK)
     assert manager.num_cached_tokens(sequence([*prompt, 0])) == 0
     manager.free(seq)
-    manager.check()
+    check_blocks(manager)
     again = running(manager, prompt)
     assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * BLOCK
     manager.free(again)
@@ -150,7 +150,7 @@ def test_a_conversation_continues_its_last_block(fresh: Iterator[int]) -> None:
         assert len(tokens) - 5 - seq.num_computed < HASH or turn == 0
         compute(manager, seq)
         manager.free(seq)
-        manager.check()
+        check_blocks(manager)
         assert manager.num_cached <= -(-len(tokens) // BLOCK)
     assert manager.take_moves() == [] and manager.stats.copied_blocks == 0
 
@@ -185,7 +185,7 @@ def test_a_swapped_tail_is_found_again_after_it_came_back(fresh: Iterator[int]) 
     assert manager.swap_out([seq]) is not None
     assert manager.num_cached_tokens(sequence(prompt)) == 0
     manager.swap_in([seq])
-    manager.check()
+    check_blocks(manager)
     assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
 
 

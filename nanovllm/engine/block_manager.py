@@ -398,22 +398,3 @@ class BlockManager:
         del self._blocks[block_id]
         self.tiers.release(block_id)
         self._ids.free(block_id)
-
-    # ---- invariants
-
-    def check(self) -> None:
-        """Raise AssertionError if the bookkeeping is inconsistent. For tests."""
-        assert self.num_free + self.num_cached + self.num_used == self.num_blocks
-        states = self.block_states()
-        counts = [states[: self.num_blocks].count(state) for state in BlockState]
-        assert counts == [self.num_free, self.num_cached, self.num_used]
-        assert states[self.num_blocks :].count(BlockState.USED) == self.num_swapped
-        assert self.tiers.physical_ids.keys() == self._blocks.keys()
-        for tier, evictor in self._evictors.items():
-            for block_id in evictor:
-                block = self._blocks[block_id]
-                assert block.ref_count == 0 and block.hashes
-                assert self.tiers.tier_of(block_id) is tier
-        for block_id, block in self._blocks.items():
-            assert self.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
-        self.prefix_cache.check(self._blocks)

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 from nanovllm.data.batch import Adapter, Adapters
 from nanovllm.engine.request import Request, RopeSwitch
-from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts, resolve_sampling
+from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
-from nanovllm.text.tokenizer import Tokenizer
 
 # (request_id, params, limits, vocab_size) -> what makes a request of several sequences from the arguments of `Request`.
 # Raises RequestError for more sequences than fit in one step.
@@ -48,12 +47,10 @@ class InputProcessor:
 
     limits: SchedulerLimits
     facts: ModelFacts
-    tokenizer: Tokenizer | None
+    sampling: SamplingFacts
     seed: int
-    max_logprobs: int
     advise: Callable[[int], Advice]
     request_factory: RequestFactory
-    grammars: GrammarCompiler | None = None
     adapters: Adapters | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -85,9 +82,6 @@ class InputProcessor:
             make_request = self.request_factory(request_id, params, self.limits, self.facts.vocab_size)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
-        facts = SamplingFacts(
-            self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
-        )
         adapter = self.adapter(lora_request)
         number = next(self._numbers)
         return make_request(
@@ -102,7 +96,7 @@ class InputProcessor:
             priority=priority,
             prompt=prompt.text,
             cache_salt=self._cache_salt(len(token_ids), salt, adapter),
-            sampling=resolve_sampling(params, token_ids, facts),
+            sampling=resolve_sampling(params, token_ids, self.sampling),
             adapter=adapter,
             rope_switch=self._rope_switch(len(token_ids), salt, adapter),
         )
@@ -162,13 +156,13 @@ class InputProcessor:
             return list(prompt_token_ids)
         if prompt is None:
             raise RequestError("a request needs a prompt: give text or token ids")
-        if self.tokenizer is None:
+        if self.sampling.tokenizer is None:
             raise RequestError(
                 "the model directory has no tokenizer files (or skip_tokenizer_init=True left them out), so a text "
                 "prompt cannot be read: give token ids, or add the tokenizer's files to the directory"
             )
         with as_request_error("the tokenizer cannot read the prompt"):
-            return self.tokenizer.encode(prompt)
+            return self.sampling.tokenizer.encode(prompt)
 
     def _cache_salt(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> bytes:
         """The user's salt and what else K/V depend on: the adapter and, for some models, the length of the prompt."""

@@ -17,7 +17,7 @@ from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestFactory
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.resolved_sampling import GrammarCompiler
+from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
 from nanovllm.engine.scheduler import LayerwiseScheduling, Preemption, Scheduler, SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
@@ -209,16 +209,9 @@ class LLMEngine:
         self.guard = EngineGuard()
         self.closed = False
         self._features = features
+        sampling = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs, features.grammars)
         self._inputs = InputProcessor(
-            limits,
-            facts,
-            tokenizer,
-            seed,
-            max_logprobs,
-            executor.advise,
-            features.request_factory,
-            features.grammars,
-            features.adapters,
+            limits, facts, sampling, seed, executor.advise, features.request_factory, features.adapters
         )
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
@@ -317,8 +310,8 @@ class LLMEngine:
 
         Raises RequestError if they cannot be compiled.
         """
-        if params.structured_outputs is not None and self._inputs.grammars is not None:
-            self._inputs.grammars.prepare(params.structured_outputs)
+        if params.structured_outputs is not None and self._features.grammars is not None:
+            self._features.grammars.prepare(params.structured_outputs)
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
         """End a request, free its blocks on both tiers, and return its output if it was unfinished.
@@ -443,8 +436,8 @@ class LLMEngine:
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
             self.executor.close()
-            if self._inputs.grammars is not None:
-                self._inputs.grammars.close()
+            if self._features.grammars is not None:
+                self._features.grammars.close()
 
     def check_open(self) -> None:
         """Raise EngineError if the engine is closed."""

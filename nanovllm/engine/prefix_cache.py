@@ -181,14 +181,6 @@ class PrefixCache:
         self._num_removals += 1
         self._cleared_at = self._num_removals
 
-    def check(self, blocks: Mapping[int, Block]) -> None:
-        """Raise AssertionError if the bookkeeping is inconsistent."""
-        found = {content_hash: block for block in blocks.values() for content_hash in block.hashes}
-        assert found == self._by_hash
-        for block in blocks.values():
-            size = self.hash_block_size
-            assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
-
     def _still_cached(self, found: list[int], age: int) -> list[int]:
         """What `find` found when there had been `age` removals, as far as nothing of it was removed since."""
         if age == self._num_removals:

@@ -33,14 +33,8 @@ if TYPE_CHECKING:  # imports torch
     from nanovllm.formats.gguf.model import GgufConfig
 
 # Fields of generation_config.json and the sampling parameters that they set.
-SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING_DEFAULTS = {**{name: name for name in _SAME_NAMES}, "max_new_tokens": "max_tokens"}
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one

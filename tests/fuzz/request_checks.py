@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from block_helpers import check_blocks
 from checkpoints import make_checkpoint
 from cli_helpers import TEMPLATE
 from tokenizer_files import write_byte_level
@@ -60,7 +61,7 @@ def check_engine_goes_on() -> None:
     """Nothing is left of the requests before, and the known question is answered right."""
     engine = llm().engine
     assert not engine.has_unfinished_requests() and not engine._requests
-    engine.scheduler.block_manager.check()
+    check_blocks(engine.scheduler.block_manager)
     assert engine.scheduler.block_manager.num_used == 0
     assert ask() == answer()
 

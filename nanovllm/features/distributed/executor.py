@@ -55,7 +55,7 @@ class RankTraceback(Exception):
 
 
 class TensorParallelExecutor:
-    """Implements `build.Runner` with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
+    """As `ModelRunner`, with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner) -> None:
         """Start the ranks and wait until they have loaded the model.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import Batch, LayerwiseStep, ScheduledSequence
-from nanovllm.engine.forward_pass import AdapterManager, ComputedRows
+from nanovllm.engine.model_runner import AdapterManager, ComputedRows
 from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine

@@ -7,7 +7,6 @@ from functools import partial
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import SchedulerLimits
-from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.features.sequence_groups.requests import GroupRequest, check_num_sequences
 from nanovllm.features.sequence_groups.swap import SwapPreemption
 from nanovllm.sampling_params import SamplingParams
@@ -23,4 +22,8 @@ def request_factory(
     Raises RequestError for more sequences than fit in one step.
     """
     check_num_sequences(request_id, params.num_sequences, limits)
-    return partial(BeamRequest, limits, vocab_size) if params.use_beam_search else GroupRequest
+    if not params.use_beam_search:
+        return GroupRequest
+    from nanovllm.features.sequence_groups.beams import BeamRequest
+
+    return partial(BeamRequest, limits, vocab_size)
