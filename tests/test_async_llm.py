@@ -135,7 +135,7 @@ def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
 
 def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar of a large schema takes seconds to compile. Its client may also go away meanwhile."""
-    grammars = shared.llm.engine._inputs.grammars
+    grammars = shared.llm.engine._inputs.sampling.grammars
     assert grammars is not None
     compiling, go_on, compiled = threading.Event(), threading.Event(), grammars._compiled  # type: ignore[attr-defined]
 

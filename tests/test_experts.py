@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint, refusal
-from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
 from graph_devices import CapturingDevice, use_graphs
 from graph_devices import arguments as graph_arguments
-from lora_helpers import adapter_tensors, make_adapter, merge_adapter, write_adapter
+from lora_helpers import adapter_tensors, write_adapter
 from safetensors.torch import load_file
 from test_models import assert_same_logits, random_prompts, reference, run
 from torch import Tensor
@@ -183,13 +183,6 @@ def test_configs_that_are_not_supported_are_refused(
     assert expected in refusal(lambda: load_decoder_spec(tmp_path))
 
 
-def test_a_config_without_experts_is_a_dense_network(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", layers=2)
-    edit_config(tmp_path, decoder_sparse_step=3)
-    spec = load_decoder_spec(tmp_path)
-    assert spec.experts is None and spec.num_expert_layers == 0
-
-
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     tensors = adapter_tensors(model, ("q_proj",))
@@ -199,20 +192,6 @@ def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     tensors |= {name.format("A"): torch.zeros(4, 64), name.format("B"): torch.zeros(48, 4)}
     path = write_adapter(tmp_path / "bad", tensors)
     assert "experts and routers are not adapted" in refusal(lambda: read_adapter(path, spec, 8))
-
-
-def test_adapters_of_attention_equal_merged_ones(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "mixtral", seed=3)
-    request = make_adapter(tmp_path / "adapter", model, targets=("q_proj", "v_proj", "o_proj"))
-    prompts = [random_prompt(length, 199, seed=6) for length in (5, 40)]
-    plain = [greedy_reference(model, prompt, 8) for prompt in prompts]
-    merge_adapter(model, tmp_path / "adapter")
-    expected = [greedy_reference(model, prompt, 8) for prompt in prompts]
-    assert expected != plain
-    with LLM(tmp_path / "model", dtype="float32", enable_lora=True, num_gpu_blocks=40) as llm:
-        outputs = llm.generate(prompts, greedy(8), use_tqdm=False, lora_request=request)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert token_ids(llm, prompts, greedy(8)) == plain
 
 
 # ---- quantized

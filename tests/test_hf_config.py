@@ -82,24 +82,6 @@ def test_max_model_len(single: Path, rope: dict[str, Any], longest: int) -> None
     assert load_decoder_spec(single).max_model_len == longest
 
 
-def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
-    """A minimal config as Mistral-7B-v0.1 had it: no head_dim, no rope_scaling."""
-    config = {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "hidden_size": 256,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 2,
-        "sliding_window": 4096,
-        "rope_theta": 1000000.0,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    spec = load_decoder_spec(tmp_path)
-    assert (spec.head_dim, spec.num_kv_heads, spec.rope.theta) == (16, 8, 1e6)
-    assert spec.sliding_windows == (4096, 4096)
-    assert ModelConfig(tmp_path).eos_token_ids() == (2,)
-
-
 def test_every_eos_id_counts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     for in_config, in_generation, expected in (

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import offloaded, random_prompt
+from engines import offloaded, random_prompt, recorded_logits
 from tokenizer_files import write_byte_level
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -112,23 +111,6 @@ def test_logprobs_do_not_depend_on_how_they_were_computed(
         assert llm.engine.scheduler.preemption.stats.total > 0 or not name.startswith("preempted")
 
 
-@contextmanager
-def counted_rows(llm: LLM) -> Iterator[list[int]]:
-    """Rows of each call of the output projection."""
-    model, rows = llm._runner.model, []
-    compute_logits = model.compute_logits
-
-    def counting(hidden: Tensor) -> Tensor:
-        rows.append(hidden.shape[0])
-        return compute_logits(hidden)
-
-    model.compute_logits = counting  # type: ignore[method-assign]
-    try:
-        yield rows
-    finally:
-        model.compute_logits = compute_logits  # type: ignore[method-assign]
-
-
 def test_a_cached_prefix_is_recomputed_where_its_logprobs_are_asked_for(model_dir: Path) -> None:
     prompt = random_prompt(70, VOCAB, seed=3)
     with LLM(model_dir, kvcache_block_size=BLOCK, num_gpu_blocks=30) as llm:
@@ -150,9 +132,10 @@ def test_logits_of_a_prompt_are_computed_once_and_a_few_rows_at_a_time(
     monkeypatch.setattr("nanovllm.engine.model_runner.LOGPROB_ROWS", 8)
     prompts = [random_prompt(length, VOCAB, seed=4) for length in (60, 61, 62, 63)]
     engine = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 13, "max_num_batched_tokens": 50}
-    with LLM(model_dir, **engine, enable_prefix_caching=caching) as llm, counted_rows(llm) as rows:
+    with LLM(model_dir, **engine, enable_prefix_caching=caching) as llm, recorded_logits(llm) as steps:
         outputs = run(llm, prompts, asked(prompt_logprobs=1, max_tokens=40))
         assert llm.engine.scheduler.preemption.stats.total > 0
+        rows = [len(logits) for logits in steps]
         generated = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert max(rows) <= 8 and sum(rows) == generated + sum(len(prompt) - 1 for prompt in prompts)
         for prompt, output in zip(prompts, outputs, strict=True):

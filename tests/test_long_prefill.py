@@ -113,30 +113,6 @@ def test_short_prompts_are_served_beside_a_long_one(layerwise_memory: LayerwiseM
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET), 1)
 
 
-def test_many_short_prompts_do_not_starve_the_long_one() -> None:
-    bench = bench_with_layerwise(max_num_seqs=60, host=400)
-    bench.add("long", prompt_of(4 * BUDGET), 1, priority=1)
-    bench.step()
-    for index in range(60):
-        bench.add(f"short {index}", prompt_of(20, index + 1), 1)
-    for _ in bench.steps():
-        if "long" in bench.finished:
-            break
-    assert len(layerwise_parts(bench, "long")) == 1 + 6 and len(bench.finished) < 61, "half of every step but the first"
-
-
-def test_a_layerwise_prefill_advances_even_when_decodes_fill_the_step() -> None:
-    bench = bench_with_layerwise(max_num_seqs=40, host=600)
-    bench.add("long", prompt_of(960), 1)
-    bench.step()
-    for index in range(30):
-        bench.add(f"talker {index}", prompt_of(2, index + 1), 40)
-    bench.run()
-    full = [batch for batch in bench.executor.batches if len(batch.chunked) == BUDGET]
-    assert len(full) > 5 and all(batch.layerwise is not None for batch in full[:5])
-    assert bench.tokens("long") == expected_output(prompt_of(960), 1)
-
-
 def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_left() -> None:
     bench = bench_with_layerwise(device=90, host=10)
     document = prompt_of(120)

@@ -97,20 +97,6 @@ def test_a_part_is_found_as_soon_as_its_last_token_is_computed(fresh: Iterator[i
         assert manager.num_cached_tokens(sequence(prompt)) == min(upto, len(prompt) - 1) // HASH * HASH, upto
 
 
-def test_a_sequence_that_diverged_is_found_beyond_the_part_that_it_copied(fresh: Iterator[int]) -> None:
-    manager = make_manager(8)
-    document = take(fresh, HASH)
-    one, two = [*document, *take(fresh, HASH)], [*document, *take(fresh, HASH)]
-    first = running(manager, one)
-    second = running(manager, two)
-    assert manager.stats.copied_tokens == HASH
-    for prompt in (one, two):
-        assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * HASH
-    manager.free(first)
-    manager.free(second)
-    assert manager.num_cached == 2
-
-
 def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator[int]) -> None:
     manager = make_manager(6)
     prompt = take(fresh, 2 * BLOCK)

@@ -77,20 +77,6 @@ def test_abort_in_the_middle_of_a_chunked_prefill() -> None:
     assert bench.tokens("a") == expected_output(prompt_of(30), 8)
 
 
-def test_abort_of_a_waiting_and_of_a_decoding_request() -> None:
-    bench = Bench(max_num_seqs=1)
-    bench.add("a", prompt_of(6))
-    bench.add("b", prompt_of(6, 1))
-    bench.step()
-    waiting = bench.engine.abort_request("b")
-    assert waiting is not None and waiting.outputs[0].token_ids == [] and waiting.metrics.queue_time is None
-    bench.step()
-    decoding = bench.engine.abort_request("a")
-    assert decoding is not None and decoding.outputs[0].token_ids == expected_output(prompt_of(6), 2)
-    assert bench.engine.abort_request("a") is None and bench.engine.abort_request("unknown") is None
-    assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
-
-
 def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
     bench = Bench(max_num_seqs=2)
     for i, name in enumerate("abc"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from itertools import count
 from typing import Any
 
 import pytest
+from block_helpers import request
 
 from nanovllm.data.batch import LogitAdjustments, Sample
-from nanovllm.engine.request import Request, Sequence, banned_tokens
+from nanovllm.engine.request import Sequence
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -45,19 +45,10 @@ FACTS = SamplingFacts(VOCAB, EOS, Pieces())
 
 def sequence(prompt: list[int], output: list[int], **params: Any) -> Sequence:
     given = SamplingParams(**params)
-    request = Request(
-        "r",
-        prompt,
-        given,
-        number=0,
-        seq_ids=count(),
-        seed=1,
-        arrival_time=0.0,
-        sampling=resolve_sampling(given, prompt, FACTS),
-    )
+    made = request(prompt, params=given, sampling=resolve_sampling(given, prompt, FACTS)).sequences[0]
     for token in output:
-        request.sequences[0].append(Sample(token))
-    return request.sequences[0]
+        made.append(Sample(token))
+    return made
 
 
 def adjustments(prompt: list[int], output: list[int], **params: Any) -> LogitAdjustments | None:
@@ -67,27 +58,15 @@ def adjustments(prompt: list[int], output: list[int], **params: Any) -> LogitAdj
 REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [
     ({"stop_token_ids": [3, 60]}, FACTS, "stop_token_ids=60: must hold token ids of the model, from 0 to 59"),
     ({"logit_bias": {3: 1.0, 99: 1}}, FACTS, "logit_bias=99: must hold token ids of the model, from 0 to 59"),
-    (
-        {"logprobs": 21},
-        FACTS,
-        "Cannot request more than 20 logprobs. logprobs=21: ",
-    ),
+    ({"logprobs": 21}, FACTS, "Cannot request more than 20 logprobs. logprobs=21: "),
     (
         {"prompt_logprobs": -1},
         SamplingFacts(VOCAB, EOS, None, 5),
         "Cannot request more than 5 logprobs. prompt_logprobs=-1 asks for all 60: ",
     ),
-    (
-        {"bad_words": ["cat"]},
-        SamplingFacts(VOCAB, EOS),
-        "bad_words=['cat']: needs a tokenizer",
-    ),
+    ({"bad_words": ["cat"]}, SamplingFacts(VOCAB, EOS), "bad_words=['cat']: needs a tokenizer"),
     ({"bad_words": ["x", "  "]}, FACTS, "bad_words='  ': must hold words of at least one token"),
-    (
-        {"bad_words": ["cat"]},
-        SamplingFacts(41, EOS, Pieces()),
-        "bad_words='cat': the tokenizer gives token 41",
-    ),
+    ({"bad_words": ["cat"]}, SamplingFacts(41, EOS, Pieces()), "bad_words='cat': the tokenizer gives token 41"),
 ]
 
 
@@ -109,14 +88,6 @@ def test_logprobs_up_to_the_cap_and_the_vocabulary() -> None:
     assert counts(SamplingFacts(VOCAB, max_logprobs=60), -1, 60) == (VOCAB, VOCAB)
 
 
-def test_end_tokens_are_banned_until_min_tokens() -> None:
-    ends = {7, 50, 51}
-    for ignore_eos in (False, True):
-        for length in range(5):
-            found = adjustments([1], [2] * length, min_tokens=3, stop_token_ids=[7], ignore_eos=ignore_eos)
-            assert (set(found.banned) if found else set()) == (ends if length < 3 else set())
-
-
 def test_bad_words_are_those_at_the_start_and_after_a_space() -> None:
     def words(*bad_words: str) -> tuple[tuple[int, ...], ...]:
         return resolve_sampling(SamplingParams(bad_words=bad_words), [1], FACTS).bad_words
@@ -126,18 +97,6 @@ def test_bad_words_are_those_at_the_start_and_after_a_space() -> None:
     assert words("dog") == ((43, 7), (42, 7))
     assert words("ab") == ((1, 2),), "with the space a token more: another word in vLLM's eyes"
     assert words("cat", "cat") == words("cat")
-
-
-def test_bad_words_are_banned_where_the_output_ends_in_their_beginning() -> None:
-    words = [(5,), (1, 2), (3, 2), (1, 1, 9)]
-    assert banned_tokens(words, []) == [5]
-    assert banned_tokens(words, [1]) == [5, 2]
-    assert banned_tokens(words, [3]) == [5, 2]
-    assert banned_tokens(words, [4, 1, 1]) == [5, 2, 9]
-    found = adjustments([43], [], bad_words=["dog"])
-    assert found is None, "the prompt is no part of a bad word"
-    found = adjustments([1], [3, 42], bad_words=["dog"])
-    assert found is not None and list(found.banned) == [7]
 
 
 def test_penalties_carry_the_history_that_they_need() -> None:

@@ -78,17 +78,11 @@ def critical_chi_square(freedom: int) -> float:
 
 CUTS: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.5},
     {"top_k": 1},
     {"top_k": 4},  # of two equal logits the first is kept
-    {"top_k": 100},
     {"top_p": 0.3},
-    {"top_p": 0.999},
     {"min_p": 0.5},
-    {"min_p": 1.0},
     {"top_k": 6, "top_p": 0.8},
-    {"top_k": 8, "min_p": 0.1},
-    {"top_p": 0.9, "min_p": 0.2},
     {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "min_p": 0.05},
     {"temperature": 2.5, "top_k": 5, "top_p": 0.6, "min_p": 0.3},
 ]
@@ -102,8 +96,6 @@ CHANGES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.6, **HISTORY},
     {"repetition_penalty": 0.5, **HISTORY},
     {"frequency_penalty": 0.7, **HISTORY},
-    {"frequency_penalty": -0.3, **HISTORY},
-    {"presence_penalty": 1.9, **HISTORY},
     {"presence_penalty": -2.0, "frequency_penalty": 0.4, **HISTORY},
     {
         "banned": [2],

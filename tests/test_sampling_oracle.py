@@ -154,26 +154,6 @@ def test_greedy_generation(params: dict[str, Any], arguments: dict[str, Any], tm
 # ---- log-probabilities
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_are_those_of_the_softmax(dtype: torch.dtype) -> None:
-    logits = random_logits(11).to(dtype)
-    token_ids, counts = list(range(0, 3 * ROWS, 3)), [0, 1, 5, None] * 3
-    before = logits.clone()
-    rows = token_logprobs(logits, token_ids, counts)
-    assert torch.equal(logits, before)
-    exact = torch.log_softmax(logits.double(), dim=-1)
-    for logit, likely, token, count, found in zip(logits, exact, token_ids, counts, rows, strict=True):
-        if count is None:
-            assert found is None
-            continue
-        assert found is not None
-        assert found.logprob == pytest.approx(likely[token].item(), abs=1e-5)
-        assert found.rank == 1 + int((logit > logit[token]).sum())
-        best = logit.float().topk(count).values
-        assert torch.equal(logit[found.top_token_ids].float(), best) and len(set(found.top_token_ids)) == count
-        assert found.top_logprobs == pytest.approx(likely[found.top_token_ids].tolist(), abs=1e-5)
-
-
 def test_logprobs_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (random_logits(12) * 4).round() / 4  # many equal ones
     token_ids, counts = list(range(ROWS)), [None, 0, 3, 20, 5, 3] * 2

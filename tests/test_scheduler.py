@@ -65,18 +65,6 @@ def test_sampling_rows_say_how_each_token_is_drawn() -> None:
     assert [(r.temperature, r.top_k, r.index) for r in b] == [(0.0, 7, 0), (0.0, 7, 1)]
 
 
-def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> None:
-    def seeds(engine_seed: int) -> list[int]:
-        bench = Bench(seed=engine_seed)
-        for name in "abc":
-            bench.add(name, prompt_of(3), 1, temperature=1.0)
-        bench.step()
-        return [row.seed for seq in bench.executor.batches[0].sequences for row in seq.samples]
-
-    assert len(set(seeds(0))) == 3
-    assert seeds(0) == seeds(0) != seeds(1)
-
-
 # ---- order and preemption
 
 

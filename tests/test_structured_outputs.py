@@ -300,7 +300,7 @@ def test_json_lines_hold_structured_outputs(
 
 
 def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = llm.engine._inputs.grammars
+    compiler = llm.engine._inputs.sampling.grammars
     assert isinstance(compiler, LLGuidanceCompiler)
     run(llm, [[1]], structured("regex"))
     monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
@@ -373,7 +373,7 @@ def test_grammars_without_measure_are_bounded(llm: LLM) -> None:
 def test_closing_ends_the_process_and_the_threads(model_dir: Path) -> None:
     with engine(model_dir, "resident") as llm:
         run(llm, [[1]], structured("regex"))
-        compiler = llm.engine._inputs.grammars
+        compiler = llm.engine._inputs.sampling.grammars
         assert isinstance(compiler, LLGuidanceCompiler)
         process = compiler._process._worker.running
         assert process is not None and process.poll() is None
