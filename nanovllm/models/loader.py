@@ -14,7 +14,6 @@ from torch import Tensor
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
-from nanovllm.formats.gguf import tensors as gguf_tensors
 from nanovllm.formats.hub import is_gguf
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
@@ -74,8 +73,7 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
     stored: dict[str, StoredTensor] = {}
     if load_format != "dummy":
-        listed = gguf_tensors.list_tensors(directory) if is_gguf(directory) else list_tensors(directory)
-        stored = _of_text_model(with_single_experts(listed, spec), spec)
+        stored = _of_text_model(with_single_experts(_list_tensors(directory), spec), spec)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
     with closing(TensorReader()) as reader:
@@ -106,6 +104,14 @@ def load_model(
         _check_unused_biases(reader, spec, stored)
     decoder.finish_loading()
     return decoder
+
+
+def _list_tensors(model: Path) -> dict[str, StoredTensor]:
+    if not is_gguf(model):
+        return list_tensors(model)
+    from nanovllm.formats.gguf.tensors import list_tensors as list_gguf_tensors  # numpy
+
+    return list_gguf_tensors(model)
 
 
 def _of_text_model(stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
