@@ -20,6 +20,7 @@ from nanovllm import LLM
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.errors import EngineError
+from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
 from nanovllm.outputs import RequestOutput
 
 VOCAB = 97
@@ -276,6 +277,15 @@ def test_a_fork_is_refused_and_may_close_and_read(llm: LLM) -> None:
             assert "make an LLM in the fork" in said
     assert in_fork(lambda: llm.max_model_len) == str(llm.max_model_len)
     assert token_ids(llm, PROMPTS[:1], greedy(3)) == before
+
+
+def test_a_fork_leaves_the_process_that_reads_grammars() -> None:
+    grammars = GrammarProcess()
+    grammars.read("regex", "a", {}, {})
+    process = grammars._running
+    assert in_fork(grammars.close) == "None" and process is not None and process.poll() is None
+    grammars.close()
+    assert process.poll() is not None
 
 
 FORKED = """

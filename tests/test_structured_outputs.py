@@ -375,7 +375,7 @@ def test_closing_ends_the_process_and_the_threads(model_dir: Path) -> None:
         run(llm, [[1]], structured("regex"))
         compiler = llm.engine._inputs.sampling.grammars
         assert isinstance(compiler, LLGuidanceCompiler)
-        process = compiler._process._worker.running
+        process = compiler._process._running
         assert process is not None and process.poll() is None
     assert process.poll() is not None and compiler._pool._shutdown
     llm.close()

@@ -188,11 +188,14 @@ class MatcherState:
     def _make(self, token_ids: Sequence[int], hold_end: bool) -> PackedMask:
         """Runs in a thread of the pool; the library releases the interpreter's lock."""
         matcher, grammar = self._matcher, self._grammar
-        if token_ids:
-            matcher.consume_tokens(token_ids)
-        packed = matcher.compute_bitmask()
-        if matcher.is_error():
-            reason = one_line(matcher.get_error().replace("<non-verbose/>", ""), 400)
+        try:
+            if token_ids:
+                matcher.consume_tokens(token_ids)
+            packed = matcher.compute_bitmask()
+            if matcher.is_error():
+                raise RequestError(one_line(matcher.get_error().replace("<non-verbose/>", ""), 400))
+        except Exception as error:
+            reason = str(error) if isinstance(error, RequestError) else told(error)
             return PackedMask(error=f"the structured output cannot go on: {reason}")
         bits = int.from_bytes(packed, "little") & ~grammar.eos
         if matcher.is_accepting():
@@ -212,18 +215,11 @@ class PendingMask:
 
     @property
     def bits(self) -> bytes:
-        return self._found().bits
+        return self._made.result().bits
 
     @property
     def error(self) -> str | None:
-        return self._found().error
+        return self._made.result().error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = self._found()
-        return PackedMask, (found.bits, found.error)
-
-    def _found(self) -> PackedMask:
-        try:
-            return self._made.result()
-        except Exception as error:
-            return PackedMask(error=f"the structured output cannot go on: {told(error)}")
+        return PackedMask, (self.bits, self.error)
