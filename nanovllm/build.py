@@ -195,7 +195,7 @@ def _layerwise_scheduling(
 def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:
     if not config.enable_lora:
         return None
-    from nanovllm.features.lora.registry import AdapterRegistry
+    from nanovllm.features.lora.adapter_files import AdapterRegistry
 
     return AdapterRegistry(spec, config.max_lora_rank)
 

@@ -17,11 +17,9 @@ from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapter
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.features.lora.adapter_files import read_adapter
-from nanovllm.features.lora.batch_adapters import batch_parts
+from nanovllm.features.lora.adapter_files import AdapterRegistry, read_adapter
 from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.lora.registry import AdapterRegistry
-from nanovllm.features.lora.weights import AdapterWeights, read_packed
+from nanovllm.features.lora.weights import AdapterWeights, batch_parts, read_packed
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -109,10 +107,10 @@ def test_the_least_recently_used_adapters_leave(
             if not used(device, number, max_loras, keep=step):
                 loads += 1
                 reads += not used(host, number, max_loras + more_on_host, keep=())
-        assert manager.on_device == device and manager.on_host == host
+        assert (list(manager.on_device), list(manager.on_host)) == (device, host)
         assert (manager.num_loads, manager.num_reads) == (loads, reads)
         for number in device:
-            setup.check_weights(number, manager._on_device[number][1])
+            setup.check_weights(number, manager.on_device[number][1])
 
 
 @settings(max_examples=200)

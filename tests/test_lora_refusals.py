@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -54,20 +53,16 @@ def check_refused(llm: LLM, lora_request: object, says: str) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"peft_type": "IA3"}, "peft_type='IA3': must be one of LORA"),
-    "no rank": ({"r": 0}, "r=0: must be a whole number from 1"),
     "an alpha that is not finite": ({"lora_alpha": float("nan")}, "lora_alpha=nan: must be a number of at least 0"),
     "a rank that is too large": ({"r": 16}, "has rank 16, and max_lora_rank=8: raise max_lora_rank to 16"),
-    "DoRA": ({"use_dora": True}, "use_dora=True: not supported: DoRA scales the model's own weights too"),
-    "biases": ({"bias": "lora_only"}, "bias='lora_only': not supported: only adapters without biases"),
-    "modules in full": ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']: not supported"),
-    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices=[1]: not supported: only linear layers"),
-    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4': not supported: it changes"),
+    "DoRA": ({"use_dora": True}, "'use_dora'=True: not supported: only plain LoRA is applied; merge the adapter"),
+    "biases": ({"bias": "lora_only"}, "bias='lora_only': must be one of none"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4': must be a way that leaves"),
     "a field of the future": ({"use_xlora": {"a": 1}}, "'use_xlora'={'a': 1}: not supported: only plain LoRA"),
-    "the output projection": ({"target_modules": ["lm_head"]}, "target_modules names 'lm_head': only linear layers"),
-    "names that are no text": ({"target_modules": [1]}, "target_modules=[1]: must be names of modules"),
+    "names that are no text": ({"target_modules": [1]}, "target_modules=[1]: must be text or a list"),
     "a module without tensors": (
         {"target_modules": ["q_proj", "v_proj"]},
-        "lacks base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight: adapter_config.json says",
+        "lacks base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight, which adapter_config.json",
     ),
     "a tensor that is not named": (
         {"target_modules": ["v_proj"]},
@@ -75,10 +70,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a pattern": ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern has '(a+)+b': not supported: only names of modules"),
     "a rank in a pattern": ({"rank_pattern": {"q_proj": -4}}, "rank_pattern: q_proj=-4: must be a whole number"),
-    "another rank in a pattern": (
-        {"rank_pattern": {"q_proj": 5}},
-        f"{Q0}.lora_A.weight expected [5, 64], found [4, 64]: take an adapter of this model",
-    ),
 }
 
 
@@ -93,7 +84,7 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "none": (lambda t: {}, "holds no tensors"),
     "B alone": (
         lambda t: {f"{Q0}.lora_B.weight": t[f"{Q0}.lora_B.weight"]},
-        f"lacks {Q0}.lora_A.weight, the other half",
+        f"lacks {Q0}.lora_A.weight, which",
     ),
     "of a wider model": (
         lambda t: {**t, f"{Q0}.lora_B.weight": torch.zeros(128, 4)},
@@ -107,14 +98,6 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda t: {**t, f"{Q0.replace('0', '2')}.lora_A.weight": torch.zeros(4, 64)},
         "layers.2.self_attn.q_proj.lora_A.weight': a Qwen3ForCausalLM of 2 layers has no such linear layer",
     ),
-    "of the output projection": (
-        lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
-        "lm_head.lora_A.weight': a Qwen3ForCausalLM of 2 layers has no such linear layer to adapt",
-    ),
-    "of DoRA": (
-        lambda t: {**t, f"{Q0}.lora_magnitude_vector": torch.zeros(64)},
-        "lora_magnitude_vector': not supported: it is DoRA",
-    ),
     "of a bias": (
         lambda t: {**t, f"{Q0}.lora_B.bias": torch.zeros(64)},
         "lora_B.bias': not supported: only lora_A and lora_B are read",
@@ -125,16 +108,14 @@ TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 def test_tensors_that_do_not_fit_the_model(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     for name, (change, says) in TENSORS.items():
         tensors = change(adapter_tensors(model[1], ["q_proj"]))
-        targets = ".*q_proj" if "half" in says else ["q_proj"]
+        targets = ".*q_proj" if "lacks" in says else ["q_proj"]
         path = write_adapter(tmp_path / name, tensors, target_modules=targets)
         check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), says)
 
 
 FILES: dict[str, tuple[str, bytes | None, str]] = {
-    "no config": ("adapter_config.json", None, "has no adapter_config.json"),
     "no tensors": ("adapter_model.safetensors", None, "has no adapter_model.safetensors"),
     "a config that is no JSON": ("adapter_config.json", b"{", "cannot be read as JSON"),
-    "a config that is a list": ("adapter_config.json", b"[]", "must hold a JSON object, but it holds a list"),
     "a config without a rank": ("adapter_config.json", b'{"peft_type": "LORA", "lora_alpha": 1}', "lacks r: save"),
     "a truncated file": ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is truncated or damaged"),
 }
@@ -147,18 +128,6 @@ def test_damaged_files(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: 
         if content is not None:
             (path / file).write_bytes(content)
         check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), says)
-
-
-def test_pickles_and_huge_configs_are_not_read(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"]))
-    config = path / "adapter_config.json"
-    small = config.read_text()
-    config.write_text(json.dumps({**json.loads(small), "revision": "x" * (65 << 20)}))
-    check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), "a JSON file of a model has at most")
-    config.write_text(small)
-    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
-    says = "has no adapter_model.safetensors, but a pickled adapter_model.bin: save it with safe_serialization=True"
-    check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), says)
 
 
 def test_requests_that_name_no_adapter(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
@@ -175,11 +144,9 @@ def test_requests_that_name_no_adapter(llm: LLM, model: tuple[Path, PreTrainedMo
         (("", 1, path), "lora_name='': must be text that is not empty"),
         (("a", 0, path), "lora_int_id=0: must be a whole number of at least 1"),
         (("a", 1, "a\0b"), r"lora_path='a\\x00b': must be the path"),
-        (("a", 1, path, 5), "base_model_name=5: must be None or text"),
-        (("a", 1, path, None, {"a": 1}), "tensorizer_config_dict={'a': 1}: only safetensors are read"),
     ):
         with pytest.raises(RequestError, match=f"LoRARequest: {says}"):
-            LoRARequest(*arguments)  # type: ignore[arg-type]
+            LoRARequest(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.lora.registry import AdapterRegistry
 from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.parallel import MetaRanks
@@ -292,4 +292,4 @@ def test_an_adapter_that_one_rank_cannot_read_is_used_by_none(tmp_path: Path) ->
     adapter = AdapterRegistry(part.spec, 16).find(request)
     expected = "the adapter 'adapter' cannot be loaded: rank 1 cannot read it, and has logged why"
     assert manager.begin_step([adapter]) == {adapter.number: expected}
-    assert manager.on_device == [] and manager.of_rows([(adapter.number, 3)]) == []
+    assert not manager.on_device and manager.of_rows([(adapter.number, 3)]) == []

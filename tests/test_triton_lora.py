@@ -17,9 +17,9 @@ from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapter
 from nanovllm.features.lora import manager as manager_module
+from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.grouped_adapters import GroupedAdapters
 from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.lora.registry import AdapterRegistry
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -159,7 +159,7 @@ def test_tables_say_where_the_matrices_are(folder: Path, monkeypatch: pytest.Mon
     assert last.ends.tolist() == [0, 1] and last.rows.tolist() == [0]
     memory, seen = first.memory.flatten(), 0
     for linear in plain._model.layers[0].linears:
-        expected = [weights.get(linear) for _, weights in sorted(plain._on_device.values(), key=lambda each: each[0])]
+        expected = [weights.get(linear) for _, weights in sorted(plain.on_device.values(), key=lambda each: each[0])]
         assert (linear in first.tables) == any(expected) and (linear in last.tables) == (expected[1] is not None)
         for slot, weights in enumerate(expected if linear in first.tables else ()):
             parts = [] if weights is None else list(weights.parts)

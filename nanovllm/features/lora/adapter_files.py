@@ -1,27 +1,96 @@
-"""The files of an adapter, checked against the model from headers alone: nothing of a tensor is read."""
+"""The files of an adapter in PEFT's format, checked against the model from headers alone: no tensor's data is read.
+
+What would change the meaning of the low-rank additions is refused by name.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from nanovllm.errors import ModelError, quoted
-from nanovllm.features.lora.adapter_config import CONFIG, MERGE, AdapterConfig, read_adapter_config
+from nanovllm.data import json_fields as rules
+from nanovllm.data.batch import Adapter
+from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, checked_fields, read_json_object
+from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
+from nanovllm.features.lora.request import LoRARequest
 from nanovllm.formats.checkpoint import StoredTensor, headers
 from nanovllm.layers.linear_method import FLOATS
 from nanovllm.memory.adapters import modules_of
 from nanovllm.models.spec import DecoderSpec
 
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
-TENSOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight")
+MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+OWN_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these ways to begin a training change the model
+RANK, ALPHA = rules.integer(1, 2**15), rules.number(0)
+FIELDS = {
+    "peft_type": rules.one_of(("LORA",)),
+    "task_type": rules.one_of(("CAUSAL_LM",)) | NULL,
+    "r": RANK,
+    "lora_alpha": ALPHA,
+    "use_rslora": FLAG | NULL,
+    "target_modules": TEXT | rules.list_of(TEXT, 2**16) | NULL,
+    "layers_to_transform": rules.integer(0) | rules.list_of(rules.integer(0), 2**16) | NULL,
+    "rank_pattern": OBJECT | NULL,
+    "alpha_pattern": OBJECT | NULL,
+    "bias": rules.one_of(("none",)) | NULL,
+    "init_lora_weights": Field(
+        "a way that leaves the model's own weights alone; save it with path_initial_model_for_weight_conversion",
+        lambda value: not isinstance(value, str) or not value.lower().startswith(OWN_WEIGHTS),
+    ),
+}
+# They concern how the adapter was trained or found. Any other field may add terms that the engine does not compute.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("exclude_modules", "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config"),
+        *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What determines an adapter's numbers, besides its tensors.
+
+    targets: names of modules, or the ends of names; None if a pattern chose them. layers: None for all. The patterns
+    give the rank or alpha of modules by their name or its end.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    targets: Sequence[str] | None
+    layers: frozenset[int] | None
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        return int(_matched(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What B A x is multiplied by: alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA (arXiv:2312.03732)."""
+        alpha, rank = _matched(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets_module(self, module: str) -> bool:
+        """Whether the config names the module; False if a pattern chose the modules."""
+        layer = int(module.split(".")[2])
+        in_layers = self.layers is None or layer in self.layers
+        return in_layers and any(_names(target, module) for target in self.targets or ())
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleAdapter:
-    """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank]."""
+    """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank].
+
+    a, b: the names of A and B in the file.
+    """
 
     module: str
     rank: int
@@ -29,12 +98,10 @@ class ModuleAdapter:
 
     @property
     def a(self) -> str:
-        """The name of A in the file."""
         return f"{PREFIX}{self.module}.lora_A.weight"
 
     @property
     def b(self) -> str:
-        """The name of B in the file."""
         return f"{PREFIX}{self.module}.lora_B.weight"
 
 
@@ -46,6 +113,49 @@ class AdapterFiles:
     modules: Mapping[str, ModuleAdapter]
 
 
+class AdapterRegistry:
+    """Finds the adapters that requests name, and numbers them by the path and the stamp of their files.
+
+    So a request never shares blocks of the prefix cache, or a copy on the device, with one that named other content.
+    Each content is checked once. See `data.batch.Adapters`.
+    """
+
+    def __init__(self, spec: DecoderSpec, max_lora_rank: int) -> None:
+        self._spec = spec
+        self._max_lora_rank = max_lora_rank
+        self._known: dict[tuple[str, tuple[int, ...]], Adapter] = {}
+        self._paths: dict[int, str] = {}  # by lora_int_id
+
+    def find(self, lora_request: object) -> Adapter:
+        """The adapter of a `LoRARequest`. Raises RequestError."""
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(
+                f"lora_request={quoted(lora_request)}: must be a LoRARequest of nanovllm.features.lora.request, or None"
+            )
+        try:
+            return self._find(lora_request)
+        except (ModelError, ConfigError) as error:  # ConfigError: the file cannot be mapped
+            sentence = str(error).removesuffix(".")
+            raise RequestError(f"the adapter {quoted(lora_request.lora_name)} cannot be used: {sentence}") from error
+
+    def _find(self, lora_request: LoRARequest) -> Adapter:
+        path = Path(lora_request.lora_path).expanduser().resolve()
+        stamp = stamp_of(path)
+        other = self._paths.get(lora_request.lora_int_id, str(path))
+        if other != str(path) and not lora_request.load_inplace:
+            raise RequestError(
+                f"lora_int_id={lora_request.lora_int_id} of {quoted(lora_request.lora_name)} belongs to the adapter in "
+                f"{other}: give every adapter an id of its own, or load_inplace=True to replace it"
+            )
+        found = self._known.get((str(path), stamp))
+        if found is None:
+            read_adapter(path, self._spec, self._max_lora_rank)
+            found = Adapter(len(self._known) + 1, lora_request, stamp)
+            self._known[str(path), stamp] = found
+        self._paths[lora_request.lora_int_id] = str(path)
+        return replace(found, request=lora_request)
+
+
 def stamp_of(directory: Path) -> tuple[int, ...]:
     """Sizes, times and inodes of an adapter's files, which change with their content. Raises ModelError."""
     if not directory.is_dir():
@@ -55,9 +165,7 @@ def stamp_of(directory: Path) -> tuple[int, ...]:
         try:
             found = (directory / name).stat()
         except OSError:
-            pickled = name == WEIGHTS and any(directory.glob("adapter_model.bin"))
-            hint = ", but a pickled adapter_model.bin: save it with safe_serialization=True" if pickled else ""
-            raise ModelError(f"{directory} has no {name}{hint}.") from None
+            raise ModelError(f"{directory} has no {name}: save it with PEFT's save_pretrained().") from None
         stamp += (found.st_size, found.st_mtime_ns, found.st_ino)
     return tuple(stamp)
 
@@ -68,22 +176,64 @@ def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> Adap
     spec: of the model, or of a tensor-parallel rank's part of it.
     """
     spec = spec.whole or spec
-    config, path = read_adapter_config(directory / CONFIG), directory / WEIGHTS
+    config, path = _read_config(directory / CONFIG), directory / WEIGHTS
     stored = headers(path)
     _check_names(path, spec, config, stored)
     modules: dict[str, ModuleAdapter] = {}
     for module, (out_size, in_size) in modules_of(spec).items():
         found = ModuleAdapter(module, config.rank_of(module), config.scale_of(module))
-        if found.a not in stored and found.b not in stored:
-            if config.targets_module(module):
-                missing = f"{path} lacks {found.a}"
-                raise ModelError(f"{missing}: {CONFIG} says that the adapter has it; save the adapter anew.")
+        if found.a not in stored and found.b not in stored and not config.targets_module(module):
             continue
-        _check_rank(path, module, found.rank, max_lora_rank)
+        if found.rank > max_lora_rank:
+            rule = f"max_lora_rank={max_lora_rank}: raise max_lora_rank to {found.rank}"
+            raise ModelError(f"{directory}: {module} has rank {found.rank}, and {rule}.")
         for name, shape in ((found.a, (found.rank, in_size)), (found.b, (out_size, found.rank))):
             _check_tensor(path, name, shape, stored)
         modules[module] = found
     return AdapterFiles(path, modules)
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    content = read_json_object(path)
+    found = checked_fields(path, content, FIELDS)
+    for name in ("peft_type", "r", "lora_alpha"):
+        if name not in found:
+            raise ModelError(f"{path} lacks {name}: save the adapter with PEFT's save_pretrained().")
+    for name, value in content.items():
+        if value and name not in FIELDS and name not in WITHOUT_EFFECT:
+            raise ModelError(
+                f"{path}: {quoted(name)}={quoted(value)}: not supported: only plain LoRA is applied; {MERGE}."
+            )
+    targets, layers = found.get("target_modules"), found.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    return AdapterConfig(
+        rank=found["r"],
+        alpha=found["lora_alpha"],
+        use_rslora=bool(found.get("use_rslora")),
+        targets=targets if isinstance(targets, list) else None,
+        layers=frozenset(layers) if layers is not None else None,
+        rank_pattern=_pattern(path, "rank_pattern", found, RANK),
+        alpha_pattern=_pattern(path, "alpha_pattern", found, ALPHA),
+    )
+
+
+def _pattern(path: Path, name: str, found: Mapping[str, Any], rule: Field) -> dict[str, Any]:
+    """A pattern by plain names. PEFT takes regular expressions, of which these are the ones that it writes itself."""
+    pattern = {key.removeprefix("^"): value for key, value in (found.get(name) or {}).items()}
+    for key in pattern:
+        if not re.fullmatch(r"\w+(\.\w+)*", key):
+            raise ModelError(f"{path}: {name} has {quoted(key)}: not supported: only names of modules are read.")
+    return checked_fields(f"{path}: {name}", pattern, dict.fromkeys(pattern, rule))
+
+
+def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first key that names the module, as in PEFT."""
+    return next((value for key, value in pattern.items() if _names(key, module)), default)
+
+
+def _names(name: str, module: str) -> bool:
+    """Whether `name` is the module's, or whole parts of its end."""
+    return module == name or module.endswith(f".{name}")
 
 
 def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> None:
@@ -92,33 +242,21 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
         raise ModelError(f"{path} holds no tensors: save the adapter anew.")
     known = modules_of(spec)
     for name in stored:
-        if ".lora_magnitude_vector" in name:
-            raise ModelError(f"{path} holds {quoted(name)}: not supported: it is DoRA; {MERGE}.")
-        match = TENSOR.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+        match = TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
-        if match[1] not in known and spec.experts is not None and f".{spec.experts.block}." in match[1]:
-            raise ModelError(
-                f"{path} holds {quoted(name)}: not supported: experts and routers are not adapted; {MERGE}."
-            )
         if match[1] not in known:
             raise ModelError(
                 f"{path} holds {quoted(name)}: a {spec.architecture} of {spec.num_layers} layers has no such linear "
-                "layer to adapt; take an adapter of this model."
+                f"layer to adapt; take an adapter of this model, or {MERGE}."
             )
         if config.targets is not None and not config.targets_module(match[1]):
             raise ModelError(f"{path} holds {quoted(name)}: target_modules of {CONFIG} does not name it.")
 
 
-def _check_rank(path: Path, module: str, rank: int, max_lora_rank: int) -> None:
-    if rank > max_lora_rank:
-        rule = f"max_lora_rank={max_lora_rank}: raise max_lora_rank to {rank}"
-        raise ModelError(f"{path.parent}: {module} has rank {rank}, and {rule}.")
-
-
 def _check_tensor(path: Path, name: str, shape: tuple[int, int], stored: Mapping[str, StoredTensor]) -> None:
     if name not in stored:
-        raise ModelError(f"{path} lacks {name}, the other half of an addition: save the adapter anew.")
+        raise ModelError(f"{path} lacks {name}, which {CONFIG} and its other tensors need: save the adapter anew.")
     if stored[name].shape != shape:
         expected, found = list(shape), list(stored[name].shape)
         raise ModelError(f"{path}: {name} expected {expected}, found {found}: take an adapter of this model.")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.features.lora.batch_adapters import ranges_of_parts
-from nanovllm.features.lora.weights import AdapterWeights, LinearLayout
+from nanovllm.features.lora.weights import AdapterWeights, LinearLayout, ranges_of_parts
 from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.triton_lora import A_OFFSET, B_OFFSET, END_COLUMN, FIELDS, FIRST_COLUMN, RANK, add_low_rank_
@@ -64,7 +63,7 @@ class AdapterTables:
     def batch_parts(
         self, sequences: Sequence[tuple[int | None, int]], slots: DeviceAdapters, part_rows: int
     ) -> list[GroupedAdapters | None]:
-        """The adapters of each part of a batch, as `lora.batch_adapters.batch_parts`.
+        """The adapters of each part of a batch, as `lora.weights.batch_parts`.
 
         slots: the adapters on the device, by their numbers.
         """

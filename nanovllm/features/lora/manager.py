@@ -14,8 +14,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapter
 from nanovllm.errors import ConfigError, ModelError, told
 from nanovllm.features.lora.adapter_files import read_adapter, stamp_of
-from nanovllm.features.lora.batch_adapters import batch_parts
-from nanovllm.features.lora.weights import AdapterWeights, PackedAdapter, read_packed
+from nanovllm.features.lora.weights import AdapterWeights, PackedAdapter, batch_parts, read_packed
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.memory.adapters import most_elements
 from nanovllm.models.decoder import Decoder
@@ -45,8 +44,8 @@ class LoRAManager:
 
             self._tables = AdapterTables(model, self._slots, config.max_lora_rank)
         # Both by the number of the adapter, the least recently used one first.
-        self._on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
-        self._on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
+        self.on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
+        self.on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
         self.num_reads = self.num_loads = 0  # from files, and to the device
 
     def begin_step(self, adapters: Sequence[Adapter]) -> dict[int, str]:
@@ -55,9 +54,9 @@ class LoRAManager:
         Returns, by the adapter's number, why it cannot be loaded.
         """
         for adapter in adapters:
-            if adapter.number in self._on_device:
-                self._on_device.move_to_end(adapter.number)
-        missing = [adapter for adapter in adapters if adapter.number not in self._on_device]
+            if adapter.number in self.on_device:
+                self.on_device.move_to_end(adapter.number)
+        missing = [adapter for adapter in adapters if adapter.number not in self.on_device]
         packed: dict[int, PackedAdapter] = {}
         errors: dict[int, str] = {}
         for adapter in missing:
@@ -88,42 +87,32 @@ class LoRAManager:
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
         """See `engine.forward_pass.AdapterManager`. Rows of an adapter that could not be loaded get none."""
         if self._tables is not None:
-            return self._tables.batch_parts(sequences, self._on_device, self._model.chunk_rows)
-        weights = {number: weights for number, (_, weights) in self._on_device.items()}
+            return self._tables.batch_parts(sequences, self.on_device, self._model.chunk_rows)
+        weights = {number: weights for number, (_, weights) in self.on_device.items()}
         return batch_parts(sequences, weights, self._model.chunk_rows, self._model.device)
 
-    @property
-    def on_device(self) -> list[int]:
-        """Numbers of the adapters on the device, the least recently used one first."""
-        return list(self._on_device)
-
-    @property
-    def on_host(self) -> list[int]:
-        """The same of host memory."""
-        return list(self._on_host)
-
     def _load(self, number: int, packed: PackedAdapter) -> None:
-        if len(self._on_device) == len(self._slots):
-            self._on_device.popitem(last=False)
-        taken = {slot for slot, _ in self._on_device.values()}
+        if len(self.on_device) == len(self._slots):
+            self.on_device.popitem(last=False)
+        taken = {slot for slot, _ in self.on_device.values()}
         slot = next(slot for slot in range(len(self._slots)) if slot not in taken)
         memory = self._slots[slot, : packed.elements.numel()]
         memory.copy_(packed.elements)
         if self._tables is not None:
             self._tables.fill(slot, packed.layout)
-        self._on_device[number] = (slot, packed.weights_in(memory))
+        self.on_device[number] = (slot, packed.weights_in(memory))
         self.num_loads += 1
 
     def _packed(self, adapter: Adapter) -> PackedAdapter:
         """The adapter in host memory, read from its files if it is not there. Raises ModelError."""
-        if adapter.number not in self._on_host:
+        if adapter.number not in self.on_host:
             directory = Path(adapter.request.lora_path).expanduser().resolve()
             if stamp_of(directory) != adapter.stamp:
                 raise ModelError(f"the files in {directory} have changed since the request was added: send it again.")
             files = read_adapter(directory, self._model.spec, self._max_lora_rank)
-            while len(self._on_host) >= self._max_cpu_loras:
-                self._on_host.popitem(last=False)
-            self._on_host[adapter.number] = read_packed(files, self._model)
+            while len(self.on_host) >= self._max_cpu_loras:
+                self.on_host.popitem(last=False)
+            self.on_host[adapter.number] = read_packed(files, self._model)
             self.num_reads += 1
-        self._on_host.move_to_end(adapter.number)
-        return self._on_host[adapter.number]
+        self.on_host.move_to_end(adapter.number)
+        return self.on_host[adapter.number]
