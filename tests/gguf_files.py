@@ -15,7 +15,7 @@ from tiny_gguf import MERGES, NAMES, SPECIAL, TEMPLATE, VOCAB
 from tokenizer_files import byte_symbols
 from transformers import PreTrainedModel
 
-from nanovllm.formats.gguf.weights import RANDOM_SCALES
+from nanovllm.formats.gguf.model import RANDOM_SCALES
 
 PLAIN = ("F32", "F16", "BF16")
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

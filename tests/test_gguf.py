@@ -24,8 +24,8 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.formats.gguf.model import BY_NAME
-from nanovllm.formats.gguf.weights import GgufWeight
+from nanovllm.formats.gguf.header import TENSOR_TYPES
+from nanovllm.formats.gguf.model import GgufWeight
 from nanovllm.layers.packed_matrix import StackedWeights
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
@@ -228,7 +228,7 @@ def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
     with LLM(tiny, **SMALL, load_format="dummy") as llm:
         assert len(token_ids(llm, PROMPTS, greedy(2))) == len(PROMPTS)
     for kind in QUANTIZED:
-        weight = GgufWeight(BY_NAME[kind], {"o_proj": 256}, 256, torch.float32, torch.device("cpu"))
+        weight = GgufWeight(TENSOR_TYPES[kind], {"o_proj": 256}, 256, torch.float32, torch.device("cpu"))
         ((_, slot),) = weight.slots()
         slot.randomize(torch.Generator().manual_seed(0))
         values = weight.rows(torch.arange(256))
@@ -240,14 +240,14 @@ def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
-    "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change .* mixtures of experts"),
+    "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change what"),
     "an unknown field": ({"qwen3.attention.scale": 0.5}, "qwen3.attention.scale=0.5 may change what"),
     "too many layers": ({"qwen3.block_count": 3}, "lacks tensors of a Qwen3ForCausalLM .*layers.2"),
     "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
     "another width": ({"qwen3.feed_forward_length": 64}, r"mlp.gate_proj.weight expected \[64, 64\], found \[96, 64\]"),
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
     "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),
-    "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be the same for all"),
+    "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be a whole"),
     "another architecture": ({"general.architecture": "gemma3"}, "architecture='gemma3' is not supported.*qwen3"),
     "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id=999: must be one of the 262"),
 }

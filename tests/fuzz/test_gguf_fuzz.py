@@ -129,11 +129,12 @@ def test_every_cut_is_named_with_the_tensor_and_its_offset(tmp_path: Path) -> No
     tensors = read_header(path).tensors
     for name, tensor in tensors.items():
         path.write_bytes(content[: tensor.offset + tensor.num_bytes - 1])
-        with pytest.raises(ModelError, match=f"tensor '{name}' at byte {tensor.offset} has {tensor.num_bytes} bytes"):
+        says = f"tensor '{name}' at byte {tensor.offset}: it has {tensor.num_bytes} bytes"
+        with pytest.raises(ModelError, match=says):
             read_header(path)
     for end in range(0, header, max(1, header // 60)):
         path.write_bytes(content[:end])
-        with pytest.raises(ModelError, match=f"at byte .*file ends at byte {end}|not a GGUF file|counts"):
+        with pytest.raises(ModelError, match=f"at byte .*file ends at byte {end}|not a GGUF file"):
             read_header(path)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.data.json_fields import TEXT, Field, integer
+from nanovllm.data.json_fields import TEXT, integer
 from nanovllm.errors import MOST_QUOTED, ModelError, one_line, quoted
 from nanovllm.formats.config_fields import NETWORK_FIELDS, ROPE_FIELDS
-from nanovllm.formats.gguf.fields import Metadata
 from nanovllm.formats.gguf.header import GgufHeader
 from nanovllm.formats.gguf.tokenizer import end_token_ids
 
@@ -74,28 +73,27 @@ DTYPES = {"F32": "float32", "F16": "float16"}  # of all other types: bfloat16
 
 def config_fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of config.json. Raises ModelError for an architecture or a feature that is not supported."""
-    metadata = Metadata(header.path, header.metadata)
-    name = metadata.get("general.architecture", TEXT)
+    name = header.get("general.architecture", TEXT)
     if name not in ARCHITECTURES:
         raise ModelError(
             f"{header.path}: general.architecture={quoted(name)} is not supported; supported: "
             f"{', '.join(ARCHITECTURES)}."
         )
-    _refuse_unread(metadata, name)
+    _refuse_unread(header, name)
     tensors = header.tensors
     if EMBEDDING not in tensors:
         raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
     architecture, model_type = ARCHITECTURES[name]
-    fields = {field: _size(metadata, f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in SIZES.items()}
+    fields = {field: header.need(f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in SIZES.items()}
     fields |= {
         "vocab_size": tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": HEAD not in tensors,
         "hidden_act": "silu",
         "dtype": _dtype(header),
-        **_heads(metadata, name, fields),
-        **_rope(metadata, name, fields["max_position_embeddings"]),
+        **_heads(header, name, fields),
+        **_rope(header, name, fields["max_position_embeddings"]),
     }
-    window = metadata.get(f"{name}.attention.sliding_window", integer(0))
+    window = header.get(f"{name}.attention.sliding_window", integer(0))
     if window and name == "llama":
         architecture, model_type = "MistralForCausalLM", "mistral"
         fields["sliding_window"] = window
@@ -105,7 +103,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if model_type == "llama":
         fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-    if ends := end_token_ids(metadata):
+    if ends := end_token_ids(header):
         fields["eos_token_id"] = ends
     return {"architectures": [architecture], "model_type": model_type, **fields}
 
@@ -134,80 +132,63 @@ def rope_factors(header: GgufHeader) -> tuple[float, ...]:
 
 def rotated_heads(header: GgufHeader) -> dict[str, int]:
     """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
-    metadata = Metadata(header.path, header.metadata)
-    if metadata.get("general.architecture", TEXT) != "llama":
+    if header.get("general.architecture", TEXT) != "llama":
         return {}
-    num_heads = _size(metadata, "llama.attention.head_count", integer(1))
-    return {"attn_q": num_heads, "attn_k": _num_kv_heads(metadata, "llama", num_heads)}
+    num_heads = header.need("llama.attention.head_count", integer(1))
+    return {"attn_q": num_heads, "attn_k": header.get("llama.attention.head_count_kv", integer(1)) or num_heads}
 
 
 # ---- helpers
 
 
-def _refuse_unread(metadata: Metadata, name: str) -> None:
+def _refuse_unread(header: GgufHeader, name: str) -> None:
     """Raise ModelError for a value of the network that is not read, since it may change what the model computes."""
     read = {*SIZES, *HEAD_KEYS, *ROPE_KEYS, *OTHER_KEYS, *WITHOUT_EFFECT}
-    for key in metadata:
+    for key, value in header.metadata.items():
         short = key.removeprefix(f"{name}.")
         if short == key or short in read:
             continue
-        value = metadata.get(key, Field("", lambda value: True))
-        if short in OFF_VALUES and value == OFF_VALUES[short]:
-            continue
-        hint = "mixtures of experts are not supported" if short.startswith("expert_") else "it is not supported"
-        shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
-        raise ModelError(f"{metadata.path}: {shown} may change what the model computes, and {hint}.")
+        off = short in OFF_VALUES and not isinstance(value, np.ndarray) and value == OFF_VALUES[short]
+        if not off:
+            shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
+            raise ModelError(f"{header.path}: {shown} may change what the model computes, and it is not supported.")
 
 
-def _size(metadata: Metadata, key: str, field: Field) -> Any:
-    """The value for all layers; some files have it for each."""
-    values = metadata.need(key, Field(f"{field.rule}, or such a list", lambda value: True))
-    if not isinstance(values, np.ndarray):
-        return metadata.need(key, field)
-    if not len(values) or (values != values[0]).any() or not field.holds(values[0].item()):
-        raise ModelError(f"{metadata.path}: {key}={quoted(values.tolist())}: must be the same for all layers.")
-    return values[0].item()
-
-
-def _heads(metadata: Metadata, name: str, fields: Mapping[str, Any]) -> dict[str, int]:
+def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any]) -> dict[str, int]:
     """The number of KV heads, and the size of a head."""
     num_heads = int(fields["num_attention_heads"])
-    sizes = {key: metadata.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS[1:]}
+    num_kv_heads, *found = (header.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS)
     default = fields["hidden_size"] // num_heads
-    head_dim = sizes["attention.key_length"] or default
+    head_dim = found[0] or default
+    sizes = dict(zip(HEAD_KEYS[1:], (head_dim, found[1] or default, found[2] or head_dim), strict=True))
     for key, size in sizes.items():
-        if (size or (head_dim if key.startswith("rope") else default)) != head_dim:
+        if size != head_dim:
             raise ModelError(
-                f"{metadata.path}: {name}.{key}={size}: heads of {head_dim} numbers have another size than this; keys, "
+                f"{header.path}: {name}.{key}={size}: heads of {head_dim} numbers have another size than this; keys, "
                 "values and the part that RoPE turns must be equal."
             )
-    return {"num_key_value_heads": _num_kv_heads(metadata, name, num_heads), "head_dim": head_dim}
+    return {"num_key_value_heads": num_kv_heads or num_heads, "head_dim": head_dim}
 
 
-def _num_kv_heads(metadata: Metadata, name: str, num_heads: int) -> int:
-    key = f"{name}.attention.head_count_kv"
-    return int(_size(metadata, key, integer(1))) if key in metadata else num_heads
-
-
-def _rope(metadata: Metadata, name: str, positions: int) -> dict[str, Any]:
-    theta = metadata.get(f"{name}.rope.freq_base", ROPE_FIELDS["rope_theta"])
+def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
+    theta = header.get(f"{name}.rope.freq_base", ROPE_FIELDS["rope_theta"])
     found: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
     for key, field in ROPE_KEYS.items():
-        value = metadata.get(f"{name}.{key}", ROPE_FIELDS[field])
+        value = header.get(f"{name}.{key}", ROPE_FIELDS[field])
         if value is not None:
             found[field] = value
-    kind = metadata.get(f"{name}.rope.scaling.type", TEXT)
+    kind = header.get(f"{name}.rope.scaling.type", TEXT)
     if kind is None:
         kind = "linear" if found.get("factor", 1) != 1 else "none"
     if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
         return {"rope_parameters": {"rope_type": "default", "rope_theta": found["rope_theta"]}}
     if kind not in ("linear", "yarn"):
         raise ModelError(
-            f"{metadata.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
+            f"{header.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
         )
     if kind == "yarn":
         found.setdefault("original_max_position_embeddings", positions)
-        given = [metadata.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
+        given = [header.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
         factor = next((value for value in given if value is not None), None)
         if factor is not None and found.get("factor"):  # llama.cpp multiplies the paper's factor by this
             found["attention_factor"] = factor * (0.1 * math.log(max(found["factor"], 1)) + 1)

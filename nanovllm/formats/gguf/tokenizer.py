@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from nanovllm.data.json_fields import FLAG, TEXT, integer
 from nanovllm.errors import ModelError, quoted, told
 from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer
-from nanovllm.formats.gguf.fields import Metadata
-from nanovllm.formats.gguf.header import read_header
+from nanovllm.formats.gguf.header import GgufHeader, read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 PREFIX = "tokenizer.ggml."
@@ -34,24 +33,24 @@ class NoTokenizerError(ModelError):
 
 def load_tokenizer(path: Path) -> FastTokenizer:
     """The tokenizer. Raises ModelError for one that is not supported, and NoTokenizerError if there is none."""
-    metadata = Metadata(path, read_header(path).metadata)
-    kind = metadata.get(f"{PREFIX}model", TEXT)
+    header = read_header(path)
+    kind = header.get(f"{PREFIX}model", TEXT)
     remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
     if kind in NO_TOKENIZER:
         raise NoTokenizerError(f"{path} has no tokenizer; {remedy}")
     if kind not in _KINDS:
         raise ModelError(f"{path} has a tokenizer of kind {quoted(kind)}; {remedy}")
-    tokens, types = _tokens(metadata)
+    tokens, types = _tokens(header)
     try:
-        backend = _KINDS[kind](metadata, tokens, types)
+        backend = _KINDS[kind](header, tokens, types)
         backend.add_tokens([_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ == USER_DEFINED])
         backend.add_special_tokens(
             [_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)]
         )
-        special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(metadata, key)) is not None}
-        adds = {name: _adds(metadata, name, kind) and f"{name}_token" in special for name in ("bos", "eos")}
+        special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(header, key)) is not None}
+        adds = {name: _adds(header, name, kind) and f"{name}_token" in special for name in ("bos", "eos")}
         _add_special_(backend, special, adds)
-        template = _chat_template(metadata)
+        template = _chat_template(header)
         return FastTokenizer(backend, template, special, lambda: _as_transformers(backend, special, adds, template))
     except ModelError:
         raise
@@ -86,60 +85,60 @@ def _as_transformers(backend: Tokenizer, special: Mapping[str, str], adds: Mappi
     )
 
 
-def end_token_ids(metadata: Metadata) -> list[int]:
+def end_token_ids(header: GgufHeader) -> list[int]:
     """The tokens that end a sequence: those that the metadata name, and control tokens known to end a turn."""
-    tokens, types = _tokens(metadata)
-    named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    tokens, types = _tokens(header)
+    named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     known = [i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] == CONTROL]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
-def token_id(metadata: Metadata, name: str) -> int | None:
+def token_id(header: GgufHeader, name: str) -> int | None:
     """The id of a special token, such as "eos"; None if there is none."""
-    count = len(metadata.texts(f"{PREFIX}tokens"))
+    count = len(header.texts(f"{PREFIX}tokens"))
     key = f"{PREFIX}{name}_token_id"
-    found = metadata.get(key, integer(0, 2**32 - 1))
+    found = header.get(key, integer(0, 2**32 - 1))
     if found is None or found == 2**32 - 1:  # which older files have for "none"
         return None
     if found >= count:
-        raise ModelError(f"{metadata.path}: {key}={found}: must be one of the {count} tokens.")
+        raise ModelError(f"{header.path}: {key}={found}: must be one of the {count} tokens.")
     return int(found)
 
 
-def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
+def _tokens(header: GgufHeader) -> tuple[list[str], list[int]]:
     """The texts and the types of all tokens."""
-    tokens = metadata.texts(f"{PREFIX}tokens")
+    tokens = header.texts(f"{PREFIX}tokens")
     if len(tokens) > MAX_TOKENS:
-        raise ModelError(f"{metadata.path}: {PREFIX}tokens has {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
-    types = metadata.numbers(f"{PREFIX}token_type", len(tokens), default=1)
+        raise ModelError(f"{header.path}: {PREFIX}tokens has {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
+    types = header.numbers(f"{PREFIX}token_type", len(tokens), default=1)
     return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)], [int(each) for each in types]
 
 
-def _vocab(metadata: Metadata, tokens: list[str]) -> dict[str, int]:
+def _vocab(header: GgufHeader, tokens: list[str]) -> dict[str, int]:
     vocab = {text: i for i, text in enumerate(tokens)}
     if not tokens:
-        raise ModelError(f"{metadata.path} has no {PREFIX}tokens, which its tokenizer needs.")
+        raise ModelError(f"{header.path} has no {PREFIX}tokens, which its tokenizer needs.")
     if len(vocab) < len(tokens):
         first = next(i for i, text in enumerate(tokens) if vocab[text] != i)
         raise ModelError(
-            f"{metadata.path}: {PREFIX}tokens has {quoted(tokens[first])} twice, as tokens {first} and "
+            f"{header.path}: {PREFIX}tokens has {quoted(tokens[first])} twice, as tokens {first} and "
             f"{vocab[tokens[first]]}."
         )
     return vocab
 
 
-def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> Tokenizer:
+def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
     """BPE over bytes, as GPT-2, Llama 3 and Qwen have it."""
-    name = metadata.get(f"{PREFIX}pre", TEXT) or "default"
+    name = header.get(f"{PREFIX}pre", TEXT) or "default"
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise ModelError(
-            f"{metadata.path}: {PREFIX}pre={quoted(name)}: this pre-tokenizer is not supported; supported: "
+            f"{header.path}: {PREFIX}pre={quoted(name)}: this pre-tokenizer is not supported; supported: "
             f"{', '.join(PRE_TOKENIZERS)}. Name the model's own tokenizer with tokenizer=."
         )
-    metadata.refuse_true(f"{PREFIX}add_space_prefix", f"{PREFIX}remove_extra_whitespaces")
-    pairs = [_pair(metadata, text) for text in metadata.texts(f"{PREFIX}merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=_vocab(metadata, tokens), merges=pairs, ignore_merges=pre.ignore_merges))
+    _refuse_set(header, "add_space_prefix", "remove_extra_whitespaces")
+    pairs = [_pair(header, text) for text in header.texts(f"{PREFIX}merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=_vocab(header, tokens), merges=pairs, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -149,20 +148,26 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> Toke
     return tokenizer
 
 
-def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
+def _refuse_set(header: GgufHeader, *names: str) -> None:
+    """Raise ModelError for a value that is there and not false."""
+    for name in names:
+        value = header.metadata.get(f"{PREFIX}{name}", False)
+        if value is not False:
+            raise ModelError(f"{header.path}: {PREFIX}{name}={quoted(value)} is not supported; use tokenizer=.")
+
+
+def _pair(header: GgufHeader, merge: str) -> tuple[str, str]:
     first, space, second = merge[1:].partition(" ")  # the first token may be a space itself
     if not space or not second:
-        raise ModelError(f"{metadata.path}: {PREFIX}merges has {quoted(merge)}, which are not two tokens.")
+        raise ModelError(f"{header.path}: {PREFIX}merges has {quoted(merge)}, which are not two tokens.")
     return merge[0] + first, second
 
 
-def _sentence_piece(metadata: Metadata, tokens: list[str], types: list[int]) -> Tokenizer:
+def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
     """BPE over characters, with bytes for those that the vocabulary lacks, as Llama 2 and Mistral have it."""
-    metadata.refuse_true(f"{PREFIX}remove_extra_whitespaces")
-    if f"{PREFIX}precompiled_charsmap" in metadata:
-        raise ModelError(f"{metadata.path}: {PREFIX}precompiled_charsmap is not supported; use tokenizer=.")
-    vocab, unknown = _vocab(metadata, tokens), token_id(metadata, "unknown")
-    scores = metadata.numbers(f"{PREFIX}scores", len(tokens), default=None)
+    _refuse_set(header, "precompiled_charsmap", "remove_extra_whitespaces")
+    vocab, unknown = _vocab(header, tokens), token_id(header, "unknown")
+    scores = header.numbers(f"{PREFIX}scores", len(tokens), default=None)
     special = {text for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL, BYTE)}
     merges = merges_by_score(vocab, dict(zip(tokens, map(float, scores), strict=True)), special)
     tokenizer = Tokenizer(
@@ -176,7 +181,7 @@ def _sentence_piece(metadata: Metadata, tokens: list[str], types: list[int]) -> 
     )
     mark_spaces, show_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
     show = [show_spaces, decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get(f"{PREFIX}add_space_prefix", FLAG) is not False:
+    if header.get(f"{PREFIX}add_space_prefix", FLAG) is not False:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), mark_spaces])
         tokenizer.decoder = decoders.Sequence([*show, decoders.Strip(" ", 1, 0)])
     else:
@@ -204,7 +209,7 @@ def merges_by_score(
     return [(a, b) for *_, a, b in pairs]
 
 
-_KINDS: Mapping[str, Callable[[Metadata, list[str], list[int]], Tokenizer]] = {
+_KINDS: Mapping[str, Callable[[GgufHeader, list[str], list[int]], Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
 }
@@ -214,19 +219,19 @@ def _added(text: str) -> AddedToken:
     return AddedToken(text, normalized=False)
 
 
-def _adds(metadata: Metadata, name: str, kind: str) -> bool:
+def _adds(header: GgufHeader, name: str, kind: str) -> bool:
     """Whether encoding adds the token in front, or at the end. Where the file says nothing, llama.cpp's defaults."""
-    given = metadata.get(f"{PREFIX}add_{name}_token", FLAG)
+    given = header.get(f"{PREFIX}add_{name}_token", FLAG)
     if given is not None or name == "eos":
         return bool(given)
-    return kind == "llama" or PRE_TOKENIZERS[metadata.get(f"{PREFIX}pre", TEXT) or "default"].add_bos
+    return kind == "llama" or PRE_TOKENIZERS[header.get(f"{PREFIX}pre", TEXT) or "default"].add_bos
 
 
-def _chat_template(metadata: Metadata) -> str | dict[str, str] | None:
+def _chat_template(header: GgufHeader) -> str | dict[str, str] | None:
     """The template's text; several named ones as a dict."""
-    own = metadata.get("tokenizer.chat_template", TEXT)
-    names = metadata.texts("tokenizer.chat_templates")
-    named = {name: metadata.get(f"tokenizer.chat_template.{name}", TEXT) for name in names}
+    own = header.get("tokenizer.chat_template", TEXT)
+    names = header.texts("tokenizer.chat_templates")
+    named = {name: header.get(f"tokenizer.chat_template.{name}", TEXT) for name in names}
     if not any(named.values()):
         return own
     return {name: text for name, text in ({"default": own} | named).items() if text is not None}
