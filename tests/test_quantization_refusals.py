@@ -37,7 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("fp8", {"fmt": "e5m2"}, ["fmt='e5m2'"]),
     ("float-quantized", {"format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "pack-quantized"]),
     ("float-quantized", {"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
-    ("float-quantized", {"config_groups": {}}, ["0 groups"]),
+    ("float-quantized", {"config_groups": {}}, ["with one group"]),
     ("float-quantized", {"sparsity_config": {"format": "2:4"}}, ["sparsity_config"]),
     ("float-quantized", {"ignore": ["re:(a+)+$"]}, ["'re:(a+)+$'", "list the names"]),
     ("float-quantized", {"ignore": ["re:["]}, ["'re:['", "no regular expression"]),

@@ -14,31 +14,25 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, TEXT, integer
-from nanovllm.formats.quantization.config_fields import (
-    GROUP_SIZE,
-    NAMES,
-    Modules,
-    checked_group_size,
-    read_fields,
-    refuse_unless,
-)
-from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
-from nanovllm.formats.quantization.unpacking import check_multiple, exact_scales, packed_data, unpacked_last
+from nanovllm.data.json_fields import TEXT
+from nanovllm.formats.quantization import packed_method as packing
+from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, Modules, only, read_fields
+from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
+from nanovllm.ops.packed_weights import pack_int4
 
 _RULES = MappingProxyType(
     {
         "quant_method": TEXT,
-        "bits": integer(1, 64),
+        "bits": only(4),
         "group_size": GROUP_SIZE,
-        "zero_point": FLAG,
-        "version": TEXT,
-        "format": TEXT,
+        "zero_point": only(True),
+        "version": only("gemm", "GEMM"),
+        "format": only("gemm", "GEMM"),
         "modules_to_not_convert": NAMES,
+        **dict.fromkeys(("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"), ANY),
     }
 )
-_WITHOUT_EFFECT = frozenset({"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"})
 _VALUES = 8  # in an int32
 _POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7 in an int32
 
@@ -50,34 +44,30 @@ class Awq:
     group_size: int
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        return integer_layout(in_features, 4, self.group_size, "float16", zeros=True)
+        return packing.integer_layout(in_features, 4, self.group_size, "float16", zeros=True)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
-        check_multiple("out_features", out_features, _VALUES)
-        check_multiple("in_features", in_features, 2)
+        packing.check_multiple("out_features", out_features, _VALUES)
+        packing.check_multiple("in_features", in_features, 2)
         layout = self.layout(out_features, in_features)
         groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
         words, word = out_features // _VALUES, Axis(ROWS, _VALUES)
         data = CheckpointTensor((in_features, words), ("I32",), axes=(Axis(COLUMNS), word))
         scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
         return {
-            "qweight": Filling(data, "data", lambda qweight: packed_data(_outputs(qweight).contiguous(), 4)),
+            "qweight": Filling(data, "data", lambda qweight: pack_int4(_outputs(qweight).contiguous())),
             "qzeros": Filling(CheckpointTensor((groups, words), ("I32",), axes=(group, word)), "zeros", _outputs),
-            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
+            "scales": Filling(scales, "scales", lambda scales: packing.exact_scales(scales, "float16").T),
         }
 
 
 def _outputs(packed: Tensor) -> Tensor:
     """int32 [rows, out / 8] -> uint8 [out, rows]."""
-    return unpacked_last(packed, 4).unflatten(-1, (-1, _VALUES))[..., _POSITIONS].flatten(-2).T
+    return packing.unpacked_last(packed, 4).unflatten(-1, (-1, _VALUES))[..., _POSITIONS].flatten(-2).T
 
 
 def read_awq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of an AWQ `quantization_config`. Raises ModelError for what is not supported."""
-    fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
-    refuse_unless(fields, "bits", 4)
-    refuse_unless(fields, "zero_point", True)
-    for name in ("version", "format"):
-        refuse_unless(fields, name, "gemm", "GEMM")
+    fields = read_fields(config, _RULES)
     ignored = tuple(fields.get("modules_to_not_convert", ()))
-    return PackedMethod("awq", Awq(checked_group_size(fields.get("group_size", 128))), Modules(ignored))
+    return PackedMethod("awq", Awq(fields.get("group_size", 128)), Modules(ignored))

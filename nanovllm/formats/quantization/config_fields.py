@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from nanovllm.data.json_fields import NULL, TEXT, Field, checked_fields, integer, list_of
+from nanovllm.data.json_fields import TEXT, Field, checked_fields, integer, list_of
 from nanovllm.errors import ModelError, quoted, unknown_name_message
 
 WHERE = "quantization_config"
-NAMES = list_of(TEXT, 1 << 16) | NULL
-GROUP_SIZE = integer(-1, 1 << 20)  # -1: one group for all inputs
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-
 MAX_PATTERN = 256
 _MAX_REPEATS = 4  # a match takes up to length^repeats steps
 # What could make a match take exponential time, or look outside the name.
 _UNSAFE = re.compile(r"\)\s*[*+?{]|\(\?|\\[0-9]|[*+?}][*+{]")
 
 
-def read_fields(
-    config: Mapping[str, Any], rules: Mapping[str, Field], without_effect: Collection[str], where: str = WHERE
-) -> dict[str, Any]:
-    """The fields of `rules` that the config sets; null counts as not set.
+def only(*allowed: Any) -> Field:
+    """A field of which other values are not supported."""
+    rule = f"{' or '.join(map(quoted, allowed))}; others are not supported"
+    return Field(rule, lambda value: any(type(value) is type(each) and value == each for each in allowed))
 
-    Raises ModelError for values that break their rule, and for other fields unless they are null or `without_effect`.
+
+NAMES = list_of(TEXT, 1 << 16)
+_WHOLE = integer(-1, 1 << 20)
+# -1: one group for all inputs. The kernels take multiples of 32.
+GROUP_SIZE = Field(
+    "a multiple of 32, such as 32, 64 and 128, or -1 for one group",
+    lambda value: _WHOLE.holds(value) and (value == -1 or (value >= 32 and value % 32 == 0)),
+)
+ANY = Field("anything", lambda value: True)  # of a field without effect
+
+
+def read_fields(config: Mapping[str, Any], rules: Mapping[str, Field], where: str = WHERE) -> dict[str, Any]:
+    """The fields that the config sets; null counts as not set.
+
+    Raises ModelError for values that break their rule, and for fields without one.
     """
     given = {name: value for name, value in config.items() if value is not None}
     for name in given:
-        if name not in rules and name not in without_effect:
-            raise ModelError(f"{where}: {unknown_name_message('field', name, [*rules, *without_effect], rules)}.")
+        if name not in rules:
+            raise ModelError(f"{where}: {unknown_name_message('field', name, rules)}.")
     return checked_fields(where, given, rules)
-
-
-def refuse_unless(fields: Mapping[str, Any], name: str, *allowed: Any, where: str = WHERE) -> None:
-    """Raise ModelError if a field has a value other than those `allowed`; a field that is not set passes."""
-    if name in fields and fields[name] not in allowed:
-        supported = " or ".join(quoted(value) for value in allowed)
-        raise ModelError(f"{where}: {name}={quoted(fields[name])} is not supported; supported: {supported}.")
-
-
-def checked_group_size(group_size: int) -> int:
-    """The size, if the kernels support it. Raises ModelError otherwise."""
-    if group_size != -1 and (group_size < 32 or group_size % 32):
-        raise ModelError(
-            f"{WHERE}: group_size={group_size} is not supported; supported: multiples of 32, such as 32, 64 and 128, "
-            "and -1 for one group."
-        )
-    return group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,57 +54,41 @@ class Modules:
     targets: patterns of which a quantized module matches one; ignored: patterns of which it matches none. A pattern is
     a name, "re:" and a regular expression that must match the begin of the name, or "Linear" for all. as_parts:
     `ignored` also stops the modules whose names begin or end with a pattern's parts, as in Transformers' lists
-    `modules_to_not_convert`.
+    `modules_to_not_convert`. head: whether the output projection can be quantized.
     """
 
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("Linear",)
     as_parts: bool = True
-    head: bool = False  # whether the output projection can be quantized
-    _ignores: _Patterns = field(init=False, repr=False, compare=False)
-    _is_target: _Patterns = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ignores", _Patterns(self.ignored, self.as_parts))
-        object.__setattr__(self, "_is_target", _Patterns(self.targets))
+    head: bool = False
 
     def include(self, module: str) -> bool:
-        """Whether the module is quantized. The embedding never is."""
+        """Whether the module is quantized. The embedding never is. Raises ModelError for a pattern that is refused."""
         if module == EMBEDDING or (module == HEAD and not self.head):
             return False
-        return self._is_target(module) and not self._ignores(module)
+        return _patterns(self.targets)(module) and not _patterns(self.ignored, self.as_parts)(module)
 
 
 class _Patterns:
-    """Whether a module matches one of the patterns; see `Modules`.
+    """Whether a module matches one of the patterns; see `Modules`."""
 
-    Names are looked up, not compared one by one: a mixture of experts has 20,000 matrices and a list hundreds of names.
-    """
-
-    def __init__(self, patterns: Collection[str], as_parts: bool = False) -> None:
-        """Raises ModelError for a regular expression that is wrong or could take very long."""
+    def __init__(self, patterns: tuple[str, ...], as_parts: bool) -> None:
         self._expressions = [_compiled(pattern) for pattern in patterns if pattern.startswith("re:")]
-        self._names = {pattern for pattern in patterns if not pattern.startswith("re:")}
-        self._as_parts = as_parts
-        self._lengths = sorted({len(name) for name in self._names})
+        self._names = frozenset(pattern for pattern in patterns if not pattern.startswith("re:"))
+        self._ends = tuple(self._names) if as_parts else ()
+        self._begins = tuple(f"{name}." for name in self._ends)
 
     def __call__(self, module: str) -> bool:
         if "Linear" in self._names or module in self._names:
             return True
-        if any(expression.match(module) for expression in self._expressions):
+        if module.startswith(self._begins) or module.endswith(self._ends):
             return True
-        return self._as_parts and (self._has_parent_of(module) or self._has_end_of(module))
+        return any(expression.match(module) for expression in self._expressions)
 
-    def _has_parent_of(self, module: str) -> bool:
-        """Whether the name of the module begins with one of the names and a dot."""
-        while module := module.rpartition(".")[0]:
-            if module in self._names:
-                return True
-        return False
 
-    def _has_end_of(self, module: str) -> bool:
-        size = len(module)
-        return any(module[size - length :] in self._names for length in self._lengths if length <= size)
+@lru_cache(maxsize=16)
+def _patterns(patterns: tuple[str, ...], as_parts: bool = False) -> _Patterns:
+    return _Patterns(patterns, as_parts)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

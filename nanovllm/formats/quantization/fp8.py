@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, TEXT, integer, list_of
+from nanovllm.data.json_fields import TEXT
 from nanovllm.errors import ModelError
-from nanovllm.formats.quantization.config_fields import NAMES, Modules, read_fields, refuse_unless
+from nanovllm.formats.quantization.config_fields import ANY, NAMES, Modules, only, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
@@ -26,17 +26,18 @@ _FLOATS = ("F32", "BF16", "F16")
 _RULES = MappingProxyType(
     {
         "quant_method": TEXT,
-        "activation_scheme": TEXT,
-        "fmt": TEXT,
-        "scale_fmt": TEXT,
-        "weight_block_size": list_of(integer(1), 2),
+        "activation_scheme": only("dynamic"),
+        "fmt": only("e4m3", "float8_e4m3fn"),
+        "scale_fmt": only("float"),
+        "weight_block_size": only([BLOCK, BLOCK]),
         "modules_to_not_convert": NAMES,
         "ignored_layers": NAMES,
-        "modules_to_convert": NAMES,
-        "is_checkpoint_fp8_serialized": FLAG,
+        "modules_to_convert": only([]),
+        "is_checkpoint_fp8_serialized": only(True),
+        "dequantize": ANY,
+        "expert_dtype": ANY,
     }
 )
-_WITHOUT_EFFECT = frozenset({"dequantize", "expert_dtype"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,7 @@ def _data(weight: Tensor) -> Tensor:
 
 def read_fp8(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of an fp8 `quantization_config`. Raises ModelError for what is not supported."""
-    fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
-    refuse_unless(fields, "activation_scheme", "dynamic")
-    refuse_unless(fields, "fmt", "e4m3", "float8_e4m3fn")
-    refuse_unless(fields, "scale_fmt", "float")
-    refuse_unless(fields, "weight_block_size", [BLOCK, BLOCK])
-    refuse_unless(fields, "is_checkpoint_fp8_serialized", True)
-    refuse_unless(fields, "modules_to_convert", [])
+    fields = read_fields(config, _RULES)
     in_blocks = "weight_block_size" in fields
     ignored = (*fields.get("modules_to_not_convert", ()), *fields.get("ignored_layers", ()))
     format = Fp8("weight_scale_inv" if in_blocks else "weight_scale", in_blocks, "activation_scheme" in fields)

@@ -9,62 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, OBJECT, TEXT, integer
+from nanovllm.data.json_fields import FLAG, TEXT
 from nanovllm.errors import ModelError
-from nanovllm.formats.quantization.config_fields import (
-    GROUP_SIZE,
-    NAMES,
-    WHERE,
-    Modules,
-    checked_group_size,
-    read_fields,
-    refuse_unless,
-)
-from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
-from nanovllm.formats.quantization.unpacking import (
-    check_group_order,
-    check_multiple,
-    exact_scales,
-    signed,
-    unpacked_last,
-    zeros_of,
-)
+from nanovllm.formats.quantization import packed_method as packing
+from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, WHERE, Modules, only, read_fields
+from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
+_ZERO_OFFSETS = MappingProxyType({"gptq": 1, "gptq_v2": 0})  # what the versions of the format add to stored zeros
+_UNREAD = (
+    "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
+    "model_file_base_name", "meta", "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id",
+    "disable_exllama", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
+    "block_name_to_quantize", "module_name_preceding_first_block", "use_cuda_fp16", "model_seqlen", "mse",
+    "backend", "hyb_act", "act_group_aware", "foem", "failsafe", "offload_to_disk", "offload_to_disk_path",
+    "lm_head_quantized", "rotation", "v2", "v2_alpha", "v2_memory_device", "adapter",
+)  # fmt: skip
 _RULES = MappingProxyType(
     {
         "quant_method": TEXT,
-        "bits": integer(1, 64),
+        "bits": only(4, 8),
         "group_size": GROUP_SIZE,
         "desc_act": FLAG,
         "sym": FLAG,
         "lm_head": FLAG,
-        "method": TEXT,
-        "checkpoint_format": TEXT,
-        "format": TEXT,
-        "pack_dtype": TEXT,
-        "dynamic": OBJECT,
-        "modules_in_block_to_quantize": OBJECT | NAMES,
-        "is_marlin_format": FLAG,
+        "method": only("gptq"),
+        "checkpoint_format": only(*_ZERO_OFFSETS),
+        "format": only(*_ZERO_OFFSETS),
+        "pack_dtype": only("int32"),
+        "dynamic": only({}),
+        "modules_in_block_to_quantize": only([], {}),
+        "is_marlin_format": only(False),
+        **dict.fromkeys(_UNREAD, ANY),
     }
 )
-_WITHOUT_EFFECT = frozenset(
-    {
-        "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
-        "model_file_base_name", "meta", "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id",
-        "disable_exllama", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
-        "block_name_to_quantize", "module_name_preceding_first_block", "use_cuda_fp16", "model_seqlen", "mse",
-        "backend", "hyb_act", "act_group_aware", "foem", "failsafe", "offload_to_disk", "offload_to_disk_path",
-        "lm_head_quantized", "rotation", "v2", "v2_alpha", "v2_memory_device", "adapter",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +61,30 @@ class Gptq:
     zero_offset: int
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        return integer_layout(in_features, self.bits, self.group_size, "float16", zeros=not self.symmetric)
+        return packing.integer_layout(in_features, self.bits, self.group_size, "float16", zeros=not self.symmetric)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         values = 32 // self.bits  # in an int32
-        check_multiple("out_features", out_features, values)
-        check_multiple("in_features", in_features, values)
+        packing.check_multiple("out_features", out_features, values)
+        packing.check_multiple("in_features", in_features, values)
         layout = self.layout(out_features, in_features)
         groups, ints = layout.scale_columns, ("I32",)
         words, group = Axis(COLUMNS, values), Axis(COLUMNS, layout.group_size)
         data = CheckpointTensor((in_features // values, out_features), ints, axes=(words, Axis(ROWS)))
         zeros = CheckpointTensor((groups, out_features // values), ints, axes=(group, Axis(ROWS, values)))
         scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
-        order = partial(check_group_order, group_size=layout.group_size)
+
+        def check_order(g_idx: Tensor) -> None:
+            if not torch.equal(g_idx.long(), torch.arange(in_features) // layout.group_size):
+                raise ModelError("the groups are ordered by activation (desc_act); quantize without act-order.")
+
+        checked_zeros = Filling(zeros._replace(check=self._check_zeros))
+        filled_zeros = checked_zeros if self.symmetric else Filling(zeros, "zeros", self._zeros)
         return {
             "qweight": Filling(data, "data", self._data),
-            "qzeros": Filling(zeros._replace(check=self._check_zeros))
-            if self.symmetric
-            else Filling(zeros, "zeros", self._zeros),
-            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
-            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False, check=order)),
+            "qzeros": filled_zeros,
+            "scales": Filling(scales, "scales", lambda scales: packing.exact_scales(scales, "float16").T),
+            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False, check=check_order)),
         }
 
     def _data(self, qweight: Tensor) -> Tensor:
@@ -104,10 +92,10 @@ class Gptq:
         words, out_features = qweight.shape
         values = qweight.contiguous().view(torch.uint8).view(words, out_features, 4)
         data = values.transpose(0, 1).reshape(out_features, 4 * words)
-        return data if self.bits == 4 else signed(data)
+        return packing.in_scheme(data, self.bits)
 
     def _zeros(self, qzeros: Tensor) -> Tensor:
-        return zeros_of(self._unsigned_zeros(qzeros), self.bits)
+        return packing.in_scheme(self._unsigned_zeros(qzeros), self.bits)
 
     def _check_zeros(self, qzeros: Tensor) -> None:
         middle = 1 << (self.bits - 1)
@@ -115,32 +103,21 @@ class Gptq:
             raise ModelError(f"sym=true, but a zero point differs from {middle}; set sym to false in the config.")
 
     def _unsigned_zeros(self, qzeros: Tensor) -> Tensor:
-        stored = unpacked_last(qzeros, self.bits).T
+        stored = packing.unpacked_last(qzeros, self.bits).T
         return stored + self.zero_offset & (1 << self.bits) - 1
 
 
 def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of a GPTQ `quantization_config`. Raises ModelError for what is not supported."""
-    fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
+    fields = read_fields(config, _RULES)
     for name in ("bits", "group_size"):
         if name not in fields:
             raise ModelError(f"{WHERE}: a gptq checkpoint must say its {name}.")
-    refuse_unless(fields, "bits", 4, 8)
-    refuse_unless(fields, "method", "gptq")
-    refuse_unless(fields, "pack_dtype", "int32")
-    refuse_unless(fields, "dynamic", {})
-    refuse_unless(fields, "is_marlin_format", False)
-    layouts = {"gptq": 1, "gptq_v2": 0}
-    for name in ("checkpoint_format", "format"):
-        refuse_unless(fields, name, *layouts)
-    stored_as = fields.get("checkpoint_format", fields.get("format", "gptq"))
-    if fields.get("modules_in_block_to_quantize"):
-        raise ModelError(f"{WHERE}: modules_in_block_to_quantize is not supported; quantize all projections.")
-    group_size = checked_group_size(fields["group_size"])
-    if fields.get("desc_act") and group_size != -1:
+    if fields.get("desc_act") and fields["group_size"] != -1:
         raise ModelError(
             f"{WHERE}: desc_act=True, groups ordered by activation, is not supported; supported: desc_act=False, or "
             "group_size=-1."
         )
-    format = Gptq(fields["bits"], group_size, fields.get("sym", True), layouts[stored_as])
+    zero_offset = _ZERO_OFFSETS[fields.get("checkpoint_format", fields.get("format", "gptq"))]
+    format = Gptq(fields["bits"], fields["group_size"], fields.get("sym", True), zero_offset)
     return PackedMethod("gptq", format, Modules(head=fields.get("lm_head", False)))

@@ -1,4 +1,7 @@
-"""The method of checkpoints whose matrices become `PackedWeight`s: which tensors fill which part of which matrix."""
+"""The method of checkpoints whose matrices become `PackedWeight`s: which tensors fill which part of which matrix.
+
+And the integers of 4 or 8 bits that such checkpoints pack into int32, as the data and zeros of `PackedWeight`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.errors import ModelError
 from nanovllm.formats.quantization.config_fields import Modules
+from nanovllm.layers import linear_method as seam
 from nanovllm.layers.linear import DenseWeight
-from nanovllm.layers.linear_method import (
-    COLUMNS,
-    ROWS,
-    CheckpointTensor,
-    NamedSlots,
-    NamedTensors,
-    StoredWeight,
-    WeightSlot,
-    dense_tensors,
-)
+from nanovllm.layers.linear_method import COLUMNS, ROWS, CheckpointTensor
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
-from nanovllm.ops.packed_weights import PackedWeight
+from nanovllm.ops.packed_weights import PackedWeight, unpack_int4
 
 Scheme = Literal["int4", "int8", "fp8"]
 _DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -51,24 +47,24 @@ class Layout:
     def scale_columns(self) -> int:
         return -(-self.in_features // self.group_size)
 
+    @property
+    def columns(self) -> int:
+        """Entries of a row of the data; int4 has two values in each."""
+        return self.in_features // 2 if self.scheme == "int4" else self.in_features
+
     def nbytes(self, out_features: int) -> int:
         """Bytes of a weight of this layout."""
-        data = out_features * (self.in_features // 2 if self.scheme == "int4" else self.in_features)
-        scales = out_features * self.scale_columns
-        zeros = out_features * self.scale_columns if self.zeros else 0
         scale_bytes: int = getattr(torch, self.scales_dtype).itemsize
-        return data + scales * scale_bytes + zeros
+        return out_features * (self.columns + self.scale_columns * (scale_bytes + self.zeros))
 
     def empty(self, out_features: int, device: torch.device) -> PackedWeight:
         """A weight of this layout, not initialized."""
-        columns = self.in_features // 2 if self.scheme == "int4" else self.in_features
-        dtype = _DATA_DTYPES[self.scheme]
-        scales_shape = (out_features, self.scale_columns)
+        dtype, scales_shape = _DATA_DTYPES[self.scheme], (out_features, self.scale_columns)
         return PackedWeight(
             self.scheme,
-            torch.empty(out_features, columns, dtype=dtype, device=device),
+            torch.empty(out_features, self.columns, dtype=dtype, device=device),
             torch.empty(scales_shape, dtype=getattr(torch, self.scales_dtype), device=device),
-            torch.empty(out_features, self.scale_columns, dtype=dtype, device=device) if self.zeros else None,
+            torch.empty(scales_shape, dtype=dtype, device=device) if self.zeros else None,
             self.group_size,
             self.in_features,
             fp8_inputs=self.fp8_inputs,
@@ -112,11 +108,6 @@ def _fillings(format: PackedFormat, out_features: int, in_features: int) -> Mapp
     return format.fillings(out_features, in_features)
 
 
-@lru_cache(maxsize=256)
-def _nbytes(format: PackedFormat, out_features: int, in_features: int) -> int:
-    return format.layout(out_features, in_features).nbytes(out_features)
-
-
 class QuantizedWeight(PackedMatrix):
     """Modules of one layout, filled as their format says."""
 
@@ -127,17 +118,17 @@ class QuantizedWeight(PackedMatrix):
         self._format = format
         self._layout = layout
 
-    def slots(self) -> NamedSlots:
+    def slots(self) -> seam.NamedSlots:
         for module, part in self.module_weights():
             for suffix, filling in _fillings(self._format, part.out_features, self._layout.in_features).items():
                 if filling.part is not None:
                     yield f"{module}.{suffix}", self._slot(filling, filling.part, part)
 
-    def _slot(self, filling: Filling, part: str, rows: PackedWeight) -> WeightSlot:
+    def _slot(self, filling: Filling, part: str, rows: PackedWeight) -> seam.WeightSlot:
         view: Tensor = getattr(rows, part)
         if view.dtype is torch.float8_e4m3fn:
             view = view.view(torch.uint8)
-        return WeightSlot(view, filling.tensor.shape, filling.convert, partial(self._randomize, part, view))
+        return seam.WeightSlot(view, filling.tensor.shape, filling.convert, partial(self._randomize, part, view))
 
     def _randomize(self, part: str, view: Tensor, generator: torch.Generator) -> None:
         """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
@@ -162,9 +153,9 @@ class PackedMethod:
     format: PackedFormat
     modules: Modules
 
-    def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
+    def tensors(self, module: str, out_features: int, in_features: int) -> seam.NamedTensors:
         if not self.modules.include(module):
-            yield from dense_tensors(module, out_features, in_features)
+            yield from seam.dense_tensors(module, out_features, in_features)
             return
         for suffix, filling in _fillings(self.format, out_features, in_features).items():
             yield f"{module}.{suffix}", filling.tensor
@@ -185,17 +176,45 @@ class PackedMethod:
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         if not self.modules.include(module):
             return out_features * in_features * itemsize
-        return _nbytes(self.format, out_features, in_features)
+        return self.format.layout(out_features, in_features).nbytes(out_features)
 
     def create(
         self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> StoredWeight:
+    ) -> seam.StoredWeight:
         def layout_of(module: str, size: int) -> Layout | None:
             return self.format.layout(size, in_features) if self.modules.include(module) else None
 
-        def create(layout: Layout | None, own: dict[str, int]) -> StoredWeight:
+        def create(layout: Layout | None, own: dict[str, int]) -> seam.StoredWeight:
             if layout is None:
                 return DenseWeight(own, in_features, dtype, device)
             return QuantizedWeight(self.format, layout, own, dtype, device)
 
         return stack_by_form(parts, layout_of, create, dtype)
+
+
+# ---- integers in the words of a checkpoint
+
+
+def unpacked_last(packed: Tensor, bits: int) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, values]: the values of a word from its low bits to its high ones."""
+    values = packed.contiguous().view(torch.uint8)
+    return unpack_int4(values) if bits == 4 else values
+
+
+def in_scheme(values: Tensor, bits: int) -> Tensor:
+    """Unsigned data or zeros, uint8, as those of scheme int4, or of int8, which is signed: minus 128."""
+    return values if bits == 4 else (values ^ 128).view(torch.int8)
+
+
+def exact_scales(scales: Tensor, dtype: str) -> Tensor:
+    """The scales in another dtype. Raises ModelError if that would round one of them."""
+    converted = scales.to(getattr(torch, dtype))
+    if not torch.equal(converted.double(), scales.double()) and bool(scales.isfinite().all()):
+        raise ModelError(f"a scale of {scales.dtype} does not fit into {dtype}; convert the scales in the checkpoint.")
+    return converted
+
+
+def check_multiple(what: str, value: int, factor: int) -> None:
+    """Raise ModelError unless the size is a multiple of the values in an int32."""
+    if value % factor:
+        raise ModelError(f"{what}={value} must be a multiple of {factor} in this format.")
