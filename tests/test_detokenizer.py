@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_fallback, write_byte_level
 
-from nanovllm.engine.detokenizer import StreamDetokenizer, WindowDetokenizer, make_detokenizer
+from nanovllm.engine.detokenizer import MAX_HELD, Detokenizer
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -38,18 +38,13 @@ class Slow:
         self.encode, self.decode, self.token_text = tokenizer.encode, tokenizer.decode, tokenizer.token_text
 
 
-BOTH = pytest.mark.parametrize("slow", [False, True], ids=["stream", "window"])
+BOTH = pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], prompt: Sequence[int] = (), **options: Any) -> list[str]:
     """What each token brings, then what is flushed."""
-    detokenizer = make_detokenizer(tokenizer, prompt, **options)
+    detokenizer = Detokenizer(tokenizer, prompt, **options)
     return [*(detokenizer.step(token) for token in token_ids), detokenizer.flush()]
-
-
-def test_fast_tokenizers_stream_and_others_have_a_window(bytes_tokenizer: HuggingFaceTokenizer) -> None:
-    assert isinstance(make_detokenizer(bytes_tokenizer), StreamDetokenizer)
-    assert isinstance(make_detokenizer(Slow(bytes_tokenizer)), WindowDetokenizer)
 
 
 @BOTH
@@ -185,10 +180,9 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
 
 
 @pytest.mark.parametrize("data", [b"ab", b"\xff", REPLACEMENT.encode(), "日".encode() + b"\xe6"])
-def test_the_stream_never_holds_many_tokens(bytes_tokenizer: HuggingFaceTokenizer, data: bytes) -> None:
-    detokenizer, shown = make_detokenizer(bytes_tokenizer), ""
-    assert isinstance(detokenizer, StreamDetokenizer)
+def test_it_never_holds_many_tokens(bytes_tokenizer: HuggingFaceTokenizer, data: bytes) -> None:
+    detokenizer, shown = Detokenizer(bytes_tokenizer), ""
     for token in [*data * 100, *bytes_tokenizer.encode(END) * 100]:
         shown += detokenizer.step(token)
-        assert len(detokenizer._held) <= 8
+        assert len(detokenizer._held) <= MAX_HELD
     assert shown + detokenizer.flush() == (data * 100).decode(errors="replace")

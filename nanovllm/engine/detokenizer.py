@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
-
-from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
+from functools import partial
+from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import open_end
@@ -20,61 +17,41 @@ MAX_HELD = 8  # tokens; a character has at most four bytes, so the first of more
 PART_OF_CHARACTER = "\ufffd"
 
 
-class Detokenizer(Protocol):
-    """Decodes tokens one by one. The pieces that it returns, joined, are the text."""
+class Detokenizer:
+    """Decodes tokens one by one. The pieces that it returns, joined, are the text.
+
+    A piece is what the `_held` tokens add to the text of `_context`, the tokens of the piece before. Tokens are held
+    while their text ends in U+FFFD. Tokens without text, as far as a fast tokenizer tells them, are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Seq[int] = (), skip_special_tokens: bool = True) -> None:
+        self._backend = tokenizer.backend if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        self._silent: frozenset[int] = frozenset()
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.backend is not None:
+            self._silent = tokenizer.silent_ids if skip_special_tokens else frozenset()
+            self._decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
+        self._held: list[int] = []
+        self._context = self._end_of([token for token in prompt_token_ids[-2 * MAX_HELD :] if self._has_text(token)])
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; incomplete characters are held back."""
-
-    def flush(self) -> str:
-        """The text that is still held back. Call it after the last token."""
-
-
-def make_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Seq[int] = (), *, skip_special_tokens: bool = True
-) -> Detokenizer:
-    """A detokenizer for the tokens after the prompt: StreamDetokenizer for fast tokenizers, else WindowDetokenizer."""
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.backend is not None:
-        silent = tokenizer.silent_ids if skip_special_tokens else frozenset()
-        return StreamDetokenizer(tokenizer.backend, silent, prompt_token_ids)
-    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-
-
-class StreamDetokenizer:
-    """The stream decoder of the tokenizers library, with a flush and with recovery from invalid text.
-
-    The decoder holds tokens back while the text ends in U+FFFD. `_held` are those tokens; `_context` are the tokens of
-    the piece before them. The decoder never sees tokens without text, because it would hold them forever.
-    """
-
-    def __init__(self, backend: Backend, silent: frozenset[int], prompt_token_ids: Seq[int] = ()) -> None:
-        self._backend = backend
-        self._silent = silent
-        self._context: list[int] = []
-        self._held: list[int] = []
-        self._stream = DecodeStream(skip_special_tokens=False)
-        tail = [token for token in prompt_token_ids[-2 * CONTEXT_LENGTHS[-1] :] if self._has_text(token)]
-        self._restart(_context(tail, self._decode), [])
-
-    def step(self, token_id: int) -> str:
         if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
-        try:
-            piece = self._stream.step(self._backend, token_id)
-        except Exception:  # malformed bytes can change the text of earlier tokens; the error has no type of its own
-            return self._release(len(self._held))
-        if piece is not None:
+        piece = self._text(len(self._held))
+        if piece.endswith(PART_OF_CHARACTER):
+            return self._settle(piece) if len(self._held) % MAX_HELD == 0 else ""
+        if piece:
             self._context, self._held = self._held, []
-            return str(piece)
-        return self._settle() if len(self._held) % MAX_HELD == 0 else ""
+        return piece
 
     def flush(self) -> str:
+        """The text that is still held back. Call it after the last token."""
         return self._release(len(self._held))
 
-    def _settle(self) -> str:
-        """Release held tokens up to the last one that ends a character, valid or not."""
-        text = self._text(len(self._held))
+    def _settle(self, text: str) -> str:
+        """Release held tokens, whose text is given, up to the last one that ends a character, valid or not."""
         for count in range(len(self._held) - 1, len(self._held) - 4, -1):
             piece = self._text(count)
             # Decoded alone, a token may lose its leading space.
@@ -83,68 +60,30 @@ class StreamDetokenizer:
         return ""
 
     def _release(self, count: int) -> str:
-        piece, held = self._text(count), self._held[count:]
-        released = self._held[:count] or self._context
-        self._restart([] if self._decode(released).endswith(PART_OF_CHARACTER) else released, held)
+        piece, released = self._text(count), self._held[:count] or self._context
+        self._context = [] if self._decode(released).endswith(PART_OF_CHARACTER) else released
+        self._held = self._held[count:]
         return piece
-
-    def _restart(self, context: list[int], held: list[int]) -> None:
-        self._context, self._held = context, held
-        self._stream = DecodeStream(ids=context, skip_special_tokens=False)
-        if held:
-            self._stream.step(self._backend, held)
 
     def _text(self, count: int) -> str:
         """The text of the first `count` held tokens after the context."""
         known, text = self._decode(self._context), self._decode(self._context + self._held[:count])
+        # Malformed bytes can change the text of earlier tokens.
         return text[len(known) :] if text.startswith(known) else self._decode(self._held[:count])
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=False))
-
     def _has_text(self, token_id: int) -> bool:
+        if self._backend is None:
+            return True
         return token_id not in self._silent and self._backend.id_to_token(token_id) is not None
 
-
-class WindowDetokenizer:
-    """For any tokenizer: decodes a window of tokens with and without the new ones; the difference is their text."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Seq[int] = (), skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._context = _context(prompt_token_ids, self._decode)
-        self._held: list[int] = []
-
-    def step(self, token_id: int) -> str:
-        self._held.append(token_id)
-        piece = self._text()
-        if not piece or piece.endswith(PART_OF_CHARACTER):
-            return ""
-        self._context, self._held = self._held, []
-        return piece
-
-    def flush(self) -> str:
-        piece = self._text()
-        self._context, self._held = [], []
-        return piece
-
-    def _text(self) -> str:
-        known, text = self._decode(self._context), self._decode(self._context + self._held)
-        return text[len(known) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-
-
-def _context(prompt_token_ids: Seq[int], decode: Callable[[list[int]], str]) -> list[int]:
-    for length in CONTEXT_LENGTHS:
-        tail = list(prompt_token_ids[-length:])
-        try:
-            if not decode(tail).endswith(PART_OF_CHARACTER):
-                return tail
-        except Exception:  # a prompt of token ids may hold ids that the tokenizer does not know
-            return []
-    return []
+    def _end_of(self, prompt: list[int]) -> list[int]:
+        for length in CONTEXT_LENGTHS:
+            try:
+                if not self._decode(prompt[-length:]).endswith(PART_OF_CHARACTER):
+                    return prompt[-length:]
+            except Exception:  # a prompt of token ids may hold ids that the tokenizer does not know
+                return []
+        return []
 
 
 class StopMatch(NamedTuple):
@@ -164,9 +103,7 @@ class SequenceText:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Seq[int] = ()) -> None:
         self._params = params
-        self._detokenizer = make_detokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self.num_tokens = 0  # decoded so far
         self._open_end = ""  # the end of the text that may be the start of a stop string
         self._stop_string: str | None = None
