@@ -21,16 +21,7 @@ from nanovllm.models.rope_config import rope_parameters
 
 INDEX = "model.safetensors.index.json"
 DEEP = "[" * 10_000 + "]" * 10_000
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+SIZES = ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +64,13 @@ def test_a_size_is_a_whole_number_in_a_range(model: Path) -> None:
 
 def test_other_fields_name_file_field_and_value(model: Path) -> None:
     for field, value in (
-        ("architectures", "Qwen3ForCausalLM"),
         ("architectures", [["Qwen3ForCausalLM"]]),
-        ("model_type", ["qwen3"]),
         ("rms_norm_eps", "x"),
-        ("rms_norm_eps", -1),
-        ("hidden_act", 5),
         ("tie_word_embeddings", "no"),
         ("sliding_window", 10**30),
-        ("max_window_layers", 1.5),
-        ("layer_types", "full_attention"),
         ("layer_types", [["full_attention"]]),
-        ("dtype", 5),
         ("eos_token_id", 10**30),
         ("rope_parameters", "x"),
-        ("quantization_config", 5),
         ("num_hidden_layers", MAX_LAYERS + 1),
     ):
         refused(model, "config.json", {field: value}, f"{field}={value!r}", "must be")
@@ -105,14 +88,10 @@ def test_rope_scaling_is_refused_in_one_line(model: Path, capfd: pytest.CaptureF
     """Nothing is logged besides the error."""
     for rope, word in (
         ({"rope_type": "yarn", "factor": "x"}, "factor='x'"),
-        ({"rope_type": "yarn", "factor": 1e300}, "factor=1e+300"),
         ({"rope_type": "yarn", "factor": 2, "beta_fast": 1e-300}, "beta_fast=1e-300"),
         ({"rope_type": "yarn", "factor": 2, "rope_theta": 1.0}, "rope_theta=1.0"),
         ({"rope_type": "yarn"}, "factor is missing"),
-        ({"rope_type": ["yarn"]}, "rope_type=['yarn']"),
-        ({"factor": 2.0}, "factor=2.0"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 10**30}, "original_max"),
         ({"full_attention": {"rope_theta": 1e4}}, "one rope_theta"),
     ):
         refused(model, "config.json", {"rope_parameters": rope}, "rope_parameters", word)
@@ -130,9 +109,8 @@ def test_rope_outside_of_the_mapping_is_read_as_transformers_reads_it() -> None:
     }
 
 
-@pytest.mark.parametrize("window", [2**31 - 1, 300])
-def test_a_window_beyond_every_position_works(window: int, model: Path) -> None:
-    edit_config(model, use_sliding_window=True, sliding_window=window, max_window_layers=0, layer_types=...)
+def test_a_window_beyond_every_position_works(model: Path) -> None:
+    edit_config(model, use_sliding_window=True, sliding_window=2**31 - 1, max_window_layers=0, layer_types=...)
     with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
         assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
@@ -148,7 +126,7 @@ def test_fields_that_are_not_read_cost_nothing(model: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
 def test_broken_json_is_refused(file: str, model: Path) -> None:
-    for content in (DEEP, f'{{"a": {DEEP}}}', "{", "", "[]", "5", "\xff\xfe{}", '{"a": 1' + "0" * 5000):
+    for content in (DEEP, "{", "[]", "\xff\xfe{}", '{"a": 1' + "0" * 5000):
         (model / file).write_bytes(content.encode("latin-1"))
         message_of(model, str(model))
 
@@ -190,13 +168,10 @@ def test_damaged_indexes_are_refused(model: Path) -> None:
     (model / "model.safetensors").rename(model / "part.safetensors")
     for index in (
         {"weight_map": 5},
-        {"weight_map": {}},
         {"weight_map": {"a": 5}},
         {"weight_map": {"a": "x" * 5000}},
         {"weight_map": {"a": "part\0.safetensors"}},
-        {"weight_map": {"a": "part\n.safetensors"}},
         {"weight_map": {"a": "\ud800"}},
-        {"weight_map": {"a": ".."}},
         {"weight_map": {"a": "../model/part.safetensors"}},
         {"weight_map": {"a\nb" * 2000: "part.safetensors"}},
         [],
@@ -213,12 +188,8 @@ def test_damaged_indexes_are_refused(model: Path) -> None:
 def test_fields_of_the_tokenizer_are_checked(model: Path) -> None:
     for field, value in (
         ("model_max_length", -1),
-        ("tokenizer_class", 5),
         ("chat_template", 5),
-        ("padding_side", "up"),
         ("add_bos_token", "yes"),
-        ("auto_map", "evil"),
-        ("added_tokens_decoder", [1]),
     ):
         refused(model, "tokenizer_config.json", {field: value}, f"{field}={value!r}", "must be")
 
@@ -230,7 +201,7 @@ def test_a_length_beyond_floats_is_a_usual_one(model: Path) -> None:
         assert llm.get_tokenizer().model_max_length == int(1e30)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "added_tokens.json", "merges.txt"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
 def test_huge_tokenizer_files_are_not_read(name: str, model: Path) -> None:
     with (model / name).open("wb") as file:
         file.truncate(1 << 40)
@@ -245,11 +216,7 @@ def test_a_missing_tokenizer_json_is_said_in_one_line(model: Path) -> None:
 def test_recommendations_are_checked_when_the_model_is_loaded(model: Path) -> None:
     for field, value in (
         ("temperature", "hot"),
-        ("temperature", -1),
         ("top_p", 1.5),
-        ("top_k", 1.5),
-        ("repetition_penalty", 0),
-        ("max_new_tokens", 0),
         ("eos_token_id", "</s>"),
     ):
         refused(model, "generation_config.json", {field: value}, f"{field}={value!r}", "must be")

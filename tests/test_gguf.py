@@ -20,10 +20,10 @@ from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
-from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.gguf.header import TENSOR_TYPES
 from nanovllm.formats.gguf.model import GgufWeight
 from nanovllm.layers.packed_matrix import StackedWeights
@@ -184,18 +184,17 @@ def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Pat
         assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
 
 
-@pytest.mark.parametrize(
-    ("kind", "cpu_attention"), [("Q8_0", True), pytest.param("Q4_1", False, marks=pytest.mark.slow)]
-)
-def test_recall_over_packed_weights(tmp_path: Path, kind: str, cpu_attention: bool) -> None:
+def test_recall_over_packed_weights(tmp_path: Path) -> None:
     """The recall network finds every position: most of its KV is on the host, and its weights are rounded."""
     length, block = 512, 32
     write_recall_checkpoint(tmp_path / "recall", length + 2, length + 4, seed=1, dtype="float32")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "recall", dtype=torch.float32)
-    path = write_gguf(tmp_path / "recall.gguf", network, lambda name: "BF16" if "ffn_down" in name else kind, pre=None)
+    path = write_gguf(
+        tmp_path / "recall.gguf", network, lambda name: "BF16" if "ffn_down" in name else "Q8_0", pre=None
+    )
     document = make_document(length + 2, length, seed=2)
     positions = range(1, length - 3, 31)
-    arguments = offloaded(block, 4, 80, max_num_batched_tokens=256, cpu_attention=cpu_attention)
+    arguments = offloaded(block, 4, 80, max_num_batched_tokens=256, cpu_attention=True)
     with LLM(path, dtype="bfloat16", max_model_len=length + 4, **arguments) as llm:
         answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(3))
     assert answers == [expected_answer(document, position, 3) for position in positions]
@@ -241,10 +240,7 @@ def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
     "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change what"),
-    "an unknown field": ({"qwen3.attention.scale": 0.5}, "qwen3.attention.scale=0.5 may change what"),
-    "too many layers": ({"qwen3.block_count": 3}, "lacks tensors of a Qwen3ForCausalLM .*layers.2"),
     "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
-    "another width": ({"qwen3.feed_forward_length": 64}, r"mlp.gate_proj.weight expected \[64, 64\], found \[96, 64\]"),
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
     "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),
     "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be a whole"),
@@ -287,7 +283,7 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
     assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
 
 
-# ---- commands, server, structured outputs
+# ---- commands
 
 
 def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,38 +296,3 @@ def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.Captu
         weights = llm.engine.executor.model.weight_bytes
     assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
     assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0
-
-
-def test_the_server_answers_with_the_file(tiny: Path) -> None:
-    pytest.importorskip("starlette", reason="the server's packages are not installed")
-    from server_helpers import ask
-
-    from nanovllm.apps.server.async_llm import AsyncLLM
-
-    with AsyncLLM(tiny, **SMALL) as engine:
-        messages = [{"role": "user", "content": "th 42"}]
-        body = {"messages": messages, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "model": "tiny"}
-        response = ask(engine, "/v1/chat/completions", body)
-    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 3, response.text
-
-
-def test_structured_outputs_read_the_tokenizer_of_the_file(tiny: Path) -> None:
-    pytest.importorskip("llguidance", reason="the package llguidance is not installed")
-    choice = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["ab 1"]))
-    with LLM(tiny, **SMALL) as llm:
-        (output,) = llm.generate(["th"], choice, use_tqdm=False)
-    assert output.outputs[0].text == "ab 1"
-
-
-def test_four_blocks_on_the_device_give_the_same_tokens(tmp_path: Path) -> None:
-    """The smallest pool there is: offloaded, and resident with sequences that take turns in it."""
-    model = make_checkpoint(tmp_path / "model", "llama", vocab=VOCAB)
-    path = write_gguf(tmp_path / "model.gguf", model)
-    prompts = [random_prompt(length, VOCAB, seed=2) for length in (5, 30, 150)]
-    expected = [greedy_reference(model, prompt, 6) for prompt in prompts]
-    with LLM(path, dtype="float32", **offloaded(16, 4, 40)) as llm:
-        assert token_ids(llm, prompts, greedy(6)) == expected
-    with LLM(path, dtype="float32", kvcache_block_size=16, num_gpu_blocks=4) as llm:
-        assert token_ids(llm, prompts[:2], greedy(6)) == expected[:2]
-        with pytest.raises(RequestError, match="the prompt has 150 tokens and max_model_len is"):
-            token_ids(llm, prompts[2:], greedy(6))

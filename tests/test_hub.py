@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +53,6 @@ def test_a_model_of_the_cache_is_used_under_its_name(cache: Path) -> None:
     with LLM(NAME, download_dir=str(cache), **SMALL) as llm, LLM(snapshot, **SMALL) as direct:
         assert Path(llm.config.model) == snapshot and llm.config.model_name == NAME
         assert token_ids(llm, ["a text"], greedy(4)) == token_ids(direct, ["a text"], greedy(4))
-
-
-@pytest.mark.slow
-def test_the_cache_of_the_environment_is_used_by_the_command_line(cache: Path) -> None:
-    home = cache.parent / "home"
-    (home).mkdir()
-    (home / "hub").symlink_to(cache)
-    command = [sys.executable, "-m", "nanovllm", "generate", "--model", NAME, "--kvcache-block-size", "16"]
-    command += ["--num-gpu-blocks", "40", "--max-tokens", "3", "--ignore-eos", "--json", "a text"]
-    environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=cache.parent)
-    assert run.returncode == 0, run.stderr
-    assert len(json.loads(run.stdout)["outputs"][0]["token_ids"]) == 3
 
 
 def test_a_revision_and_a_tokenizer_of_another_model(cache: Path) -> None:
@@ -131,7 +115,7 @@ def test_only_safetensors_config_and_tokenizer_are_downloaded(tmp_path: Path, mo
     assert [(options["revision"], options["token"]) for options in asked] == [("v1", "secret")] * 2
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./model", "a/b/c", "../x/y", "a b", "~/model", "-x/y", ""])
+@pytest.mark.parametrize("name", ["/no/such/model", "a/b/c", "../x/y", "-x/y", "x" * 5000])
 def test_what_is_no_name_of_the_hub_is_not_looked_up(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -140,8 +124,7 @@ def test_what_is_no_name_of_the_hub_is_not_looked_up(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
     monkeypatch.chdir(tmp_path)
-    if name:
-        assert "is not a directory" in message_of(name)
+    assert "is not a directory" in message_of(name)
     (tmp_path / "file").write_text("x")
     assert "model='file' is not a directory" in message_of("file")
 

@@ -345,18 +345,6 @@ def test_vllms_example_of_several_adapters(folder: Path) -> None:
     assert finished["2"].lora_request.lora_name == "sql-lora"
 
 
-def test_one_adapter_for_all_and_one_for_each(folder: Path, tmp_path: Path) -> None:
-    prompts = [random_prompt(length, VOCAB, seed=5) for length in (3, 40)]
-    with make_llm(folder) as llm:
-        one = llm.generate(prompts, greedy(4), use_tqdm=False, lora_request=adapter(folder, 1))
-        each = llm.generate(prompts, greedy(4), use_tqdm=False, lora_request=[adapter(folder, 1)] * 2)
-        streamed = [
-            output for output in llm.stream(prompts, greedy(4), lora_request=adapter(folder, 1)) if output.finished
-        ]
-        found = sorted(streamed, key=lambda output: len(output.prompt_token_ids))
-        assert list(map(numbers, one)) == list(map(numbers, each)) == list(map(numbers, found))
-
-
 def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded graph has no adapters in it."""
     arguments = {**graph_arguments("pieces, resident"), "max_model_len": 200}

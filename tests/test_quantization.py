@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from checkpoints import make_checkpoint, refusal
 from engines import greedy, offloaded, random_prompt, token_ids
 from plans import parameter_bytes
 from quantized_checkpoints import VARIANTS, VOCAB, dequantized, load, quantize, weight_of, write_dequantized
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
@@ -58,27 +56,6 @@ def test_weights_equal_the_published_formula_to_the_bit(variant: str, quantized:
             assert torch.equal(weight_of(linear), rows), linear.parts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "quantized" in variant])
-def test_weights_equal_those_of_the_package_compressed_tensors(variant: str, quantized: Callable[[str], Path]) -> None:
-    reason = "pip install compressed-tensors loguru"
-    package = pytest.importorskip("compressed_tensors.compressors", reason=reason)
-    from compressed_tensors.quantization import QuantizationScheme
-
-    path = quantized(variant)
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    compressor = package.BaseCompressor.get_value_from_registry(config["format"])
-    decoder, tensors = load(path), load_file(path / "model.safetensors")
-    for linear in (each for layer in decoder.layers for each in layer.linears):
-        rows = []
-        for module in linear.parts:
-            own = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
-            own["weight_scale"] = own["weight_scale"].float()  # the package computes in the dtype of the scales
-            rows.append(compressor.decompress(own, scheme)["weight"])
-        assert torch.equal(weight_of(linear), torch.cat(rows)), linear.parts
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_is_counted_as_stored(variant: str, quantized: Callable[[str], Path]) -> None:
     path = quantized(variant)
@@ -89,20 +66,6 @@ def test_memory_is_counted_as_stored(variant: str, quantized: Callable[[str], Pa
     )
     assert {name for name, tensor in spec.tensors() if tensor.check is None} == {name for name, _ in decoder.slots()}
     assert pickle.loads(pickle.dumps(spec)) == spec
-
-
-@pytest.mark.parametrize(
-    ("variant", "bits"),
-    [
-        ("gptq-128", 4 + 16 / 128),
-        ("gptq-32-asymmetric", 4 + (16 + 8) / 32),
-        ("gptq-8-bits", 8 + 16 / 128),
-        ("awq-128", 4 + (16 + 8) / 128),
-    ],
-)
-def test_bits_of_a_weight(variant: str, bits: float, quantized: Callable[[str], Path]) -> None:
-    spec = load_decoder_spec(quantized(variant))
-    assert spec.layer_matrix_bytes(4) * 8 * spec.num_layers == spec.num_layer_matrices * bits
 
 
 def prompt_logprobs(llm: LLM, prompt: list[int]) -> list[float]:

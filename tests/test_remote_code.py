@@ -110,14 +110,8 @@ def test_asking_for_remote_code_that_is_not_needed_changes_nothing(model: Path) 
     edit_config(model, auto_map=AUTO_MAP)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
-    for arguments in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
-        with LLM(model, kvcache_block_size=16, num_gpu_blocks=80, **arguments) as llm:
+    for trust in (False, True):
+        with LLM(model, kvcache_block_size=16, num_gpu_blocks=80, trust_remote_code=trust) as llm:
             answers.append(llm.generate("a known question", params, use_tqdm=False)[0].outputs[0].token_ids)
-    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 4
+    assert answers[0] == answers[1] and len(answers[0]) == 4
     assert not marker.exists()
-
-
-@pytest.mark.slow
-def test_the_flag_says_that_no_code_is_run(model: Path) -> None:
-    run = run_cli(model, "--trust-remote-code", "hello", stdin=b"y\n")
-    assert run.returncode == 0 and run.stderr.decode().count("is never run") == 1

@@ -160,11 +160,6 @@ def test_logprobs_are_of_the_raw_logits(llm: LLM) -> None:
     assert {token: entry.logprob for token, entry in found.items()} == {t: entry.logprob for t, entry in raw.items()}
 
 
-def test_a_cut_output_is_incomplete_and_says_so(llm: LLM) -> None:
-    (completion,) = run(llm, [[1, 2]], structured("schema", max_tokens=4, temperature=0.0))[0].outputs
-    assert (completion.text, completion.finish_reason) == ('{"na', "length")
-
-
 def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     (completion,) = run(llm, [[1, 2]], structured("schema", stop='"age"', seed=1))[0].outputs
     assert (completion.finish_reason, completion.stop_reason) == ("stop", '"age"') and '"age"' not in completion.text
@@ -229,11 +224,6 @@ def test_white_space_ends(llm: LLM) -> None:
     )[0].outputs
     assert completion.finish_reason == "stop" and json.loads(completion.text) == [1]
     assert max(map(len, re.findall(" +", completion.text))) == 64
-
-
-def test_best_of_ranks_matching_outputs(llm: LLM) -> None:
-    output = run(llm, [[1, 2]], structured("schema", seed=2, n=2, best_of=4))[0]
-    assert len(output.outputs) == 2 and all(is_person(completion.text) for completion in output.outputs)
 
 
 # ---- masks
@@ -334,15 +324,11 @@ def chain(length: int) -> dict[str, Any]:
     "given, says",
     [
         ({"regex": "(("}, r"regex='\(\(': cannot be used for structured outputs: .*unclosed group"),
-        ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "cannot be used for structured outputs"),
         ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
-        ({"json": {"$ref": "#"}}, "it matches nothing"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
         ({"json": chain(1000)}, "it is nested too deeply"),
-        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "json="),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
-        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "grammar=.*cannot be used"),
         (
             {"grammar": "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(6_000)) + "\nr6000:"},
             "too deep",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from nanovllm.formats.hub import INDEX
 from nanovllm.layers.sharding import Part
 
 SINGLE = "model.safetensors"
-MAX_NAME = 255  # bytes, of a file
 MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
 QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 # What is read of a file before it is opened anew: pages that stay mapped would add up to a second copy of the weights.
@@ -71,12 +71,23 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
-    if not (directory / INDEX).is_file():
+    path = directory / INDEX
+    if not path.is_file():
         raise ModelError(_no_weights(directory))
-    index = _read_index(directory / INDEX)
-    shards = _shards(directory, index)
-    found = {file.name: headers(file) for file in shards}
-    _check_index(directory / INDEX, index, found)
+    index = checked_fields(path, read_json_object(path), {"weight_map": OBJECT}).get("weight_map")
+    if not index:
+        raise ModelError(f"{path} has no weight_map that says which tensor is in which file.")
+    for shard in index.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ModelError(f"{path} names {quoted(shard)}, which is not a file of its own directory.")
+    shards = sorted(set(index.values()))
+    if absent := [shard for shard in shards if not os.path.isfile(directory / shard)]:
+        raise ModelError(f"{path} names files that do not exist ({some_of(absent)}).")
+    found = {shard: headers(directory / shard) for shard in shards}
+    held = {(name, shard) for shard, tensors in found.items() for name in tensors}
+    if differing := sorted(held ^ set(index.items())):
+        listed = some_of(f"{name} in {shard}" for name, shard in differing)
+        raise ModelError(f"{path} and the files that it names do not hold the same tensors ({listed}).")
     return {name: found[shard][name] for name, shard in index.items()}
 
 
@@ -137,7 +148,9 @@ def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     """
     left = address_space_left()
     if left is not None:
-        what, size = f"{path} is mapped to be read, which takes", MAPPINGS * _size(path)
+        with _file_errors(path):
+            size = MAPPINGS * path.stat().st_size
+        what = f"{path} is mapped to be read, which takes"
         check_fits(what, size, left, "ulimit -v leaves", "raise it, or split the checkpoint into smaller files")
     with _file_errors(path), safe_open(path, framework=framework, device="cpu") as file:
         yield file
@@ -153,16 +166,9 @@ def _file_errors(path: Path) -> Iterator[None]:
         if "mmap" not in str(error):
             raise
         raise ConfigError(
-            f"{path} cannot be mapped to be read: {gib(_size(path))} are more than the system sets aside; split the "
-            "checkpoint into smaller files"
+            f"{path} cannot be mapped to be read: {gib(path.stat().st_size)} are more than the system has; split "
+            "the checkpoint into smaller files"
         ) from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def headers(path: Path) -> dict[str, StoredTensor]:
@@ -182,39 +188,3 @@ def _no_weights(directory: Path) -> str:
     others = sorted(file.name for file in directory.glob("*.safetensors"))
     hint = f", but other safetensors ({some_of(others)})" if others else ""
     return f"{directory} has no {SINGLE} and no {INDEX}{hint}."
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    weight_map = checked_fields(path, read_json_object(path), {"weight_map": OBJECT}).get("weight_map")
-    if not weight_map:
-        raise ModelError(f"{path} has no weight_map that says which tensor is in which file.")
-    assert isinstance(weight_map, dict)
-    for shard in weight_map.values():
-        if not _is_file_name(shard):
-            raise ModelError(f"{path} names {quoted(shard)}, which is not a file of its own directory.")
-    return weight_map
-
-
-def _is_file_name(name: object) -> bool:
-    """Whether `name` is a plain file name, which leads to no other directory."""
-    if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
-        return False
-    return len(name.encode()) <= MAX_NAME
-
-
-def _shards(directory: Path, index: dict[str, str]) -> list[Path]:
-    names = sorted(set(index.values()))
-    absent = [name for name in names if not (directory / name).is_file()]
-    if absent:
-        raise ModelError(f"{directory / INDEX} names files that do not exist ({some_of(absent)}).")
-    return [directory / name for name in names]
-
-
-def _check_index(path: Path, index: dict[str, str], found: dict[str, dict[str, StoredTensor]]) -> None:
-    absent = [f"{name} in {shard}" for name, shard in index.items() if name not in found[shard]]
-    if absent:
-        raise ModelError(f"{path} names tensors that their files do not hold ({some_of(absent)}).")
-    held = ((name, shard) for shard, tensors in found.items() for name in tensors)
-    extra = [f"{name} in {shard}" for name, shard in held if index.get(name) != shard]
-    if extra:
-        raise ModelError(f"{path} does not name tensors that the files hold ({some_of(extra)}).")

@@ -74,7 +74,7 @@ def load_fast(directory: Path, model_type: str | None) -> FastTokenizer | None:
         same = built is None or (built.builds(backend) and _builds_tokens(backend, config, special.values(), text))
         chat_template = _chat_template(directory, config)
     except BaseException as error:  # damaged files: Transformers says what is wrong; the library may panic
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         return None
     size = backend.get_vocab_size()
@@ -82,6 +82,11 @@ def load_fast(directory: Path, model_type: str | None) -> FastTokenizer | None:
     if not (complete and same) or cleans or (size > PATCHED_SIZE and model_type in (None, "mistral")):
         return None
     return FastTokenizer(backend, chat_template, special)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the error, which may be no Exception, is a panic of the tokenizers library."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def _is_plain(directory: Path, config: Mapping[str, Any]) -> bool:

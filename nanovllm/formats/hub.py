@@ -5,6 +5,7 @@ Only config, tokenizer and safetensors files are downloaded: no code and no pick
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +16,8 @@ from nanovllm.errors import ConfigError, ModelError, quoted, told
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 LEFT_OUT = ("*/*", "consolidated*")  # folders, and a second copy of the weights in another layout
@@ -33,15 +26,9 @@ Content = Literal["model", "config", "tokenizer"]  # config: a model without its
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
-GGUF_SUFFIX = ".gguf"
-
-
 def is_gguf(path: object) -> bool:
     """Whether it is the path of a file in GGUF, by its ending."""
-    try:
-        return isinstance(path, str | Path) and Path(path).suffix.lower() == GGUF_SUFFIX and Path(path).is_file()
-    except (OSError, ValueError):  # such as a name that is too long
-        return False
+    return isinstance(path, str | Path) and Path(path).suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
 def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,41 +37,21 @@ def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, An
     Raises ConfigError as `find_directory` does.
     """
     found = dict(engine_args)
-    tokenizer = found.get("tokenizer")
-    if tokenizer is None and found.get("tokenizer_revision") is not None:
-        tokenizer = model
+    where = {"download_dir": found.get("download_dir"), "token": found.get("hf_token")}
     content: Content = "config" if found.get("load_format") == "dummy" else "model"
-    found["model"] = str(_find("model", model, "revision", content, found))
-    if not _is_local(Path(model)) and found.get("served_model_name") is None:
+    found["model"] = str(find_directory("model", model, revision=found.get("revision"), content=content, **where))
+    if not _is_local(model) and found.get("served_model_name") is None:
         found["served_model_name"] = model
+    revision = found.get("tokenizer_revision")
+    tokenizer = model if found.get("tokenizer") is None and revision is not None else found.get("tokenizer")
     if tokenizer is not None:
-        found["tokenizer"] = str(_find("tokenizer", tokenizer, "tokenizer_revision", "tokenizer", found))
+        path = find_directory("tokenizer", tokenizer, revision=revision, content="tokenizer", **where)
+        found["tokenizer"] = str(path)
     return found
 
 
-def _find(argument: str, name: str | Path, revision: str, content: Content, given: Mapping[str, Any]) -> Path:
-    if not isinstance(name, str | Path):
-        raise ConfigError(
-            f"{argument}={quoted(name)}: must be a directory, a GGUF file or the name of a model on the hub"
-        )
-    if given.get(revision) is not None and _is_local(Path(name)):
-        kind = "a file" if is_gguf(name) else "a directory"
-        raise ConfigError(
-            f"{revision}={quoted(given[revision])}: {argument}={quoted(str(name))} is {kind}, which has no "
-            f"revisions: leave {revision} out"
-        )
-    return find_directory(
-        argument,
-        name,
-        revision=given.get(revision),
-        download_dir=given.get("download_dir"),
-        token=given.get("hf_token"),
-        content=content,
-    )
-
-
 def find_directory(
-    argument: str,
+    argument: Literal["model", "tokenizer"],
     name: str | Path,
     *,
     revision: str | None = None,
@@ -99,9 +66,17 @@ def find_directory(
     download_dir: the cache directory; huggingface_hub's own by default. content: what the snapshot is needed for.
     Raises ConfigError, with the directories that were looked in.
     """
-    if _is_local(Path(name)):
+    if not isinstance(name, str | Path):
+        what = "must be a directory, a GGUF file or the name of a model on the hub"
+        raise ConfigError(f"{argument}={quoted(name)}: {what}")
+    if _is_local(name):
+        if revision is not None:
+            what = "revision" if argument == "model" else "tokenizer_revision"
+            kind = "a file" if is_gguf(name) else "a directory"
+            where = f"{argument}={quoted(str(name))} is {kind}, which has no revisions"
+            raise ConfigError(f"{what}={quoted(revision)}: {where}: leave {what} out")
         return Path(name)
-    if MODEL_NAME.fullmatch(str(name)) is None or _exists(Path(name)):
+    if MODEL_NAME.fullmatch(str(name)) is None or os.path.exists(name):
         raise ConfigError(
             f"{argument}={quoted(str(name))} is not a directory: give the path of a local checkpoint in Hugging Face "
             "format or of a GGUF file, or the name of a model on the hub, such as Qwen/Qwen3-0.6B"
@@ -159,19 +134,5 @@ def _is_complete(snapshot: Path, content: Content) -> bool:
     return isinstance(shards, dict) and all((snapshot / str(name)).is_file() for name in shards.values())
 
 
-def _is_local(path: Path) -> bool:
-    return _is_directory(path) or is_gguf(path)
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # such as a name that is too long
-        return False
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+def _is_local(path: str | Path) -> bool:
+    return os.path.isdir(path) or is_gguf(path)

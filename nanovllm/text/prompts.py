@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, cast
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
@@ -14,6 +14,7 @@ from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):
@@ -56,15 +57,10 @@ def params_for_each(
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence):
         raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {quoted(sampling_params)}")
-    params = list(sampling_params)
-    if len(params) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts and {len(params)} sampling_params: give one SamplingParams for all, or one for each"
-        )
-    for param in params:
+    for param in sampling_params:
         if not isinstance(param, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(param)}")
-    return params
+    return _for_each("sampling_params", sampling_params, num_prompts)
 
 
 def priority_for_each(priority: int | Sequence[int] | None, num_prompts: int) -> list[int]:
@@ -73,20 +69,20 @@ def priority_for_each(priority: int | Sequence[int] | None, num_prompts: int) ->
         return [priority or 0] * num_prompts
     if isinstance(priority, str) or not isinstance(priority, Sequence):
         raise RequestError(f"priority must be a list with a whole number for each prompt, got {quoted(priority)}")
-    if len(priority) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts and {len(priority)} priorities: give one for each")
-    return list(priority)
+    return _for_each("priorities", priority, num_prompts)
 
 
 def lora_request_for_each(lora_request: Any, num_prompts: int) -> list[Any]:
     """One LoRARequest, or None, for each prompt, from one for all or a list. Raises RequestError."""
     if not isinstance(lora_request, Sequence) or isinstance(lora_request, str):
         return [lora_request] * num_prompts
-    if len(lora_request) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts and {len(lora_request)} lora_requests: give one for all, or one (or None) for each"
-        )
-    return list(lora_request)
+    return _for_each("lora_requests", lora_request, num_prompts)
+
+
+def _for_each(name: str, values: Sequence[T], num_prompts: int) -> list[T]:
+    if len(values) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts and {len(values)} {name}: give one for all, or one for each")
+    return list(values)
 
 
 def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:

@@ -10,43 +10,28 @@ from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer as Backend
 
-from nanovllm.data.json_fields import (
-    FLAG,
-    LIST,
-    NULL,
-    OBJECT,
-    TEXT,
-    Field,
-    checked_fields,
-    number,
-    one_of,
-    read_json_object,
-)
+from nanovllm.data import json_fields as rules
+from nanovllm.data.json_fields import FLAG, LIST, NULL, OBJECT, TEXT, Field
 from nanovllm.errors import ModelError, RequestError, quoted, told
-from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, load_fast
+from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, is_panic, load_fast
 from nanovllm.formats.hub import is_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
 MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
-_SIDE = one_of(("left", "right"))
-_TOKEN = TEXT | OBJECT | NULL
-SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, _TOKEN))
+SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, TEXT | OBJECT | NULL))
 CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         **SPECIAL_TOKEN_FIELDS,
         "tokenizer_class": TEXT | NULL,
         "auto_map": OBJECT | LIST | NULL,
-        "model_max_length": number(0, above=True) | NULL,
+        "model_max_length": rules.number(0, above=True) | NULL,
         "chat_template": TEXT | OBJECT | LIST | NULL,
         "added_tokens_decoder": OBJECT,
         "additional_special_tokens": LIST | NULL,
         "extra_special_tokens": LIST | OBJECT | NULL,
-        "padding_side": _SIDE,
-        "truncation_side": _SIDE,
-        "add_bos_token": FLAG | NULL,
-        "add_eos_token": FLAG | NULL,
-        "add_prefix_space": FLAG | NULL,
+        **dict.fromkeys(("padding_side", "truncation_side"), rules.one_of(("left", "right"))),
+        **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space"), FLAG | NULL),
         "clean_up_tokenization_spaces": FLAG | NULL,
     }
 )
@@ -124,16 +109,11 @@ class HuggingFaceTokenizer:
         return _guarded(lambda: list(fast.backend.encode(text, add_special_tokens=add_special_tokens).ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        fast = self._fast
-        if fast is not None:
-            return _guarded(lambda: str(fast.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)))
         # Cleaning up spaces could change earlier text when a token is appended.
+        options = {"clean_up_tokenization_spaces": False} if self._fast is None else {}
+        tokenizer = self.tokenizer if self._fast is None else self._fast.backend
         return _guarded(
-            lambda: str(
-                self.tokenizer.decode(
-                    list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-                )
-            )
+            lambda: str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **options))
         )
 
     def token_text(self, token_id: int) -> str:
@@ -152,9 +132,8 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
             return HuggingFaceTokenizer(path)
         except NoTokenizerError:
             return None
-    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return HuggingFaceTokenizer(model_dir, model_type)
+    found = any((path / name).is_file() for name in TOKENIZER_FILES)
+    return HuggingFaceTokenizer(path, model_type) if found else None
 
 
 def _check_files(directory: Path) -> dict[str, Any]:
@@ -172,7 +151,7 @@ def _check_files(directory: Path) -> dict[str, Any]:
 
 
 def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    return checked_fields(path, read_json_object(path), fields) if path.is_file() else {}
+    return rules.checked_fields(path, rules.read_json_object(path), fields) if path.is_file() else {}
 
 
 def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
@@ -201,14 +180,10 @@ def _load(directory: Path, model_type: str | None) -> Any:
             str(directory), config=config, local_files_only=True, trust_remote_code=False
         )
     except BaseException as error:  # the library raises many types on damaged files, also panics
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if not (directory / "tokenizer.json").is_file():
-            raise ModelError(
-                f"the tokenizer files in {directory} cannot be read: there is no tokenizer.json, and none can be made "
-                f"from the others ({told(error)})"
-            ) from error
-        raise ModelError(f"the tokenizer files in {directory} cannot be read: {told(error)}") from error
+        missing = "" if (directory / "tokenizer.json").is_file() else "there is no tokenizer.json: "
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: {missing}{told(error)}") from error
 
 
 def _guarded(call: Callable[[], T]) -> T:
@@ -216,10 +191,6 @@ def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
     except BaseException as error:
-        if _is_panic(error):
+        if is_panic(error):
             raise RequestError(f"the tokenizer fails on this text: {told(error)}") from None
         raise
-
-
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__module__ == "pyo3_runtime"

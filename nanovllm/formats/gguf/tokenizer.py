@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from nanovllm.data.json_fields import FLAG, TEXT, integer
 from nanovllm.errors import ModelError, quoted, told
-from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer
+from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, is_panic
 from nanovllm.formats.gguf.header import GgufHeader, read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 
@@ -55,7 +55,7 @@ def load_tokenizer(path: Path) -> FastTokenizer:
     except ModelError:
         raise
     except BaseException as error:  # the library raises many types on damaged vocabularies, also panics
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"the tokenizer in {path} cannot be read: {told(error)}") from error
 
