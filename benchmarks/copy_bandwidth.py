@@ -24,10 +24,10 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import synchronize
 from benchmarks.report import machine_facts, print_other_load, print_row, write_json
 from benchmarks.timing import Spread
-from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
+from nanovllm.comm import memcpy_2d_async
 from nanovllm.errors import ConfigError
 
-MOST_CALLS = 8192  # of ways with one call, or one entry of a batch, per row
+MOST_CALLS = 8192  # of ways with one call per row
 CONTIGUOUS = "contiguous"
 
 
@@ -77,7 +77,6 @@ class Buffers:
             "torch, strided": lambda: torch_to.copy_(torch_at, non_blocking=True),
         }
         if dsts:
-            found["batch"] = lambda: memcpy_batch_async(dsts, srcs, [width] * rows, self.kind, stream)
             found["row by row"] = one_by_one
         return found
 

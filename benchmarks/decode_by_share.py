@@ -15,9 +15,8 @@ from benchmarks.engine import Work
 from benchmarks.report import mib, print_row
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
-from nanovllm.device import Busy
-from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
-from nanovllm.features.cpu_attention.shares import LayerLoad, cpu_attention_query_len
+from nanovllm.features.cpu_attention.host_blocks import BalancedShare, HostBlockAttention
+from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, LayerLoad, cpu_attention_query_len
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
 from nanovllm.memory.layout import KVLayout
 
@@ -25,17 +24,15 @@ AUTOMATIC = "automatic"
 BAR = 40  # characters of the longest
 
 
-class ForcedShare:
-    """A `SharePolicy` that gives the CPU the same share of the blocks in every step."""
+class ForcedShare(BalancedShare):
+    """A policy that gives the CPU the same share of the blocks in every step."""
 
     def __init__(self, share: float) -> None:
+        super().__init__(ONE_PROCESSOR, 0)
         self.share = share
 
     def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
         return blocks_of_share(len(load.reads), self.share)
-
-    def observe(self, link: Busy, cpu: Busy) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True)

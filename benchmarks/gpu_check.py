@@ -109,7 +109,7 @@ PARTS = (
          "--durations=15", *(("-n", "8") if XDIST else ())),
         420,
         120,
-        (*(("-n", "0") if XDIST else ()), "tests/test_cudnn_attention.py", "tests/test_sgdma.py"),
+        (*(("-n", "0") if XDIST else ()), "tests/test_sgdma.py"),
         figures=False,
     ),
     Part(

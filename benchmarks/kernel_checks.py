@@ -113,7 +113,7 @@ class KernelChecks:
         fp8 = (torch.rand(96, 128) - 0.5).to(torch.float8_e4m3fn)
         for weight in (
             PackedWeight("int4", codes, scales, zeros, 32, 128),
-            PackedWeight("fp8", fp8, torch.rand(1, 1), None, 128, 128),
+            PackedWeight("fp8", fp8, torch.rand(96, 1), None, 128, 128),
         ):
             for rows in (1, 40):
                 x = self.random(rows, 128) / 16

@@ -54,7 +54,7 @@ def random_weight(scheme: str, group_size: int, sizes: Sizes, device: torch.devi
     groups = (sizes.out_features, sizes.in_features // group_size)
     if scheme == "fp8":
         data = (torch.rand(shape, device=device) * 2 - 1).to(torch.float8_e4m3fn)
-        scales = torch.rand(groups if groups[1] == 1 else (-(-groups[0] // 128), groups[1]), device=device) * size
+        scales = torch.rand(groups, device=device) * size
         return PackedWeight("fp8", data, scales, None, group_size, sizes.in_features)
     columns, kind = (shape[1] // 2, torch.uint8) if scheme == "int4" else (shape[1], torch.int8)
     data = torch.randint(0, 256, (shape[0], columns), dtype=torch.uint8, device=device).view(kind)

@@ -25,7 +25,7 @@ from benchmarks.engine import device_name, generate
 from benchmarks.options import Parser, add_device_option, add_json_option
 from benchmarks.tiny import write_adapter, write_tiny_config
 from nanovllm import LLM, SamplingParams
-from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
+from nanovllm.comm import memcpy_2d_async
 from nanovllm.device import create_device
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import AttentionBackend
@@ -51,7 +51,6 @@ class Smoke:
         ways = ("h2d", "d2h", "d2d") if self.device == "cuda" else ("h2h",)
         for way in ways:
             found[f"strided copy, {way}"] = lambda way=way: self.strided_copy(way)
-            found[f"batch of copies, {way}"] = lambda way=way: self.batch_copy(way)
         found |= KernelChecks(self.device, self.dtype).checks()
         for backend in self.backends():
             found[f"attention: {backend.name}"] = lambda backend=backend: self.attention(backend)
@@ -84,12 +83,6 @@ class Smoke:
     def strided_copy(self, way: str) -> None:
         far, near = self.sides(way)
         self.copy(lambda stream: memcpy_2d_async(near, far, 4096, 8192, 4096, 16, way, stream))
-        expect_close(near.cpu(), far.view(16, 2, 4096)[:, 0].cpu(), 0.0)
-
-    def batch_copy(self, way: str) -> None:
-        far, near = self.sides(way)
-        pieces = list(far.view(16, 2, 4096)[:, 0])
-        self.copy(lambda stream: memcpy_batch_async(list(near), pieces, [4096] * 16, way, stream))
         expect_close(near.cpu(), far.view(16, 2, 4096)[:, 0].cpu(), 0.0)
 
     def sides(self, way: str) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Finds the fastest tiles and pipelines of the attention kernels on this GPU, and compares them with cuDNN.
+"""Finds the fastest tiles and pipelines of the attention kernels on this GPU.
 
     python -m benchmarks.sweep [--head-dim 128 ...] [--keep] [--dry] [--output-json FILE]
 
@@ -25,8 +25,7 @@ from benchmarks.kernel_variants import decode_variants, prefill_variants
 from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState
-from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
+from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.kernel_config import (
     TABLES,
     DecodeConfig,
@@ -37,23 +36,21 @@ from nanovllm.ops.kernel_config import (
 )
 
 BOUND = 2e-2  # of outputs and LSE between two configurations
-MARGIN = 0.97  # of our own kernel's time, below which another backend is worth its merges
 Config = PrefillConfig | DecodeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """(rows, context, block size) of prefill, also for cuDNN, and (sequences, context, block size) of decode."""
+    """(rows, context, block size) of prefill, and (sequences, context, block size) of decode."""
 
     prefill: tuple[tuple[int, int, int], ...] = ((8192, 16384, 256), (8192, 16384, 4096))
     decode: tuple[tuple[int, int, int], ...] = ((1, 32768, 4096), (8, 32768, 1024), (64, 4096, 256))
-    backends: tuple[tuple[int, int, int], ...] = ((8192, 16384, 256), (8192, 16384, 1024), (8192, 16384, 4096))
     repeats: int = 7
     configs: int | None = None  # how many, None for all
 
     @classmethod
     def tiny(cls) -> Problems:
-        return cls(((70, 100, 64),), ((1, 70, 32),), ((128, 256, 64),), 1, 2)
+        return cls(((70, 100, 64),), ((1, 70, 32),), 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +130,6 @@ class Sweep:
         print_row(rates, unit, name)
         return Timing(config, tuple(took))
 
-    def backends(self, best: PrefillConfig) -> list[dict[str, Any]]:
-        """The tuned kernel and cuDNN, by block size; none if torch does not offer cuDNN."""
-        if self.device.type != "cuda" or not cudnn_takes(self.device, self.sizes.head_dim):
-            return []
-        from nanovllm.ops.triton_attention import TritonAttention
-        from nanovllm.ops.triton_prefill import prefill_
-
-        cudnn: AttentionBackend = CudnnAttention(cudnn_attention, TritonAttention())
-        rows = []
-        for queries, context, block_size in self.problems.backends:
-            q, pool, table, state = problem(self.sizes, self.device, 1, queries, context, block_size)
-            ways: dict[str, Callable[[], None]] = {
-                "triton": lambda: prefill_(q, pool, table.on(q.device), state, self.scale, None, best),  # noqa: B023
-                "cudnn": lambda: cudnn.attend(q, pool, table, state, self.scale, None),  # noqa: B023
-            }
-            row: dict[str, Any] = {"block_size": block_size}
-            for name, call in ways.items():
-                row[name] = seconds(call, self.device, self.problems.repeats)
-                rate = operations(self.sizes, queries, context) / row[name] / 1e12
-                print_row(f"{name}, blocks of {block_size}", f"{rate:,.1f} TFLOP/s")
-            rows.append(row)
-        return rows
-
 
 def fastest(timings: Sequence[Timing]) -> Config:
     """The configuration with the least time, each problem counted against the default's, which is the first."""
@@ -167,16 +141,6 @@ def fastest(timings: Sequence[Timing]) -> Config:
         return sum(took / base for took, base in zip(timing.seconds, default.seconds, strict=True))
 
     return min((timing for timing in timings if timing.seconds), key=relative).config
-
-
-def cudnn_from_block(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The smallest block size from which cuDNN is always faster by MARGIN; None if it is not with the largest."""
-    found = None
-    for row in sorted(rows, key=lambda row: -row["block_size"]):
-        if row["cudnn"] > MARGIN * row["triton"]:
-            break
-        found = row["block_size"]
-    return found
 
 
 def keep(entry: TunedEntry, facts: dict[str, Any], device_name: str, directory: Path = TABLES) -> Path:
@@ -210,8 +174,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         write("decode", sweep.decode())
         prefill, decode = fastest(result["prefill"]), fastest(result["decode"])
         assert isinstance(prefill, PrefillConfig) and isinstance(decode, DecodeConfig)
-        write("backends", sweep.backends(prefill))
-        entry = TunedEntry(head_dim, result["dtype"], prefill, decode, cudnn_from_block(result["backends"]))
+        entry = TunedEntry(head_dim, result["dtype"], prefill, decode)
         write("entry", entry)
         print(f"fastest: {entry}")
         if args.keep and not args.dry:

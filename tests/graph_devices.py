@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from engines import offloaded, random_prompt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -49,10 +47,11 @@ class Tape(TorchDispatchMode):
         self.steps.append(lambda: self._again(func, args, kwargs, result))
         return result
 
-    def call(self, kernel: Callable[..., object], *args: Any) -> None:
+    def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
-            kernel(*args)
-        self.steps.append(lambda: kernel(*args))
+            result = kernel(*args, **kwargs)
+        self.steps.append(lambda: self._again(kernel, args, kwargs, result))
+        return result
 
     def run(self) -> None:
         """Then spoil all that was made on the way: on a GPU the next graph has it in the same memory."""
@@ -111,14 +110,11 @@ class CapturingDevice(DeviceWrapper):
         finally:
             self.tape = None
 
-    def kernel(self, function: Callable[..., object]) -> Callable[..., None]:
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, put on the tape where there is one."""
 
-        def call(*args: Any) -> None:
-            if self.tape is None:
-                function(*args)
-            else:
-                self.tape.call(function, *args)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.tape is None else self.tape.call(function, args, kwargs)
 
         return call
 
@@ -155,87 +151,13 @@ class RowsOnCpu(NativeAttention):
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
-    norm, angles = cpu_kernels.rms_norm, cpu_kernels.cos_sin
-    power, product = cpu_kernels.powers, cpu_kernels.cpu_linear
-    fill, gather, widen = cpu_kernels.filled, cpu_kernels.rows_of, cpu_kernels.widened
-
-    def into(function: Callable[..., Any]) -> Callable[..., None]:
-        """`function` with its results written into tensors that are given first."""
-
-        def write(results: tuple[Tensor, ...], *args: Any) -> None:
-            made = function(*args)
-            for result, value in zip(results, made if isinstance(made, tuple) else (made,), strict=True):
-                result.copy_(value)
-
-        return device.kernel(write)
-
-    def normed(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
-        y = torch.empty_like(x)
-        into(norm)((y,), x, weight, eps, addend)
-        return y
-
-    def recorded_unit(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def gated(gate_up: Tensor) -> Tensor:
-            y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-            into(function)((y,), gate_up)
-            return y
-
-        return gated
-
-    def cos_sin(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        results = x.new_empty(x.shape[0], 2 * x.shape[1]), torch.empty_like(x)
-        into(angles)(results, x, factor)
-        return results
-
-    def powers(bases: Tensor, exponents: Tensor) -> Tensor:
-        y = bases.new_empty(len(bases), len(exponents))
-        into(power)((y,), bases, exponents)
-        return y
-
-    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, interleaved: bool = False) -> Tensor:
-        y = x.new_empty(x.shape[0], weight.shape[0])
-        into(partial(product, interleaved=interleaved))((y,), x, weight, bias)
-        return y
-
-    def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        recorded = device.kernel(function)
-
-        def changed(target: Tensor, source: Tensor) -> Tensor:
-            recorded(target, source)
-            return target
-
-        return changed
-
-    def filled(shape: Sequence[int], value: float) -> Tensor:
-        y = torch.empty(tuple(shape), dtype=torch.float32)
-        into(fill)((y,), shape, value)
-        return y
-
-    def rows_of(weight: Tensor, indices: Tensor, *, interleaved: bool = False) -> Tensor:
-        y = weight.new_empty(indices.shape[0], weight.shape[1])
-        into(partial(gather, interleaved=interleaved))((y,), weight, indices)
-        return y
-
-    def widened(x: Tensor) -> Tensor:
-        y = torch.empty(x.shape, dtype=torch.float32)
-        into(widen)((y,), x)
-        return y
-
-    for name in ("add_", "copy_", "narrow_"):
-        monkeypatch.setattr(cpu_kernels, name, in_place(getattr(cpu_kernels, name)))
-    for name, recorded_kernel in (("filled", filled), ("rows_of", rows_of), ("widened", widened)):
-        monkeypatch.setattr(cpu_kernels, name, recorded_kernel)
-    monkeypatch.setattr(cpu_kernels, "rms_norm", normed)  # which `add_rms_norm_` calls
-    for name in ("silu_and_mul", "gelu_tanh_and_mul"):
-        monkeypatch.setattr(cpu_kernels, name, recorded_unit(getattr(cpu_kernels, name)))
-    monkeypatch.setattr(cpu_kernels, "cos_sin", cos_sin)
-    monkeypatch.setattr(cpu_kernels, "powers", powers)
-    monkeypatch.setattr(cpu_kernels, "cpu_linear", multiplied)
-    monkeypatch.setattr(cpu_kernels, "place_heads", device.kernel(cpu_kernels.place_heads))
+    for name in (
+        "add_", "copy_", "narrow_", "filled", "rows_of", "widened", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul",
+        "cos_sin", "powers", "cpu_linear", "place_heads",
+    ):  # fmt: skip
+        monkeypatch.setattr(cpu_kernels, name, device.kernel(getattr(cpu_kernels, name)))
     for name in ("project", "finish_"):
-        method = getattr(FewRowLayer, name)
-        recorded = device.kernel(method)
-        monkeypatch.setattr(FewRowLayer, name, lambda *args, recorded=recorded: recorded(*args))
+        monkeypatch.setattr(FewRowLayer, name, device.kernel(getattr(FewRowLayer, name)))
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:

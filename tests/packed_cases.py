@@ -13,15 +13,8 @@ HALVES = {
     "q6_k": (208,),
 }  # fmt: skip
 LARGEST = {
-    "q4_0": 8,
-    "q4_1": 15,
-    "q5_0": 16,
-    "q5_1": 31,
-    "q8_0": 128,
-    "q4_k": 63 * 15,
-    "q5_k": 63 * 31,
-    "q6_k": 127 * 32,
-}
+    "q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 128, "q4_k": 63 * 15, "q5_k": 63 * 31, "q6_k": 127 * 32,
+}  # fmt: skip
 # Variants of the schemes: the scheme, then what is special.
 VARIANTS = (
     *GGUF_BLOCKS,
@@ -77,9 +70,9 @@ def _gguf(scheme: str, out_features: int, in_features: int, size: float, generat
 def _fp8(kind: str, out_features: int, in_features: int, size: float, generator: torch.Generator) -> PackedWeight:
     bits = torch.randint(0, 256, (out_features, in_features), dtype=torch.uint8, generator=generator)
     bits[bits & 127 == 127] -= 1  # NaN
-    blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
-    shape = {"tensor": (1, 1), "channel": (out_features, 1), "blocks": blocks}[kind]
-    scales = torch.randn(shape, generator=generator) * size / 448
+    outputs = {"tensor": out_features, "channel": 1, "blocks": FP8_BLOCK}[kind]  # that share a scale
+    shape = (-(-out_features // outputs), -(-in_features // FP8_BLOCK) if kind == "blocks" else 1)
+    scales = (torch.randn(shape, generator=generator) * size / 448).repeat_interleave(outputs, dim=0)[:out_features]
     group = FP8_BLOCK if kind == "blocks" else in_features
     return PackedWeight("fp8", bits.view(torch.float8_e4m3fn), scales, None, group, in_features)
 

@@ -118,9 +118,8 @@ def test_copies_calls_and_merges_follow_the_formula(
     assert sum(loads) < predicted.h2d_copies // LAYERS
     assert watch.calls["copy"] == LAYERS * sum(loads) + predicted.d2h_copies
     assert watch.calls["attend"] == LAYERS * sum(1 + count for count in groups)
-    # The native kernel carries its state on. torch's operator leaves a result to be merged for each block, and for the
-    # one that the rows stand in two: of the rows under the causal mask, and of the last row, which sees all.
-    merges = LAYERS * (CHUNKS * (CHUNKS + 1) // 2 + CHUNKS)
+    # The native kernel carries its state on. torch's operator leaves a result to be merged for each block.
+    merges = LAYERS * (CHUNKS * (CHUNKS + 1) // 2)
     assert watch.calls["merge"] == (0 if isinstance(backend, NativeAttention) else merges)
 
     print(

@@ -229,8 +229,8 @@ def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:
 
 def test_copies_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     script = importlib.import_module("benchmarks.copy_bandwidth")
-    monkeypatch.setattr(script, "memcpy_batch_async", lambda *arguments: None)
-    with pytest.raises(AssertionError, match="batch moved the wrong bytes"):
+    monkeypatch.setattr(script, "memcpy_2d_async", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="contiguous moved the wrong bytes"):
         script.main(["--mib", "1", "--row-bytes", "4096", "--device", "cpu"])
 
 

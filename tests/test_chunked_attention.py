@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -15,15 +14,11 @@ from triton_mode import DEVICE, TRITON_MARKS
 from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.chunked_attention import merge_attention_outputs
 from nanovllm.ops import merge
-from nanovllm.ops.merge import merge_parts_, merge_states_
+from nanovllm.ops.merge import merge_states_
 
 INF = math.inf
 SHAPES = [(1, 1, 16), (5, 3, 64), (33, 4, 80), (17, 8, 96), (16, 2, 112), (40, 7, 128), (3, 2, 256)]
-BOUNDS = {
-    torch.float32: 1e-6,
-    torch.float16: 5e-4,
-    torch.bfloat16: 8e-3,
-}  # of one rounding, or cutting off, of values of size 1
+BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}  # of one rounding of values of size 1
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in subtract")  # inf - inf, which is discarded
 
@@ -59,13 +54,25 @@ def test_shapes_and_dtypes(device: str, shape: tuple[int, int, int], dtype: torc
     assert all(map(torch.equal, given, before)), "the inputs are left alone"
 
 
-@pytest.mark.parametrize("name", EDGES)
-def test_edges(device: str, name: str) -> None:
-    left, right, merged = EDGES[name]
-    out, lse = merge_attention_outputs(*(tensor.to(device) for side in (left, right) for tensor in state(*side)))
-    expected_out, expected_lse = state(*merged)
-    torch.testing.assert_close(out.cpu(), expected_out, rtol=1e-6, atol=0)
-    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_edges(device: str, dtype: torch.dtype) -> None:
+    for left, right, merged in EDGES.values():
+        sides = [tensor.to(device) for side in (left, right) for tensor in state(*side)]
+        expected_out, expected_lse = state(*merged)
+        out, lse = merge_attention_outputs(*sides)
+        merge_states_(sides[0], sides[1], sides[2].to(dtype), sides[3])  # in place, into fp32
+        for found_out, found_lse in ((out, lse), sides[:2]):
+            torch.testing.assert_close(found_out.cpu(), expected_out, rtol=1e-6, atol=0)
+            torch.testing.assert_close(found_lse.cpu(), expected_lse, rtol=1e-6, atol=0)
+
+
+def test_views_of_a_larger_state_are_merged_in_place_and_no_rows_are_no_work(device: str) -> None:
+    out, lse = torch.zeros(9, 6, 16, device=device), torch.full((6, 9), -INF, device=device)
+    part_out, part_lse = (tensor.to(device) for tensor in state(3.0, 1.0))
+    merge_states_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
+    assert (out[2:7, 1:4] == 3).all() and (lse[1:4, 2:7] == 1).all()
+    assert out.count_nonzero() == 5 * 3 * 16 and (lse > -INF).sum() == 5 * 3
+    assert merge_attention_outputs(out[:0], lse[:, :0], out[:0], lse[:, :0])[0].shape == (0, 6, 16)
 
 
 @pytest.mark.slow
@@ -75,40 +82,14 @@ def test_256_parts_in_any_order(device: str) -> None:
     for seed in range(2):
         Random(seed).shuffle(pieces)
         out, lse = (tensor.to(device) for tensor in state(0.0, -INF))
-        outs, lses = (torch.stack(side).to(device) for side in zip(*pieces, strict=True))
-        merge_parts_(out, lse, outs, lses)
+        for part_out, part_lse in pieces:
+            merge_states_(out, lse, part_out.to(device), part_lse.to(device))
         assert (out.cpu() - expected_out).abs().max() < 2e-5
         assert (lse.cpu() - expected_lse).abs().max() < 3e-5
 
 
-def test_one_launch_gives_the_bits_of_many(device: str) -> None:
-    pieces, _ = parts(9, 4, 4)
-    outs, lses = (torch.stack(side).to(device) for side in zip(*pieces, strict=True))
-    one, many = ([tensor.to(device) for tensor in state(0.0, -INF)] for _ in range(2))
-    merge_parts_(*one, outs, lses)
-    for part_out, part_lse in zip(outs, lses, strict=True):
-        merge_states_(*many, part_out, part_lse)
-    assert all(map(torch.equal, one, many))
-
-
-def test_views_of_a_larger_state_are_merged_in_place(device: str) -> None:
-    out, lse = torch.zeros(9, 6, 16, device=device), torch.full((6, 9), -INF, device=device)
-    part_out, part_lse = (tensor.to(device) for tensor in state(3.0, 1.0))
-    merge_states_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
-    assert (out[2:7, 1:4] == 3).all() and (lse[1:4, 2:7] == 1).all()
-    assert out.count_nonzero() == 5 * 3 * 16 and (lse > -INF).sum() == 5 * 3
-
-
-def test_no_rows_are_no_work(device: str) -> None:
-    empty, lse = torch.empty(0, 2, 16, device=device), torch.empty(2, 0, device=device)
-    out, merged_lse = merge_attention_outputs(empty, lse, empty, lse)
-    assert out.shape == (0, 2, 16) and merged_lse.shape == (2, 0)
-
-
-@pytest.mark.parametrize(
-    "change", [lambda o, s: (o[:2], s, o, s), lambda o, s: (o, s.T, o, s), lambda o, s: (o, s, o, s[:, :1])]
-)
-def test_shapes_that_do_not_fit_are_refused(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     out, lse = state(1.0, 0.0)
-    with pytest.raises(ValueError, match=r"outputs must be \[tokens, heads, head_dim\] and LSEs \[heads, tokens\]"):
-        merge_attention_outputs(*change(out, lse))
+    for bad in ((out[:2], lse, out, lse), (out, lse.T, out, lse), (out, lse, out, lse[:, :1])):
+        with pytest.raises(ValueError, match=r"outputs must be \[tokens, heads, head_dim\] and LSEs"):
+            merge_attention_outputs(*bad)

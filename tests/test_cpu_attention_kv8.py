@@ -46,13 +46,8 @@ def chunked(seq: SequenceMetadata, tokens: int) -> list[SequenceMetadata]:
     """The same rows in chunks of `tokens`; each sees the KV up to its own end only."""
     starts = range(0, seq.query_len, tokens)
     return [
-        SequenceMetadata(
-            seq.query_start + start,
-            min(tokens, seq.query_len - start),
-            seq.context_len + start,
-            0,
-            seq.context_len + min(start + tokens, seq.query_len),
-            seq.block_table,
+        SequenceMetadata.full(
+            seq.query_start + start, min(tokens, seq.query_len - start), seq.context_len + start, seq.block_table
         )
         for start in starts
     ]

@@ -43,9 +43,6 @@ class FakeCuda:
                 if fake.refused:
                     raise RuntimeError("capture failed")
 
-            def replay(self) -> None:
-                note("replay")
-
         class Stream:
             def synchronize(self) -> None:
                 note("wait")
@@ -68,16 +65,10 @@ class FakeCuda:
         return work
 
 
-def test_what_is_asked_of_torch_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    first, _ = record_graphs([cuda.work("a"), cuda.work("b")], 3)
-    begin = "begin pool thread_local"
+def test_what_is_asked_of_torch_to_record_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, begin = FakeCuda(monkeypatch), "begin pool thread_local"
+    record_graphs([cuda.work("a"), cuda.work("b")], 3)
     assert cuda.calls == ["a", "b", "wait", begin, "a", "end", begin, "b", "end"]
-    first.replay()
-    assert cuda.calls[-1] == "replay"
-
-
-def test_torch_is_told_of_a_failed_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     with pytest.raises(ValueError, match="of the work"):
         record_graphs([cuda.work("a", ValueError("of the work"))], 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -28,17 +27,6 @@ pool = torch.ones(memory.MAPPED_BYTES, dtype=torch.uint8)
 del pool
 print(again * resource.getpagesize(), memory.rss_bytes() - before)
 """
-
-
-def test_resident_memory_is_of_this_process() -> None:
-    before = memory.rss_bytes()
-    with mmap.mmap(-1, 1 << 26) as held:
-        for page in range(0, len(held), mmap.PAGESIZE):  # without a copy, which the C library might keep
-            held[page] = 1
-        highest = memory.rss_bytes()
-    assert 0.9 * (1 << 26) < highest - before < 1.1 * (1 << 26)
-    assert memory.peak_rss_bytes() > highest - (1 << 20)  # it may lack some pages
-    assert memory.peak_rss_bytes() < memory.total_bytes()
 
 
 @pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -81,19 +69,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("limit", [None, "max", UNLIMITED])
+@pytest.mark.parametrize("limit", [None, UNLIMITED])
 def test_without_a_container_limit_the_machine_counts(limit: str | None, version: int, root: Path) -> None:
     if limit is not None:
         write_cgroup(root, "", version, limit, 1_000_000)
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     assert memory.total_bytes() == int(meminfo["MemTotal"].split()[0]) * 1024
     assert 0.5 < memory.available_bytes() / (int(meminfo["MemAvailable"].split()[0]) * 1024) < 2
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_container_limit_counts_when_it_is_lower(version: int, root: Path) -> None:
-    write_cgroup(root, "", version, str(300 << 20), 100 << 20)
-    assert (memory.total_bytes(), memory.available_bytes()) == (300 << 20, 200 << 20)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -104,12 +86,6 @@ def test_every_cgroup_that_the_process_lies_in_counts(version: int, root: Path) 
     write_cgroup(root, "a.slice", version, str(350 << 20), 250 << 20)
     write_cgroup(root, "", version, UNLIMITED, 900 << 20)
     assert (memory.total_bytes(), memory.available_bytes()) == (350 << 20, 100 << 20)
-
-
-def test_a_path_that_only_the_host_sees_leaves_the_containers_own_limit(root: Path) -> None:
-    write_membership(root, "0::/docker/0123", "4:memory:/docker/0123")
-    write_cgroup(root, "", 2, str(300 << 20), 100 << 20)
-    assert memory.available_bytes() == 200 << 20
 
 
 def test_the_throttling_limit_counts_too(root: Path) -> None:
@@ -124,10 +100,7 @@ def test_file_pages_that_would_be_dropped_are_not_taken(version: int, root: Path
     stat = f"anon 1\nfile 9\n{prefix}inactive_file {60 << 20}\nactive_file 7\n"
     write_cgroup(root, "", version, str(300 << 20), 100 << 20, stat)
     assert memory.available_bytes() == 260 << 20
-
-
-def test_a_container_above_its_limit_has_nothing_left(root: Path) -> None:
-    write_cgroup(root, "", 2, str(300 << 20), 310 << 20)
+    write_cgroup(root, "", version, str(300 << 20), 380 << 20, stat)
     assert memory.available_bytes() == 0
 
 

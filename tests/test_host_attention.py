@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import sys
-import threading
 import time
 import weakref
 
@@ -84,16 +82,6 @@ def test_a_task_ends_while_this_thread_has_the_gil() -> None:
     assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
 
 
-def test_the_test_above_notices_a_task_that_takes_the_gil() -> None:
-    ended = threading.Event()
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ended.set())
-    function = ctypes.cast(callback, ctypes.c_void_p).value
-    assert function is not None
-    assert end_with_gil_held(function, 0, patience=0.3) == errno.ETIMEDOUT
-    assert ended.wait(PATIENCE), "here it gets the GIL"
-    time.sleep(0.2)  # and returns from the callback
-
-
 def end_with_gil_held(function: int, data: int, patience: float = PATIENCE) -> int:
     """Run function(data) on another thread and wait for its end without letting go of the GIL. 0, or an errno."""
 
@@ -139,7 +127,7 @@ def test_tables_that_do_not_fit_are_refused_before_anything_runs() -> None:
     pool, q = host_pool(torch.float32), torch.randn(1, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="must lie within the 1 rows of q"):
         prepare(pool, q, some_state(1), Meter())
-    with pytest.raises(ValueError, match="head_dim must be a positive multiple of 16, got 24"):
+    with pytest.raises(ValueError, match="head_dim a multiple of 16"):
         prepare(pool[..., :24], torch.randn(3, HEADS, 24), some_state(3), Meter())
 
 

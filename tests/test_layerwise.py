@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 from checkpoints import ROPES, make_checkpoint
-from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
+from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids, watch_layerwise
 
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
 from nanovllm.device.ordering import OrderingError
 from nanovllm.errors import EngineError
-from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
-from nanovllm.features.layerwise_prefill.runner import LayerwisePass, LayerwiseState
+from nanovllm.features.layerwise_prefill.runner import LayerwiseKVCache, LayerwisePass, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -104,15 +102,6 @@ def test_same_tokens_as_transformers(tmp_path: Path, family: str, options: dict[
         for _ in range(2):
             assert token_ids(llm, prompts, greedy(5)) == expected
         assert layerwise
-
-
-def test_logits_are_computed_for_the_last_row_alone(model_dir: Path) -> None:
-    with open_llm(model_dir) as llm:
-        rows: list[int] = []
-        compute_logits = llm._runner.model.compute_logits
-        llm._runner.model.compute_logits = lambda hidden: (rows.append(len(hidden)), compute_logits(hidden))[1]  # type: ignore[method-assign, func-returns-value]
-        token_ids(llm, random_prompt(200, VOCAB, 1), greedy(3))
-    assert rows == [1, 1, 1]
 
 
 # ---- what is kept
@@ -204,19 +193,6 @@ def test_a_prefix_block_may_move_to_the_device_during_the_prefill(model_dir: Pat
 # ---- memory
 
 
-def test_layerwise_memory_is_what_was_planned(model_dir: Path) -> None:
-    with open_llm(model_dir, max_model_len=200) as llm:
-        stats, runner = llm.kv_stats(), llm._runner
-        assert (
-            stats.layerwise_memory
-            == runner.plan.layerwise_memory
-            == llm.engine.limits.layerwise_memory
-            == LayerwiseMemory(-(-200 // BLOCK), 200)
-        )
-        assert stats.layer_buffer_bytes == stats.layerwise_memory.buffer_blocks * stats.bytes_per_block // LAYERS
-        assert stats.device_bytes <= stats.num_gpu_blocks * stats.bytes_per_block
-
-
 @pytest.mark.slow
 def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path) -> None:
     """Every tensor made while the prompt runs is counted; the layer buffer and the KV pools were made before."""
@@ -233,15 +209,6 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path) -> None
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
     assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
-
-
-def test_without_layerwise_memory_prompts_go_chunk_by_chunk(model_dir: Path) -> None:
-    prompt = random_prompt(200, VOCAB, 1)
-    expected = expected_tokens(model_dir, [prompt], 4)
-    with open_llm(model_dir) as llm:
-        set_prefill(llm, "chunk-major")
-        layerwise = watch_layerwise(llm)
-        assert token_ids(llm, prompt, greedy(4)) == expected and not layerwise
 
 
 # ---- order

@@ -41,17 +41,6 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_edges(name: str, dtype: torch.dtype) -> None:
-    left, right, merged = EDGES[name]
-    out, lse = state(*left)
-    merge_states_(out, lse, *state(*right, dtype=dtype))
-    expected_out, expected_lse = state(*merged)
-    torch.testing.assert_close(out, expected_out, rtol=1e-6, atol=0)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=0)
-
-
 def test_rows_and_heads_are_merged_each_by_its_own_weight() -> None:
     """One call over all edges at once gives what each gives alone."""
     table = torch.tensor([[*left, *right, *merged] for left, right, merged in EDGES.values()])

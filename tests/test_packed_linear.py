@@ -141,7 +141,7 @@ def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     nibbles = data[..., -16:]
     q = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).double()
     if scheme.startswith("q5"):
-        fifths = data[..., -20:-16].clone().view(torch.int32)  # a copy begins where an int32 may
+        fifths = torch.stack([*data[..., -20:-16].unbind(-1)], dim=-1).view(torch.int32)  # begins where an int32 may
         q += 16 * (fifths >> torch.arange(32) & 1)
     q -= {"q4_0": 8, "q5_0": 16}.get(scheme, 0)
     groups = groups_of(x, 32)
@@ -220,11 +220,8 @@ def test_panels_lose_nothing(variant: str) -> None:
     assert in_place.data.data_ptr() == full.data.data_ptr() != copied.data.data_ptr()
     assert torch.equal(in_place.data.view(torch.uint8), copied.data.view(torch.uint8))
     restored = weight.in_panels().in_rows()
-    for ours, theirs in (
-        (restored.data, weight.data),
-        (restored.scales, weight.scales),
-        (restored.zeros, weight.zeros),
-    ):
+    for name in ("data", "scales", "zeros"):
+        ours, theirs = getattr(restored, name), getattr(weight, name)
         assert theirs is None if ours is None else torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -269,19 +266,12 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
             assert torch.allclose(ours, exact, rtol=2 * ROUNDING[dtype] + 1e-6, atol=0)
 
 
-def test_nothing_in_gives_nothing_out() -> None:
-    weight = random_weight("q8_0", 20, 64)
-    x = torch.randn(3, 64)
-    assert packed_linear(x[:0], weight.in_panels()).shape == (0, 20)
-    assert packed_linear(x, weight.rows(slice(0, 0)).in_panels()).shape == (3, 0)
-
-
-def test_columns_apart_are_gathered() -> None:
+def test_columns_apart_are_gathered_and_nothing_in_gives_nothing_out() -> None:
     weight = random_weight("q8_0", 20, 64).in_panels()
-    x, bias = torch.randn(3, 128), torch.randn(40)
-    assert same_bits(
-        packed_linear(x[:, ::2], weight, bias[::2]), packed_linear(x[:, ::2].clone(), weight, bias[::2].clone())
-    )
+    x, bias = torch.randn(3, 128)[:, ::2], torch.randn(40)[::2]
+    assert same_bits(packed_linear(x, weight, bias), packed_linear(x.clone(), weight, bias.clone()))
+    assert packed_linear(x[:0], weight).shape == (0, 20)
+    assert packed_linear(x, weight.rows(slice(0, 0)).in_panels()).shape == (3, 0)
 
 
 def test_refuses_fp8_weights_that_are_nan() -> None:
@@ -294,15 +284,9 @@ def test_refuses_fp8_weights_that_are_nan() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"out_features": -1}, "Outputs must not be negative"),
         ({"in_features": 0}, "inputs and group sizes be positive, got 4, 0, 32 and 1"),
-        ({"group_size": 0}, "got 4, 64, 0 and 1"),
-        ({"outputs_per_scale": 0}, "got 4, 64, 32 and 0"),
         ({"scheme": "q2_k"}, "no CPU kernels for the scheme q2_k"),
-        ({"scale_dtype": "float64"}, "no CPU kernels for the dtype float64"),
         ({"rows": -1}, "Rows must not be negative, threads be positive, got -1 and 1"),
-        ({"threads": 0}, "got 1 and 0"),
-        ({"isa": "mmx"}, "no kernels for the instruction set mmx"),
         ({"dtype": "int8"}, "no CPU kernels for the dtype int8"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
-    "nanovllm/comm/_sgdma": (("sgdma*.cpp",), ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
+    "nanovllm/comm/_sgdma": (("sgdma*.cpp",), ("test_sgdma.py", "test_pinned.py")),
     "nanovllm/ops/_cpu_attention": (
         ("cpu_attention*.cpp",),
         ("test_cpu_attention.py", "test_cpu_attention_kv8.py", "test_host_attention.py", "test_paged_step.py"),

@@ -26,7 +26,7 @@ def test_every_problem_counts_against_the_default() -> None:
 
 
 def test_a_table_keeps_entries_of_other_heads(tmp_path: Path) -> None:
-    first, other = TunedEntry(128, "bfloat16", SLOW, DECODE), TunedEntry(64, "bfloat16", FAST, DECODE, 4096)
+    first, other = TunedEntry(128, "bfloat16", SLOW, DECODE), TunedEntry(64, "bfloat16", FAST, DECODE)
     better = replace(first, prefill=FAST)
     for entry in (first, other, better):
         path = keep(entry, {"commit": "abc"}, "NVIDIA H200", tmp_path / "tuned")

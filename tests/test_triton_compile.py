@@ -71,24 +71,10 @@ def is_large_decode(row: dict[str, Any]) -> bool:
     return row["kernel"] == "_decode_kernel" and row["head_dim"] > 128
 
 
-@pytest.mark.parametrize(
-    "arch, dtype, head_dims",
-    [
-        (90, "bfloat16", (128,)),
-        (80, "float16", (256,)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arch, dtype, head_dims", [(90, "bfloat16", (128,)), (80, "float16", (256,))], ids=str)
 @pytest.mark.slow
 def test_kernels_compile_and_fit(arch: int, dtype: str, head_dims: tuple[int, ...], tmp_path: Path) -> None:
-    """Prints the table: see it with pytest -s."""
     table = compiled(arch, dtype, head_dims, tmp_path)
-    print(f"\nsm_{arch}  {'launch':<44}{'kernel':<22}{'dtype':<10}{'head':>5}{'regs':>6}{'spilled':>9}{'shared':>9}")
-    for row in table:
-        print(
-            f"       {row['launch']:<44}{row['kernel']:<22}{row['dtype']:<10}{row['head_dim']:>5}{row['registers']:>6}"
-            f"{row['spilled']:>9}{row['shared']:>9}"
-        )
     rounds_inputs = arch >= 89 and dtype != "float32"
     assert {row["kernel"] for row in table} == KERNELS | ({"_round_inputs_kernel"} if rounds_inputs else set())
     assert {row["head_dim"] for row in table} == set(head_dims)

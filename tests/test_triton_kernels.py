@@ -19,7 +19,7 @@ from nanovllm.layers import sampler
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
-from nanovllm.ops.attention import MAX_DECODE_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
 from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
@@ -59,14 +59,8 @@ def test_store_kv_writes_the_slots_and_nothing_else(
     plain = pool.cpu()
     store_kv(plain, k.cpu(), v.cpu(), slots.cpu())
     triton_rows.store_kv(pool, k, v, slots)
+    triton_rows.store_kv(pool, k[:0], v[:0], slots[:0])
     assert torch.equal(pool, expected) and torch.equal(plain, expected.cpu())
-
-
-def test_store_kv_of_nothing() -> None:
-    pool, nothing = random(1, 2, 1, 4, 16), random(0, 1, 16)
-    before = pool.clone()
-    triton_rows.store_kv(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
-    assert torch.equal(pool, before)
 
 
 # ---- decode
@@ -82,9 +76,8 @@ def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
     distance = positions.unsqueeze(1) - torch.arange(seq.kv_end)
     scores -= slopes.double()[:, None, None] * distance
     scores.masked_fill_(distance < 0, float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v.double().repeat_interleave(group, 1)), scores.logsumexp(
-        -1
-    )
+    out = torch.einsum("hts,shd->thd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
+    return out, scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
@@ -97,12 +90,6 @@ def test_alibi_slopes_lower_the_scores_of_distant_keys(dtype: torch.dtype) -> No
     out, lse = with_alibi(case, slopes)
     assert (state.out[1:4].cpu() - out).abs().max() < BOUNDS[dtype][0]
     assert (state.lse[:, 1:4].cpu() - lse).abs().max() < BOUNDS[dtype][1]
-
-
-@pytest.mark.parametrize("rows", fast_only([1, 17], (1, 2, 15, 16, 17, MAX_DECODE_ROWS)))
-def test_every_number_of_few_query_rows(rows: int) -> None:
-    case = Case(Shape(16, 1, 1, 64, None, ((50, rows),)), torch.float32, rows, DEVICE)
-    case.check(case.attend(TritonAttention()))
 
 
 def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +236,8 @@ def test_rms_norm(size: int, wide: bool, dtype: torch.dtype) -> None:
 
 @EVERY_DTYPE
 def test_add_rms_norm(dtype: torch.dtype) -> None:
-    residual, x, weight = (
-        random(3, 96, dtype=dtype),
-        random(3, 96, dtype=dtype, seed=1),
-        random(96, dtype=dtype, seed=2),
-    )
+    residual, x = random(3, 96, dtype=dtype), random(3, 96, dtype=dtype, seed=1)
+    weight = random(96, dtype=dtype, seed=2)
     plain_residual = residual.cpu().clone()
     expected = add_rms_norm_(plain_residual, x.cpu(), weight.cpu(), 1e-5)
     out = triton_rows.add_rms_norm_(residual, x, weight, 1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ SMALL = PackedConfig(16, 16, 32, 1, 4, 1)  # few programs: the interpreter runs 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, config: PackedConfig = SMALL) -> Tensor:
     assert weight.scales is not None
-    group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
-    return packed_linear(x, weight.scheme, weight.data, weight.scales, weight.zeros, group_size, bias, config)
+    return packed_linear(x, weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size, bias, config)
 
 
 def check(x: Tensor, weight: PackedWeight, found: Tensor, bias: Tensor | None = None) -> None:
@@ -70,13 +68,6 @@ def test_inputs_may_be_summed_in_parts(variant: str) -> None:
         check(x, weight, product(x, weight, bias, replace(SMALL, splits=splits)), bias)
 
 
-def test_scales_of_blocks_of_128_outputs() -> None:
-    weight = random_weight("fp8 blocks", 150, 140).to(DEVICE)
-    assert weight.scales is not None and weight.scales.shape == (2, 2)
-    x = torch.randn(2, 140, device=DEVICE)
-    check(x, weight, product(x, weight, config=PackedConfig(16, 64, 128, 1, 4, 1)))
-
-
 def test_every_fp8_number() -> None:
     """All 254 numbers, zero and subnormal ones too: a row of the identity picks each out."""
     codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
@@ -84,11 +75,7 @@ def test_every_fp8_number() -> None:
     weight = PackedWeight("fp8", data, torch.ones(2, 1), None, 127, 127).to(DEVICE)
     found = product(torch.eye(127, device=DEVICE), weight, config=PackedConfig(16, 16, 128, 1, 4, 1))
     assert torch.equal(found.T, dequantize(weight))
-
-
-def test_no_rows() -> None:
-    weight = random_weight("int4", 16, 32).to(DEVICE)
-    assert product(torch.empty(0, 32, device=DEVICE), weight).shape == (0, 16)
+    assert product(torch.empty(0, 127, device=DEVICE), weight).shape == (0, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 4096])
@@ -157,15 +144,5 @@ def test_which_products_round_their_inputs(monkeypatch: pytest.MonkeyPatch) -> N
         for weight in (plain, rounding):
             packed_weights.packed_linear(x, weight)
         packed_weights.packed_linear(x.float(), rounding)
+        packed_weights.packed_linear(x, random_weight("q4_k", 32, 256).to("meta"))  # whose scales are in the data
     assert calls == [False, True, False, False, False, False]
-
-
-def test_which_products_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton computes, int4, int8 and fp8 weights go there with one group size; GGUF's types go to torch."""
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(packed_weights, "use_triton", lambda x: True)
-    monkeypatch.setattr(triton_packed, "packed_linear", lambda *args, fp8_inputs: calls.append(args))
-    x = torch.empty(3, 256, device="meta")
-    for variant in ("int4 zeros", "int8 channel", "fp8 tensor", "q4_k"):
-        packed_weights.packed_linear(x, random_weight(variant, 32, 256).to("meta"))
-    assert [(call[1], call[5]) for call in calls] == [("int4", 32), ("int8", 256), ("fp8", 256)]

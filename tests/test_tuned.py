@@ -24,7 +24,7 @@ from nanovllm.ops.kernel_config import (
     tuned_entry,
 )
 
-ENTRY = TunedEntry(128, "bfloat16", PrefillConfig(64, 128, 4, 2, True), DecodeConfig(128, 8, 2, 1, 2), 4096)
+ENTRY = TunedEntry(128, "bfloat16", PrefillConfig(64, 128, 4, 2, True), DecodeConfig(128, 8, 2, 1, 2))
 GPU = torch.device("cuda", 0)
 
 

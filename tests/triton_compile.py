@@ -241,9 +241,8 @@ def low_rank(x: Tensor) -> Launches:
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, fp8_inputs: bool = False) -> None:
     """As `packed_weights.packed_linear` does on CUDA."""
     assert weight.scales is not None
-    group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
-    parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
-    triton_packed.packed_linear(x, *parts, group_size, bias, fp8_inputs=fp8_inputs)
+    parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
+    triton_packed.packed_linear(x, *parts, bias, fp8_inputs=fp8_inputs)
 
 
 def engine_launches(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:

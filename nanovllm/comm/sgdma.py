@@ -1,8 +1,8 @@
-"""Copies between tensors over the link or on the host: equally spaced rows in one call, or a batch of pieces."""
+"""Copies of equally spaced rows between tensors, over the link or on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,17 +62,19 @@ def copy_pitched(
     rows_above: int | None = MAX_PITCH,
     is_known: Callable[[Tensor], bool] | None = None,
 ) -> int:
-    """`memcpy_2d_async` for any pitch: rows with a pitch above `rows_above` are copied as a batch.
+    """`memcpy_2d_async` for any pitch: rows with a pitch above `rows_above` are copied one by one, in one call.
 
-    is_known: whether a tensor's memory is already known to be pinned or on its device, which saves a query to CUDA.
-    Returns the number of copies: 1, the result of `memcpy_batch_async`, or 0 if nothing was copied.
+    Such a call is cudaMemcpyBatchAsync where toolkit and driver are 12.8 or newer and the stream is not the default
+    one. is_known: whether a tensor's memory is already known to be pinned or on its device, which saves a query to
+    CUDA. Returns the number of copies: 1, the number of rows, or 0 if nothing was copied.
     """
     _check_sizes(dpitch, spitch, width, height)
-    _check_sides(dst, src, kind, "", set(), is_known)
+    _check_sides(dst, src, kind, is_known)
     handle = _stream_handle(stream, kind, dst, src)
     by_rows = rows_above is not None and max(dpitch, spitch) > rows_above
-    if not by_rows:
-        _check_pitches(dpitch, spitch)
+    for name, pitch in (("dst", dpitch), ("src", spitch)):
+        if pitch > MAX_PITCH and not by_rows:
+            raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
     _check_ranges(dst, src, dpitch, spitch, width, height)
     if not width or not height:
         return 0
@@ -93,51 +95,17 @@ def copy_on_host_async(
     A thread of the CUDA driver copies and never waits for the GIL. Both tensors must stay alive until then.
     """
     _check_sizes(dpitch, spitch, width, height)
-    _check_sides(dst, src, "h2h", "", set())
+    _check_sides(dst, src, "h2h")
     handle = _stream_handle(stream, "h2d", dst, src)
     _check_ranges(dst, src, dpitch, spitch, width, height)
     if width and height:
         _sgdma.launch_host_copy(dst.data_ptr(), src.data_ptr(), dpitch, spitch, width, height, handle)
 
 
-def memcpy_batch_async(
-    dsts: Sequence[Tensor], srcs: Sequence[Tensor], sizes: Sequence[int], kind: str, stream: int | object = 0
-) -> int:
-    """Copy the first `sizes[i]` bytes of `srcs[i]` to `dsts[i]`, for all i and in any order, in one call.
-
-    Consecutive entries that are adjacent in both memories become one copy; returns the number of remaining copies.
-    kind, stream, lifetimes and errors are those of `memcpy_2d_async`. CUDA gets the whole batch at once
-    (cudaMemcpyBatchAsync) where toolkit and driver are 12.8 or newer and the stream is not the default one, else copy
-    by copy. Written memory must not overlap any other memory of the batch.
-    """
-    if not len(dsts) == len(srcs) == len(sizes):
-        raise CopyError(f"dsts, srcs and sizes must be of one length, got {len(dsts)}, {len(srcs)} and {len(sizes)}.")
-    asked: set[int] = set()
-    for index, (dst, src, size) in enumerate(zip(dsts, srcs, sizes, strict=True)):
-        number = f"s[{index}]"
-        if type(size) is not int or size < 0:
-            raise CopyError(f"size{number} must be an int of at least 0, got {size!r}.")
-        _check_sides(dst, src, kind, number, asked)
-        _checked_range("dst" + number, dst, size, size, 1)
-        _checked_range("src" + number, src, size, size, 1)
-    if not sizes:
-        return 0
-    handle = _stream_handle(stream, kind, *dsts, *srcs)
-    dst_ptrs, src_ptrs = [dst.data_ptr() for dst in dsts], [src.data_ptr() for src in srcs]
-    _check_disjoint(dst_ptrs, src_ptrs, sizes)
-    return _sgdma.memcpy_batch_async(dst_ptrs, src_ptrs, sizes, kind, handle)
-
-
 def _check_sizes(dpitch: int, spitch: int, width: int, height: int) -> None:
     for name, value in (("dpitch", dpitch), ("spitch", spitch), ("width", width), ("height", height)):
         if type(value) is not int or value < 0:
             raise CopyError(f"{name} must be an int of at least 0, got {value!r}.")
-
-
-def _check_pitches(dpitch: int, spitch: int) -> None:
-    for name, pitch in (("dst", dpitch), ("src", spitch)):
-        if pitch > MAX_PITCH:
-            raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
 
 
 def _check_ranges(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
@@ -156,39 +124,28 @@ def _check_ranges(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int
 
 
 def _check_sides(
-    dst: Tensor,
-    src: Tensor,
-    kind: str,
-    number: str,
-    asked: set[int],
-    is_known: Callable[[Tensor], bool] | None = None,
+    dst: Tensor, src: Tensor, kind: str, is_known: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """Refuse arguments that are not strided tensors, an unknown kind, and memory on the wrong side for the kind.
-
-    asked: addresses of storages for which this call has queried CUDA.
-    """
+    """Refuse arguments that are not strided tensors, an unknown kind, and memory on the wrong side for the kind."""
     sides = _SIDES.get(kind) if isinstance(kind, str) else None
     if sides is None:
         raise CopyError(f"kind must be one of {', '.join(_SIDES)}, got {kind!r}.")
     for name, tensor, side in (("dst", dst, sides[0]), ("src", src, sides[1])):
         if not isinstance(tensor, Tensor):
-            raise CopyError(f"{name}{number} must be a torch.Tensor, got {type(tensor).__name__}.")
+            raise CopyError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.layout is not torch.strided:
-            raise CopyError(f"{name}{number} must be a strided tensor, got layout {tensor.layout}.")
+            raise CopyError(f"{name} must be a strided tensor, got layout {tensor.layout}.")
         if tensor.device.type != side:
-            raise CopyError(f"A {kind} copy needs {name}{number} on {side}, but it is on {tensor.device}.")
+            raise CopyError(f"A {kind} copy needs {name} on {side}, but it is on {tensor.device}.")
         if kind != "h2h" and not (is_known is not None and is_known(tensor)):
-            _check_memory(name + number, tensor, kind, asked)
+            _check_memory(name, tensor, kind)
 
 
-def _check_memory(name: str, tensor: Tensor, kind: str, asked: set[int]) -> None:
+def _check_memory(name: str, tensor: Tensor, kind: str) -> None:
     """Ask CUDA whether both ends of the storage are pinned memory, or memory of the tensor's device."""
     storage = tensor.untyped_storage()
     start, size = storage.data_ptr(), storage.nbytes()
-    if not size or start in asked:
-        return
-    asked.add(start)
-    for address in (start, start + size - 1):
+    for address in (start, start + size - 1) if size else ():
         memory, device = _sgdma.memory_of(address)
         # Through pageable memory CUDA copies synchronously, at a fraction of the link's rate.
         if tensor.device.type == "cpu" and memory != "pinned":
@@ -203,8 +160,10 @@ def _check_memory(name: str, tensor: Tensor, kind: str, asked: set[int]) -> None
 def _stream_handle(stream: object, kind: str, *tensors: Tensor) -> int:
     """The raw handle of `stream`, which must belong to the device of the copy."""
     handle = stream if type(stream) is int else getattr(stream, "cuda_stream", None)
-    if type(handle) is not int or handle < 0 or (handle and kind == "h2h"):
-        raise CopyError(_stream_rule(stream, kind))
+    if kind == "h2h" and handle != 0:
+        raise CopyError(f"An h2h copy runs on the calling thread, so stream must be 0, got {stream!r}.")
+    if type(handle) is not int or handle < 0:
+        raise CopyError(f"stream must be a torch.cuda.Stream or its handle, an int of at least 0, got {stream!r}.")
     if kind != "h2h":
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         devices |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
@@ -230,25 +189,3 @@ def _checked_range(name: str, tensor: Tensor, pitch: int, width: int, height: in
             f"span {extent} bytes, but its storage has {available} bytes from there on."
         )
     return extent
-
-
-def _check_disjoint(dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int]) -> None:
-    """Refuse a batch in which a copy reads or writes memory that another of its copies writes."""
-    ranges = [(start, size, True, f"dsts[{i}]") for i, (start, size) in enumerate(zip(dst_ptrs, sizes, strict=True))]
-    ranges += [(start, size, False, f"srcs[{i}]") for i, (start, size) in enumerate(zip(src_ptrs, sizes, strict=True))]
-    written_end, written_name = 0, ""
-    read_end, read_name = 0, ""
-    for start, size, written, name in sorted(each for each in ranges if each[1]):
-        if start < written_end or (written and start < read_end):
-            other = written_name if start < written_end else read_name
-            raise CopyError(f"The copies of a batch must not overlap, but {name} and {other} do, at {start:#x}.")
-        if written:
-            written_end, written_name = start + size, name
-        elif start + size > read_end:
-            read_end, read_name = start + size, name
-
-
-def _stream_rule(stream: object, kind: str) -> str:
-    if kind == "h2h":
-        return f"An h2h copy runs on the calling thread, so stream must be 0, got {stream!r}."
-    return f"stream must be a torch.cuda.Stream or its handle, an int of at least 0, got {stream!r}."

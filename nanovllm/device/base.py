@@ -103,12 +103,12 @@ class CallStream(Stream):
         """Submit `task`. An error of the task is a failure of the stream."""
 
 
-class Graph(ABC):
-    """Recorded work of the compute stream that one call submits again."""
+class Graph(Protocol):
+    """Recorded work of the compute stream that one call submits again, as a `torch.cuda.CUDAGraph` does."""
 
-    @abstractmethod
     def replay(self) -> None:
         """Run the recorded kernels on the current contents of their memory. Call it within `compute`."""
+        ...
 
 
 class Device(ABC):

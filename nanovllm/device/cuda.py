@@ -7,11 +7,11 @@ user: torch would give the same 32 to everybody in turn, other engines of the pr
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from nanovllm.device import memory
 from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
-from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
+from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
 
 _HIGH_PRIORITY = -1
@@ -35,58 +35,38 @@ class CudaEvent(Event):
         self.inner = torch.cuda.Event()
 
 
-@dataclass(eq=False, slots=True)
-class Origin:
-    """A reference event for later marks, and its own time."""
-
-    event: torch.cuda.Event
-    before: Origin | None  # None for the first, which is second 0
-    _seconds: float | None = None
-
-    def seconds(self) -> float | None:
-        if self._seconds is None:
-            self._seconds = 0.0 if self.before is None else seconds_between(self.before, self.event)
-            if self._seconds is not None:
-                self.before = None
-        return self._seconds
-
-
-def seconds_between(origin: Origin, event: torch.cuda.Event) -> float | None:
-    """The time of `event` on the clock of `origin`; None before both have happened."""
-    if not (origin.event.query() and event.query()):
-        return None
-    start = origin.seconds()
-    return None if start is None else start + origin.event.elapsed_time(event) / 1e3
-
-
 class CudaMark(Mark):
-    def __init__(self, origin: Origin, event: torch.cuda.Event) -> None:
+    def __init__(self, origin: torch.cuda.Event, origin_seconds: float, event: torch.cuda.Event) -> None:
+        """origin: an event that has happened, at `origin_seconds`."""
         self._origin = origin
+        self._origin_seconds = origin_seconds
         self._event = event
 
     def seconds(self) -> float | None:
-        return seconds_between(self._origin, self._event)
+        return self._origin_seconds + self._origin.elapsed_time(self._event) / 1e3 if self._event.query() else None
 
 
 class CudaClock:
-    """Makes marks. Origins are recorded on an unused stream, so that each precedes the marks that refer to it."""
+    """Makes marks. Their origins are events of an unused stream, so that they happen at once; the first is second 0."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device)
-        self._origin: Origin | None = None
-        self._origin_made = 0.0
+        self._origin, self._seconds, self._made = self._new_origin(), 0.0, time.monotonic()
 
     def mark(self, stream: torch.cuda.Stream) -> Mark:
-        now = time.monotonic()
-        if self._origin is None or now - self._origin_made > _ORIGIN_SECONDS:
-            self._origin = Origin(timed_event(self._stream), self._origin)
-            self._origin_made = now
-        return CudaMark(self._origin, timed_event(stream))
+        if time.monotonic() - self._made > _ORIGIN_SECONDS:
+            origin = self._new_origin()
+            self._seconds += self._origin.elapsed_time(origin) / 1e3
+            self._origin, self._made = origin, time.monotonic()
+        return CudaMark(self._origin, self._seconds, timed_event(stream))
+
+    def _new_origin(self) -> torch.cuda.Event:
+        origin = timed_event(self._stream)
+        origin.synchronize()
+        return origin
 
     def close(self) -> None:
-        """Wait for the origins, without which marks made before would have no times, and let the stream go."""
-        with suppress(RuntimeError):  # a failed kernel broke the CUDA context
-            self._stream.synchronize()
+        """Let the stream go."""
         del self._stream
 
 
@@ -191,7 +171,7 @@ class CudaDevice(Device):
         self.compute_stream = self._compute
         self._streams: list[CudaStream] = []
         self._link = LinkMeter()
-        self._page_lock = CudaPageLock()
+        self._page_lock = PageLock()
         self._known: set[tuple[int, int]] = set()  # storages that CUDA confirmed to be memory of this device
         self._max_pitch = min(MAX_PITCH, _sgdma.max_pitch(self.torch_device.index))
         self._closed = False
@@ -217,8 +197,8 @@ class CudaDevice(Device):
             return torch.empty(shape, dtype=dtype, device=self.torch_device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
-                f"{name}: {gib(_bytes_of(shape, dtype))} cannot be allocated, {gib(self.free_memory())} of device "
-                "memory are free; lower num_gpu_blocks or gpu_memory_utilization"
+                f"{name}: {gib(math.prod(shape) * dtype.itemsize)} cannot be allocated, {gib(self.free_memory())} of "
+                "device memory are free; lower num_gpu_blocks or gpu_memory_utilization"
             ) from error
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -305,7 +285,3 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
     """Address and bytes of the tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
-
-
-def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.empty(shape, dtype=dtype, device="meta").nbytes

@@ -12,14 +12,6 @@ import torch
 from nanovllm.device.base import Graph
 
 
-class CudaGraph(Graph):
-    def __init__(self, inner: torch.cuda.CUDAGraph) -> None:
-        self._inner = inner
-
-    def replay(self) -> None:
-        self._inner.replay()
-
-
 def record_graphs(works: Sequence[Callable[[], object]], device_index: int) -> list[Graph]:
     """Record each work on the current stream, after running it there; see `Device.capture`.
 
@@ -58,7 +50,7 @@ def _record(work: Callable[[], object], pool: Any, device_index: int) -> Graph:
             _end(graph, pool, device_index)
         raise
     _end(graph, pool, device_index)
-    return CudaGraph(graph)
+    return graph
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:

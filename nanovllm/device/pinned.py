@@ -11,10 +11,8 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,15 +29,8 @@ TOUCHED_STEP = 64 << 20  # bytes touched at a time when more memory is needed th
 GROWTH_SECONDS = 1.0  # time limit for a virtual machine to grow
 
 
-class PageLock(Protocol):
-    """Locks and unlocks ranges of pages. Raises RuntimeError on failure."""
-
-    def lock(self, start: int, size: int) -> None: ...
-    def unlock(self, start: int) -> None: ...
-
-
-class CudaPageLock:
-    """cudaHostRegister and cudaHostUnregister, with a record of the locked pieces."""
+class PageLock:
+    """cudaHostRegister and cudaHostUnregister, which raise RuntimeError, with a record of the locked pieces."""
 
     def __init__(self) -> None:
         self._locked: dict[int, int] = {}  # start -> bytes
@@ -105,7 +96,9 @@ def empty_pinned(
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)
-    _check_container(name, size)
+    free = memory.container_free_bytes()
+    if free is not None and size > free:
+        raise ConfigError(_refusal(name, size, f"the container leaves {gib(free)}"))
     try:
         mapping = LockedMapping(size, lock)
     except (OSError, OverflowError) as error:
@@ -143,30 +136,18 @@ def nearest_node(device_index: int) -> int | None:
 def _lock_all(mapping: LockedMapping, start: int, size: int, piece: int) -> str | None:
     """Lock the mapping piece by piece. Returns None, or the error after unlocking everything."""
     try:
-        for offset, length in _pieces(size, piece):
-            mapping.lock_piece(start + offset, length)
+        for offset in range(0, size, piece):
+            mapping.lock_piece(start + offset, min(piece, size - offset))
     except RuntimeError as error:
         mapping.release()
         return f"page-locking failed ({str(error).rstrip('.')})"
     return None
 
 
-def _pieces(size: int, piece: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of consecutive pieces that cover [0, size)."""
-    for offset in range(0, size, piece):
-        yield offset, min(piece, size - offset)
-
-
 def _piece_size(row_bytes: int, max_piece: int) -> int:
     """The largest common multiple of rows and pages up to `max_piece`, or the least common multiple if it is larger."""
     step = math.lcm(row_bytes, mmap.PAGESIZE)
     return max(max_piece // step, 1) * step
-
-
-def _check_container(name: str, size: int) -> None:
-    free = memory.container_free_bytes()
-    if free is not None and size > free:
-        raise ConfigError(_refusal(name, size, f"the container leaves {gib(free)}"))
 
 
 def _touch_all(start: int, size: int) -> str | None:

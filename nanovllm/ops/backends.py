@@ -18,9 +18,7 @@ from nanovllm.ops.attention import (
 )
 from nanovllm.ops.cpu_attention import NativeAttention, supports_head_dim
 from nanovllm.ops.cpu_kernels import dtype_name
-from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
-from nanovllm.ops.kernel_config import tuned_entry
 from nanovllm.ops.kv_quantization import SCALE_BYTES, dequantize_rows, has_scales, quantize_rows_torch
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
@@ -56,7 +54,7 @@ def is_chunk_invariant(backend: AttentionBackend) -> bool:
 
 def row_attention(backend: AttentionBackend) -> RowAttention | None:
     """The part of `backend` that attends single query rows, if a graph can record it."""
-    if isinstance(backend, FlashAttention | CudnnAttention):
+    if isinstance(backend, FlashAttention):
         return None if backend.other is None else row_attention(backend.other)
     return backend if isinstance(backend, RowAttention) else None
 
@@ -81,20 +79,13 @@ def cuda_backends(
                 f" {head_dim}, so use kv_cache_dtype='auto'"
             )
         return [own]
-    flash: list[AttentionBackend] = [
+    backends: list[AttentionBackend] = [
         FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
     ]
-    # flash-attn 3 is the fastest on its device. The other libraries merge block by block, the Triton kernel does not.
-    faster = [backend for backend in flash if backend.name.startswith("flash-attn 3")]
-    rest = [backend for backend in flash if backend not in faster]
-    preferred = [*faster, *([own] if own is not None else [])]
-    if own is None or not cudnn_takes(device, head_dim):
-        return [*preferred, *rest]
-    # Preferred only if a sweep on this device found it faster, from the measured block size on.
-    entry = tuned_entry(device, head_dim, torch.bfloat16)
-    if entry is not None and entry.cudnn_from_block is not None:
-        return [CudnnAttention(cudnn_attention, own, entry.cudnn_from_block), *preferred, *rest]
-    return [*preferred, *rest, CudnnAttention(cudnn_attention, own)]
+    if own is not None:
+        # flash-attn 3 is the fastest on its device. The other libraries merge block by block, Triton does not.
+        backends.insert(sum(backend.name.startswith("flash-attn 3") for backend in backends), own)
+    return backends
 
 
 def first_right(
@@ -125,8 +116,6 @@ def difference_from_reference(
     backend: AttentionBackend, device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> float:
     """Largest error of output or LSE in prefill, of complete and partial blocks, and decode; NaN counts as infinite."""
-    if isinstance(backend, CudnnAttention):
-        backend = backend.for_every_block()
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
     many, whole = MAX_DECODE_ROWS + 9, 2 * block_size
     sequences = (

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.ops import _cpu_attention
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
-from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose, dtype_name
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose, dtype_name, misfit
 from nanovllm.ops.kv_quantization import head_dim_of
 
 Meter = _cpu_attention.Meter
@@ -31,9 +32,29 @@ def supports_head_dim(head_dim: int) -> bool:
     return head_dim > 0 and head_dim % _HEAD_DIM_MULTIPLE == 0
 
 
-def _work(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """What attention of queries over KV of these dtypes is in `kernel_choice.WORKS`; fp8 KV widens to the queries'."""
-    return f"attention.{'int8' if kv_dtype == torch.int8 else KERNEL_DTYPES[dtype]}"
+def _kernel_of(dtype: torch.dtype, kv_dtype: torch.dtype, isa: str | None = None) -> dict[str, Any]:
+    """The kernel for queries over KV of these dtypes; fp8 KV widens to the queries' dtype."""
+    work = f"attention.{'int8' if kv_dtype == torch.int8 else KERNEL_DTYPES[dtype]}"
+    return {"isa": choose(isa, work), "dtype": KERNEL_DTYPES[dtype], "kv_dtype": dtype_name(kv_dtype)}
+
+
+def _rows_of(q: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
+    """Queries and their state as the kernel takes them. Raises ValueError for tensors that do not fit each other."""
+    fits = q.dim() == 3 and q.dtype in KERNEL_DTYPES and supports_head_dim(q.shape[2]) and out.shape == q.shape
+    fits = fits and lse.shape == (q.shape[1], q.shape[0]) and out.dtype == lse.dtype == torch.float32
+    fits = fits and q.is_cpu and out.is_cpu and lse.is_cpu and (not q.numel() or q.stride(2) == out.stride(2) == 1)
+    if not fits:
+        rule = (
+            f"attention takes q [tokens, heads, head_dim] in bfloat16, float16 or float32, head_dim a multiple of"
+            f" {_HEAD_DIM_MULTIPLE} and dense, float32 out like q, and float32 lse [heads, tokens], all on the CPU"
+        )
+        raise misfit(rule, q=q, out=out, lse=lse)
+    return {
+        "q": q.data_ptr(), "q_strides": (q.stride(0), q.stride(1)),
+        "out": out.data_ptr(), "out_strides": (out.stride(0), out.stride(1)),
+        "lse": lse.data_ptr(), "lse_strides": (lse.stride(1), lse.stride(0)),
+        "tokens": q.shape[0], "heads": q.shape[1], "head_dim": q.shape[2],
+    }  # fmt: skip
 
 
 def attend_batch(
@@ -67,93 +88,40 @@ def attend_batch(
 
     Raises ValueError for arguments that do not fit each other.
     """
-    misfit = _misfit(q, blocks, rows, out, lse)
-    if misfit is not None:
-        raise ValueError(misfit)
+    arguments = _rows_of(q, out, lse)
+    for name, table, shape in (("blocks", blocks, blocks.shape[:1]), ("rows", rows, (len(rows), _SEQUENCE_FIELDS))):
+        if table.dtype != torch.int64 or table.shape != shape or not (table.is_contiguous() and table.is_cpu):
+            raise misfit("blocks [n] and rows [sequences, 7] are contiguous and int64, on the CPU", **{name: table})
     threads, heads = torch.get_num_threads() if num_threads is None else num_threads, q.shape[1]
-    if kv_heads < 1 or heads == 0 or heads % kv_heads:
-        raise ValueError(f"The number of heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}.")
-    if block_size < 1 or window < 0:
-        raise ValueError(f"block_size must be positive and window not negative, got {block_size} and {window}.")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be positive and finite, got {scale}.")
-    if threads < 1:
-        raise ValueError(f"num_threads must be positive, got {threads}.")
+    numbers_fit = min(kv_heads, block_size, threads, heads) > 0 and heads % kv_heads == 0 and window >= 0
+    if not (numbers_fit and math.isfinite(scale) and scale > 0):
+        raise ValueError(
+            "heads must be a multiple of kv_heads, and all numbers positive, the window not negative; got"
+            f" {heads=}, {kv_heads=}, {block_size=}, {window=}, {scale=}, num_threads={threads}"
+        )
     _cpu_attention.attend(
-        isa=choose(isa, _work(q.dtype, kv_dtype or q.dtype)),
-        dtype=KERNEL_DTYPES[q.dtype],
-        kv_dtype=dtype_name(kv_dtype or q.dtype),
-        q=q.data_ptr(),
-        q_strides=(q.stride(0), q.stride(1)),
-        out=out.data_ptr(),
-        out_strides=(out.stride(0), out.stride(1)),
-        lse=lse.data_ptr(),
-        lse_strides=(lse.stride(1), lse.stride(0)),
-        blocks=blocks.data_ptr(),
-        block_count=blocks.numel(),
-        sequences=rows.data_ptr(),
-        sequence_count=rows.shape[0],
-        tokens=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=kv_heads,
-        head_dim=q.shape[2],
-        block_size=block_size,
-        window=window,
-        scale=scale,
-        carry=carry,
-        threads=threads,
-    )
-
-
-def _misfit(q: Tensor, blocks: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> str | None:
-    """The error message for tensors that do not fit `attend_batch`, or None."""
-    if q.dim() != 3 or q.dtype not in KERNEL_DTYPES:
-        return f"q must be [tokens, heads, head_dim] in bfloat16, float16 or float32, got {q.dtype} {tuple(q.shape)}."
-    if out.shape != q.shape or out.dtype != torch.float32:
-        return f"out must be float32 {tuple(q.shape)} like q, got {out.dtype} {tuple(out.shape)}."
-    if lse.shape != (q.shape[1], q.shape[0]) or lse.dtype != torch.float32:
-        return f"lse must be float32 {(q.shape[1], q.shape[0])}, got {lse.dtype} {tuple(lse.shape)}."
-    if {q.device.type, out.device.type, lse.device.type} != {"cpu"}:
-        return f"q, out and lse must be on the CPU, got {q.device}, {out.device} and {lse.device}."
-    if q.numel() > 0 and (q.stride(2) != 1 or out.stride(2) != 1):
-        return f"head_dim must be contiguous, got strides {q.stride()} of q and {out.stride()} of out."
-    if q.shape[2] == 0 or q.shape[2] % _HEAD_DIM_MULTIPLE:
-        return f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {q.shape[2]}; pad the heads."
-    for name, table, dims in (("blocks", blocks, 1), ("rows", rows, 2)):
-        if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:
-            return (
-                f"{name} must be a contiguous int64 CPU tensor of {dims} dimension(s), "
-                f"got {table.dtype} {tuple(table.shape)} on {table.device}."
-            )
-    if rows.shape[1] != _SEQUENCE_FIELDS:
-        return f"rows must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use AttentionMetadata.rows."
-    return None
+        **arguments, **_kernel_of(q.dtype, kv_dtype or q.dtype, isa), blocks=blocks.data_ptr(),
+        block_count=len(blocks), sequences=rows.data_ptr(), sequence_count=len(rows), kv_heads=kv_heads,
+        block_size=block_size, window=window, scale=scale, carry=carry, threads=threads,
+    )  # fmt: skip
 
 
 class NativeAttention:
     """The attention backend of the CPU: block ids become addresses of `attend_batch`."""
 
+    name = "native CPU attention"
+
     def __init__(self, num_threads: int | None = None) -> None:
         self.num_threads = num_threads
-        self.name = "native CPU attention"
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
+        addresses = pool.data_ptr() + table.blocks * (pool.stride(0) * pool.element_size())
         attend_batch(
-            q,
-            pool.data_ptr() + table.blocks * (pool.stride(0) * pool.element_size()),
-            table.rows,
-            kv_heads=pool.shape[2],
-            block_size=pool.shape[3],
-            scale=scale,
-            out=state.out,
-            lse=state.lse,
-            window=window or 0,
-            carry=True,
-            kv_dtype=pool.dtype,
-            num_threads=self.num_threads,
-        )
+            q, addresses, table.rows, kv_heads=pool.shape[2], block_size=pool.shape[3], scale=scale, out=state.out,
+            lse=state.lse, window=window or 0, carry=True, kv_dtype=pool.dtype, num_threads=self.num_threads,
+        )  # fmt: skip
 
 
 class PagedStep:
@@ -176,31 +144,16 @@ class PagedStep:
         """
         layers, blocks, _, kv_heads, block_size, _ = pool.shape
         head_dim = head_dim_of(pool)
-        self._pool, self._rows, self._dtype = pool, len(slots), dtype
-        self._shapes = ((self._rows, heads, head_dim), (self._rows, kv_heads, head_dim))
+        self._pool, self._dtype = pool, dtype
+        self._shapes = ((len(slots), heads, head_dim), (len(slots), kv_heads, head_dim))
         self._step = _cpu_attention.PagedStep(
-            isa=choose(None, _work(dtype, pool.dtype)),
-            dtype=KERNEL_DTYPES[dtype],
-            kv_dtype=dtype_name(pool.dtype),
-            pool=pool.data_ptr(),
-            layer_stride=pool.stride(0) * pool.element_size(),
-            block_stride=pool.stride(1) * pool.element_size(),
-            layers=layers,
-            pool_blocks=blocks,
-            slots=slots.data_ptr(),
-            tokens=self._rows,
-            blocks=table.blocks.data_ptr(),
-            block_count=table.blocks.numel(),
-            sequences=table.rows.data_ptr(),
-            sequence_count=table.rows.shape[0],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            window=window or 0,
-            scale=scale,
+            **_kernel_of(dtype, pool.dtype), pool=pool.data_ptr(), layer_stride=pool.stride(0) * pool.element_size(),
+            block_stride=pool.stride(1) * pool.element_size(), layers=layers, pool_blocks=blocks,
+            slots=slots.data_ptr(), tokens=len(slots), blocks=table.blocks.data_ptr(), block_count=len(table.blocks),
+            sequences=table.rows.data_ptr(), sequence_count=len(table.rows), heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, block_size=block_size, window=window or 0, scale=scale,
             threads=num_threads or torch.get_num_threads(),
-        )
+        )  # fmt: skip
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [rows, kv_heads, head_dim], attend, and write the output into q [rows, heads, head_dim].
@@ -243,33 +196,15 @@ class HostAttention:
         read_bytes: KV bytes that a task reads. Raises ValueError for an unsupported head size, and for metadata outside
         of q.
         """
-        if not supports_head_dim(q.shape[2]):
-            raise ValueError(f"head_dim must be a positive multiple of 16, got {q.shape[2]}.")
         block_bytes = pool.stride(0) * pool.element_size()
         # C++ copies the tables; `addresses` keeps them until then.
         addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.rows) for table in tables]
         self._prepared = _cpu_attention.HostAttention(
-            isa=choose(None, _work(q.dtype, pool.dtype)),
-            dtype=KERNEL_DTYPES[q.dtype],
-            kv_dtype=dtype_name(pool.dtype),
-            q=q.data_ptr(),
-            q_strides=(q.stride(0), q.stride(1)),
-            out=state.out.data_ptr(),
-            out_strides=(state.out.stride(0), state.out.stride(1)),
-            lse=state.lse.data_ptr(),
-            lse_strides=(state.lse.stride(1), state.lse.stride(0)),
-            calls=[(b.data_ptr(), b.numel(), rows.data_ptr(), rows.shape[0]) for b, rows in addresses],
-            tokens=q.shape[0],
-            heads=q.shape[1],
-            kv_heads=pool.shape[2],
-            head_dim=q.shape[2],
-            block_size=pool.shape[3],
-            window=window or 0,
-            scale=scale,
-            threads=num_threads,
-            read_bytes=read_bytes,
-            meter=meter,
-        )
+            **_rows_of(q, state.out, state.lse), **_kernel_of(q.dtype, pool.dtype),
+            calls=[(b.data_ptr(), len(b), rows.data_ptr(), len(rows)) for b, rows in addresses],
+            kv_heads=pool.shape[2], block_size=pool.shape[3], window=window or 0, scale=scale, threads=num_threads,
+            read_bytes=read_bytes, meter=meter,
+        )  # fmt: skip
 
     def task(self, layer_offset: int) -> _cpu_attention.HostTask:
         """Attention over the blocks `layer_offset` bytes after those of `pool`."""

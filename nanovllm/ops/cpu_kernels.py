@@ -99,24 +99,15 @@ def cpu_linear(
             "a product takes x [rows, in] with contiguous rows, and contiguous weight [out, in] and bias [out], in"
             " being positive, all on the CPU and all bfloat16, float16 or float32"
         )
-        raise _misfit(rule, x=x, weight=weight, bias=bias)
+        raise misfit(rule, x=x, weight=weight, bias=bias)
     rows, (out_features, in_features) = x.shape[0], weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
-        isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"),
-        dtype=KERNEL_DTYPES[x.dtype],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        weight=weight.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        y_stride=out_features,
-        rows=rows,
-        in_features=in_features,
-        out_features=out_features,
-        interleaved=interleaved,
+        isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"), dtype=KERNEL_DTYPES[x.dtype], x=x.data_ptr(),
+        x_stride=x.stride(0), weight=weight.data_ptr(), bias=_address(bias), y=y.data_ptr(), y_stride=out_features,
+        rows=rows, in_features=in_features, out_features=out_features, interleaved=interleaved,
         threads=torch.get_num_threads() if num_threads is None else num_threads,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -178,26 +169,33 @@ def takes(x: Tensor, dims: int) -> bool:
     return row_is_dense or shape[0] == 0
 
 
-def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(residual, weight, eps, x)
+def address(x: Tensor) -> tuple[int, int]:
+    """The address of the first row, and the stride between rows in elements."""
+    return x.data_ptr(), x.stride()[0]
+
+
+def _rows(
+    x: Tensor, *, dims: int = 2, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+) -> tuple[int, int]:
+    """The `address` of an x that the kernels support and that has this dtype and shape; ValueError for others."""
+    if not takes(x, dims) or (dtype is not None and x.dtype != dtype) or (shape is not None and x.shape != shape):
+        wanted = f"{dims} dimensions" if shape is None else tuple(shape)
+        dtypes = dtype or "bfloat16, float16 or float32"
+        raise misfit(f"the kernel takes {wanted} of {dtypes} on the CPU, each row dense", x=x)
+    return x.data_ptr(), x.stride()[0]
 
 
 def add_(x: Tensor, addend: Tensor) -> Tensor:
-    if not (takes(x, 2) and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype):
-        raise _misfit("add_ takes x and what is added to it, [rows, size] of one dtype", x=x, addend=addend)
     _cpu_kernels.add(
-        dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=address(addend), rows=x.shape[0], size=x.shape[1],
-        threads=torch.get_num_threads(),
+        x=_rows(x), addend=_rows(addend, dtype=x.dtype, shape=x.shape), dtype=KERNEL_DTYPES[x.dtype],
+        rows=x.shape[0], size=x.shape[1], threads=torch.get_num_threads(),
     )  # fmt: skip
     return x
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
-    fits = takes(target, 2) and takes(source, 2) and source.shape == target.shape and source.dtype == target.dtype
-    if not fits:
-        raise _misfit("copy_ takes a target and a source [rows, size] of one dtype", target=target, source=source)
     size = target.element_size()
-    (x, x_stride), (y, y_stride) = address(source), address(target)
+    (y, y_stride), (x, x_stride) = _rows(target), _rows(source, dtype=target.dtype, shape=target.shape)
     _cpu_kernels.copy(
         x=(x, x_stride * size), y=(y, y_stride * size), rows=target.shape[0], row_bytes=target.shape[1] * size,
         threads=torch.get_num_threads(),
@@ -206,22 +204,18 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
 
 
 def narrow_(target: Tensor, wide: Tensor) -> Tensor:
-    if not (takes(target, 3) and takes(wide, 3) and wide.dtype == torch.float32 and wide.shape == target.shape):
-        raise _misfit("narrow_ takes a target and fp32 elements [tokens, heads, head_dim]", target=target, wide=wide)
-    tokens, heads, head_dim = target.shape
     _cpu_kernels.narrow(
-        dtype=KERNEL_DTYPES[target.dtype], x=address(wide), y=address(target), rows=tokens, size=heads * head_dim,
+        y=_rows(target, dims=3), x=_rows(wide, dims=3, dtype=torch.float32, shape=target.shape),
+        dtype=KERNEL_DTYPES[target.dtype], rows=target.shape[0], size=target.shape[1] * target.shape[2],
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return target
 
 
 def widened(x: Tensor) -> Tensor:
-    if not takes(x, 2):
-        raise _misfit("widened takes x [rows, size] on the CPU, each row dense", x=x)
     y = torch.empty(x.shape, dtype=torch.float32)
     _cpu_kernels.widen(
-        dtype=KERNEL_DTYPES[x.dtype], x=address(x), y=address(y), rows=x.shape[0], size=x.shape[1],
+        x=_rows(x), y=address(y), dtype=KERNEL_DTYPES[x.dtype], rows=x.shape[0], size=x.shape[1],
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -233,54 +227,47 @@ def filled(shape: Sequence[int], value: float) -> Tensor:
     return x
 
 
+def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(residual, weight, eps, x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
-    fits = takes(x, 2) and weight.is_cpu and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:]
-    if addend is not None:
-        fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
-    if not (fits and weight.is_contiguous()):
-        rule = "a norm takes x, and what is added to it, [rows, size] and weight [size] of one dtype or in fp32"
-        raise _misfit(rule, x=x, addend=addend, weight=weight)
-    rows, size = x.shape
-    y = x.new_empty(rows, size)
+    y = x.new_empty(x.shape)
     _cpu_kernels.rms_norm(
-        dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=(0, 0) if addend is None else address(addend),
-        weight=(weight.data_ptr(), weight.dtype == torch.float32), y=(y.data_ptr(), size), rows=rows, size=size,
-        eps=eps, threads=torch.get_num_threads(),
+        x=_rows(x), addend=(0, 0) if addend is None else _rows(addend, dtype=x.dtype, shape=x.shape),
+        weight=_norm_weight(weight, x.dtype, x.shape[1:]), y=address(y), dtype=KERNEL_DTYPES[x.dtype],
+        rows=x.shape[0], size=x.shape[1], eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def _norm_weight(weight: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, bool]:
+    """The address of a norm's weights, in `dtype` or fp32, and whether they are fp32; 0 where there is no norm."""
+    if weight is None:
+        return 0, False
+    if not (weight.is_cpu and weight.is_contiguous() and weight.shape == shape):
+        raise misfit(f"the weights of this norm are {tuple(shape)} on the CPU", weight=weight)
+    if weight.dtype not in (dtype, torch.float32):
+        raise misfit(f"the weights of a norm of {dtype} are in it or in float32", weight=weight)
+    return weight.data_ptr(), weight.dtype == torch.float32
 
 
 def place_heads(
     heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    if not _heads_fit(heads, weight, cos, sin, q, k, v):
-        rule = (
-            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of"
-            " q and k in it or in fp32, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
-        )
-        raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
+    dtype, at = heads.dtype, _rows(heads, dims=3)
+    (tokens, _, head_dim), q_heads, kv_heads = heads.shape, q.shape[1], k.shape[1]
+    if heads.shape[1] != q_heads + 2 * kv_heads or head_dim % 2:
+        raise misfit("heads are those of q, k and v, of an even size", heads=heads, q=q, k=k)
     _cpu_kernels.place_heads(
-        dtype=KERNEL_DTYPES[heads.dtype], heads=address(heads), weight=_norm_address(weight),
-        cos=address(cos), sin=address(sin),
-        q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
+        dtype=KERNEL_DTYPES[dtype], heads=at, weight=_norm_weight(weight, dtype, (q_heads + kv_heads, head_dim)),
+        cos=_rows(cos, dims=3, dtype=torch.float32, shape=(tokens, 1, head_dim)),
+        sin=_rows(sin, dims=3, dtype=torch.float32, shape=(tokens, 1, head_dim // 2)),
+        q=_rows(q, dims=3, dtype=dtype, shape=(tokens, q_heads, head_dim)),
+        k=_rows(k, dims=3, dtype=dtype, shape=(tokens, kv_heads, head_dim)),
+        v=_rows(v, dims=3, dtype=dtype, shape=(tokens, kv_heads, head_dim)),
+        tokens=tokens, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not all(takes(x, 3) and x.dtype == heads.dtype for x in (heads, q, k, v)):
-        return False
-    tokens, total, head_dim = heads.shape
-    rotated = q.shape[1] + k.shape[1]
-    if weight is not None:
-        shape_fits = weight.shape == (rotated, head_dim) and weight.is_contiguous()
-        if not shape_fits or weight.dtype not in (heads.dtype, torch.float32):
-            return False
-    for angles, width in ((cos, head_dim), (sin, head_dim // 2)):
-        if angles.dtype != torch.float32 or angles.shape != (tokens, 1, width) or angles.stride()[2] != 1:
-            return False
-    rest = (tokens, total - rotated, head_dim)
-    return head_dim % 2 == 0 and v.shape == k.shape == rest and q.shape == (tokens, q.shape[1], head_dim)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -292,25 +279,21 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
-    if not takes(gate_up, 2) or gate_up.shape[1] % 2:
-        raise _misfit(f"{activation}_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
     _cpu_kernels.gated_unit(
-        dtype=KERNEL_DTYPES[gate_up.dtype], activation=activation, gate_up=address(gate_up), y=(y.data_ptr(), size),
-        rows=rows, size=size, threads=torch.get_num_threads(),
+        gate_up=_rows(gate_up, shape=(rows, 2 * size)), y=(y.data_ptr(), size), dtype=KERNEL_DTYPES[gate_up.dtype],
+        activation=activation, rows=rows, size=size, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    if not (takes(angles, 2) and angles.dtype == torch.float32):
-        raise _misfit("cos_sin takes fp32 angles [tokens, pairs] on the CPU, each row dense", angles=angles)
     tokens, pairs = angles.shape
     cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
     _cpu_kernels.cos_sin(
-        angles=address(angles), cos=address(cos), sin=address(sin), rows=tokens, size=pairs, factor=factor,
-        threads=torch.get_num_threads(),
+        angles=_rows(angles, dtype=torch.float32), cos=address(cos), sin=address(sin), rows=tokens, size=pairs,
+        factor=factor, threads=torch.get_num_threads(),
     )  # fmt: skip
     return cos, sin
 
@@ -318,7 +301,7 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
 def powers(bases: Tensor, exponents: Tensor) -> Tensor:
     for x in (bases, exponents):
         if not (x.is_cpu and x.dtype == torch.float64 and x.dim() == 1):
-            raise _misfit("powers takes fp64 vectors on the CPU", x=x)
+            raise misfit("powers takes fp64 vectors on the CPU", x=x)
     results = bases.new_empty(len(bases), len(exponents))
     _cpu_kernels.powers(
         bases=bases.contiguous().data_ptr(), exponents=exponents.contiguous().data_ptr(), results=results.data_ptr(),
@@ -328,88 +311,63 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
-    if not (takes(x, 2) and x.dtype == torch.float32):
-        raise _misfit("softmax takes fp32 x [rows, size] on the CPU, each row dense", x=x)
-    y = x.new_empty(x.shape)
+    y, at = x.new_empty(x.shape), _rows(x, dtype=torch.float32)
     if x.shape[1]:
         _cpu_kernels.softmax(
-            x=address(x), y=address(y), rows=x.shape[0], size=x.shape[1], log=log, threads=torch.get_num_threads()
+            x=at, y=address(y), rows=x.shape[0], size=x.shape[1], log=log, threads=torch.get_num_threads()
         )
     return y
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    if not takes(logits, 2) or not logits.shape[1]:
-        raise _misfit("likeliest takes logits [rows, vocab] on the CPU, each row dense", logits=logits)
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    at, (rows, size) = _rows(logits), logits.shape
+    if not size:
+        raise misfit("likeliest takes at least one logit in a row", logits=logits)
+    tokens = torch.empty(rows, dtype=torch.int64)
     _cpu_kernels.likeliest(
-        dtype=KERNEL_DTYPES[logits.dtype], logits=address(logits), tokens=tokens.data_ptr(), rows=logits.shape[0],
-        size=logits.shape[1], threads=torch.get_num_threads(),
+        dtype=KERNEL_DTYPES[logits.dtype], logits=at, tokens=tokens.data_ptr(), rows=rows, size=size,
+        threads=torch.get_num_threads(),
     )  # fmt: skip
     return tokens
 
 
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    if not (takes(scores, 2) and scores.dtype == torch.float32):
-        raise _misfit("draw takes fp32 scores [rows, width] on the CPU, each row dense", scores=scores)
     tokens = tokens.expand(scores.shape)
     if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
-        raise _misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
+        raise misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
     if tokens.stride()[1] != 1:
         tokens = tokens.contiguous()
     drawn = torch.zeros(scores.shape[0], dtype=torch.int64)
     _cpu_kernels.draw(
-        scores=address(scores), tokens=address(tokens), starts=starts.contiguous().data_ptr(), drawn=drawn.data_ptr(),
-        rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
+        scores=_rows(scores, dtype=torch.float32), tokens=address(tokens), starts=starts.contiguous().data_ptr(),
+        drawn=drawn.data_ptr(), rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
     )  # fmt: skip
     return drawn
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    if not _kv_fits(pool, k, v, slots):
+    (blocks, planes, kv_heads, block_size, head_dim), k_strides, v_strides = pool.shape, k.stride(), v.stride()
+    fits = planes == 2 and pool.stride()[1:] == (kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    fits = fits and k.shape == v.shape == (slots.shape[0], kv_heads, head_dim) and pool.dtype == k.dtype == v.dtype
+    fits = fits and k_strides[2] == v_strides[2] == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
+    if not (fits and pool.is_cpu and k.is_cpu and v.is_cpu and slots.is_cpu):
         rule = (
             "store_kv takes a pool [blocks, 2, kv_heads, block_size, head_dim] of dense blocks, k and v"
             " [tokens, kv_heads, head_dim] of its dtype with dense heads, and int64 slots [tokens], all on the CPU"
         )
-        raise _misfit(rule, pool=pool, k=k, v=v, slots=slots)
+        raise misfit(rule, pool=pool, k=k, v=v, slots=slots)
     size = pool.element_size()
-    k_strides, v_strides = k.stride(), v.stride()
     _cpu_kernels.store_kv(
-        pool=pool.data_ptr(), block_stride=pool.stride()[0] * size, blocks=pool.shape[0],
+        pool=pool.data_ptr(), block_stride=pool.stride()[0] * size, blocks=blocks,
         k=k.data_ptr(), k_strides=(k_strides[0] * size, k_strides[1] * size),
         v=v.data_ptr(), v_strides=(v_strides[0] * size, v_strides[1] * size),
-        slots=slots.data_ptr(), tokens=k.shape[0], kv_heads=k.shape[1], block_size=pool.shape[3],
-        head_bytes=k.shape[2] * size, threads=torch.get_num_threads(),
+        slots=slots.data_ptr(), tokens=k.shape[0], kv_heads=kv_heads, block_size=block_size,
+        head_bytes=head_dim * size, threads=torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _kv_fits(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> bool:
-    if not (pool.is_cpu and k.is_cpu and v.is_cpu and slots.is_cpu and pool.dim() == 5 and k.dim() == 3):
-        return False
-    _, planes, kv_heads, block_size, head_dim = pool.shape
-    head = block_size * head_dim
-    return (
-        pool.dtype == k.dtype == v.dtype
-        and pool.stride()[1:] == (kv_heads * head, head, head_dim, 1)
-        and planes == 2
-        and k.shape == v.shape == (slots.shape[0], kv_heads, head_dim)
-        and k.stride()[2] == v.stride()[2] == 1
-        and slots.dtype == torch.int64
-        and slots.is_contiguous()
-    )
-
-
-def _norm_address(weight: Tensor | None) -> tuple[int, bool]:
-    """The address of a norm's weights, and whether they are fp32; 0 where there is no norm."""
-    return (0, False) if weight is None else (weight.data_ptr(), weight.dtype == torch.float32)
-
-
-def address(x: Tensor) -> tuple[int, int]:
-    """The address of the first row, and the stride between rows in elements."""
-    return x.data_ptr(), x.stride()[0]
-
-
-def _misfit(rule: str, **tensors: Tensor | None) -> ValueError:
+def misfit(rule: str, **tensors: Tensor | None) -> ValueError:
+    """The error for tensors that break a rule."""
     found = [
         f"{name} {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         for name, tensor in tensors.items()
@@ -437,7 +395,9 @@ class LayerNorms(NamedTuple):
     eps: float
 
     def addresses(self) -> dict[str, Any]:
-        return {name: _norm_address(getattr(self, name)) for name in self._fields if name != "eps"}
+        """Of each weight the address, 0 for None, and whether it is fp32."""
+        weights = {name: getattr(self, name) for name in self._fields if name != "eps"}
+        return {name: (_address(w), w is not None and w.dtype == torch.float32) for name, w in weights.items()}
 
 
 class FewRowLayer:
@@ -448,23 +408,22 @@ class FewRowLayer:
     """
 
     def __init__(
-        self,
-        norms: LayerNorms,
-        products: Sequence[Product],
-        dtype: torch.dtype,
-        head_dim: int,
-        activation: str,
+        self, norms: LayerNorms, products: Sequence[Product], dtype: torch.dtype, head_dim: int, activation: str
     ) -> None:
         """products: qkv, o, gate and up, down. All tensors are dense, and but for the norms of `dtype`."""
         self._tensors = (norms, products)
         self._hidden = norms.input.shape[0]
         self._dtype = dtype
+        linears = [
+            _cpu_kernels.Linear(parts=[_matrix(part) for part in parts], bias=_address(bias))
+            for parts, bias in products
+        ]
         self._layer = _cpu_kernels.Layer(
-            isa=choose(None, f"linear.{KERNEL_DTYPES[self._dtype]}"),
+            isa=choose(None, f"linear.{KERNEL_DTYPES[dtype]}"),
             packed_isa=choose(None, "packed"),
-            dtype=KERNEL_DTYPES[self._dtype],
+            dtype=KERNEL_DTYPES[dtype],
             norms=_cpu_kernels.Norms(**norms.addresses(), eps=norms.eps),
-            **{name: _product(*of) for name, of in zip(("qkv", "o", "gate_up", "down"), products, strict=True)},
+            **dict(zip(("qkv", "o", "gate_up", "down"), linears, strict=True)),
             head_dim=head_dim,
             activation=activation,
         )
@@ -495,34 +454,28 @@ def few_row_layer(
     """The layer of these tensors, or None if a weight is None, or they are not on the CPU or not of `dtype`."""
     if not norms.input.is_cpu or norms.input.dtype not in (dtype, torch.float32) or dtype not in KERNEL_DTYPES:
         return None
-    supported = [
-        (parts, bias)
-        for parts, bias in products
-        if parts is not None
-        and all(not isinstance(part, Tensor) or (part.is_cpu and part.dtype == dtype) for part in parts)
-    ]
-    if len(supported) < len(products):
-        return None
+    supported = []
+    for parts, bias in products:
+        if parts is None or any(isinstance(p, Tensor) and not (p.is_cpu and p.dtype == dtype) for p in parts):
+            return None
+        supported.append((parts, bias))
     return FewRowLayer(norms, supported, dtype, head_dim, activation)
 
 
 def interleaved_part(weight: Tensor) -> WeightPart:
     """A weight that `interleave_` has reordered, as a part of a `Product`; valid as long as the tensor lives."""
-    out_features, in_features = weight.shape
-    return _cpu_kernels.DenseWeight(
-        address=weight.data_ptr(), in_features=in_features, out_features=out_features, interleaved=True
-    )
+    return _matrix(weight, interleaved=True)
 
 
-def _product(parts: Sequence[WeightPart], bias: Tensor | None) -> _cpu_kernels.Linear:
-    return _cpu_kernels.Linear(parts=[_dense_or_packed(part) for part in parts], bias=_address(bias))
-
-
-def _dense_or_packed(part: WeightPart) -> _cpu_kernels.DenseWeight | _cpu_kernels.PackedWeight:
+def _matrix(
+    part: WeightPart, *, interleaved: bool = False
+) -> _cpu_kernels.DenseWeight | _cpu_kernels.PackedWeight:
     if not isinstance(part, Tensor):
         return part
     out_features, in_features = part.shape
-    return _cpu_kernels.DenseWeight(address=part.data_ptr(), in_features=in_features, out_features=out_features)
+    return _cpu_kernels.DenseWeight(
+        address=part.data_ptr(), in_features=in_features, out_features=out_features, interleaved=interleaved
+    )
 
 
 def _address(tensor: Tensor | None) -> int:

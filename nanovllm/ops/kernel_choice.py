@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -161,10 +160,10 @@ def read_choice(file: Path, machine: str, available: Sequence[str], *, warn: boo
     """The choice in a file; None if there is no file, or it is damaged or another machine's."""
     try:
         found = json.loads(file.read_text())
-        isa_of = found["isa_of"]
-        if found["machine"] != machine or any(isa_of[work] not in candidates(work, available) for work in WORKS):
+        isa_of = {work: found["isa_of"][work] for work in WORKS}
+        if found["machine"] != machine or any(isa not in candidates(work, available) for work, isa in isa_of.items()):
             raise ValueError("it is another machine's")
-        return {work: isa_of[work] for work in WORKS}
+        return isa_of
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -180,15 +179,10 @@ def _keep(file: Path | None, machine: str, isa_of: Mapping[str, str]) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)
-        try:
-            with open(handle, "w") as written:
-                json.dump({"machine": machine, "isa_of": isa_of}, written, indent=2)
-            os.replace(name, file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with tempfile.TemporaryDirectory(prefix=file.name, dir=file.parent) as folder:
+            written = Path(folder) / file.name
+            written.write_text(json.dumps({"machine": machine, "isa_of": isa_of}, indent=2))
+            written.replace(file)
     except OSError as error:
         logger.warning("the choice of CPU kernels cannot be kept, each process measures them: %s", error)
 
@@ -221,11 +215,9 @@ def _speedup(newest: Callable[[], object], other: Callable[[], object]) -> list[
     _seconds(newest), _seconds(other)  # the first calls allocate scratch memory
     ratios = []
     for index in range(REPEATS):
-        if index % 2:
-            after, before = _seconds(other), _seconds(newest)
-        else:
-            before, after = _seconds(newest), _seconds(other)
-        ratios.append(before / after)
+        calls = (other, newest) if index % 2 else (newest, other)
+        seconds = {call: _seconds(call) for call in calls}
+        ratios.append(seconds[newest] / seconds[other])
     return ratios
 
 

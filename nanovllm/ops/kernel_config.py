@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +26,6 @@ class TunedEntry:
     dtype: str  # torch's name without "torch."
     prefill: PrefillConfig
     decode: DecodeConfig
-    cudnn_from_block: int | None = None  # smallest block size with faster cuDNN prefill
 
 
 def table_path(device_name: str, directory: Path = TABLES) -> Path:
@@ -41,7 +38,9 @@ def read_table(path: Path) -> tuple[TunedEntry, ...]:
     if not path.is_file():
         return ()
     try:
-        return tuple(_entry(entry) for entry in json.loads(path.read_text())["entries"])
+        entries = json.loads(path.read_text())["entries"]
+        configs = [(PrefillConfig(**entry.pop("prefill")), DecodeConfig(**entry.pop("decode"))) for entry in entries]
+        return tuple(TunedEntry(**entry, prefill=p, decode=d) for entry, (p, d) in zip(entries, configs, strict=True))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is no table of tuned kernels ({error!r}): delete it, or write it anew with"
@@ -71,11 +70,6 @@ def decode_config_on(device: torch.device, head_dim: int, dtype: torch.dtype) ->
     """See `prefill_config_on`."""
     entry = tuned_entry(device, head_dim, dtype)
     return decode_config(head_dim, dtype) if entry is None else entry.decode
-
-
-def _entry(fields: Mapping[str, Any]) -> TunedEntry:
-    prefill, decode = PrefillConfig(**fields["prefill"]), DecodeConfig(**fields["decode"])
-    return TunedEntry(**{**fields, "prefill": prefill, "decode": decode})
 
 
 @dataclass(frozen=True, slots=True)

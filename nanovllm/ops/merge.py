@@ -16,18 +16,12 @@ def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     A side with LSE -inf has seen no keys and has weight 0; with both sides empty the result is empty (0, -inf).
     A side with LSE +inf outweighs any finite one.
     """
-    merge_parts_(out, lse, other_out.unsqueeze(0), other_lse.unsqueeze(0))
-
-
-def merge_parts_(out: Tensor, lse: Tensor, parts: Tensor, part_lses: Tensor) -> None:
-    """`merge_states_` of each of n parts in turn: [n, tokens, heads, head_dim] and fp32 [n, heads, tokens]."""
     if use_triton(out):
         from nanovllm.ops.triton_merge import merge_parts_triton
 
-        merge_parts_triton(out, lse, out, lse, parts, part_lses)
-        return
-    for part, part_lse in zip(parts, part_lses, strict=True):
-        merge_states_torch_(out, lse, part, part_lse)
+        merge_parts_triton(out, lse, out, lse, other_out.unsqueeze(0), other_lse.unsqueeze(0))
+    else:
+        merge_states_torch_(out, lse, other_out, other_lse)
 
 
 def merge_states_torch_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -23,7 +23,7 @@ from nanovllm.ops import _cpu_kernels, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
 from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
-FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
+FP8_BLOCK = 128  # inputs that share a scale, where an fp8 weight has scales per block
 _CHECKED_ROWS = 256  # of an fp8 weight at a time
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
 
@@ -34,8 +34,7 @@ class PackedWeight:
 
     data: [out_features, bytes of a row]; of the GGUF schemes the bytes of the file, of int4 uint8 with two inputs in a
     byte, the even input in the low half, of int8 int8, of fp8 float8_e4m3fn. scales: of int4 and int8
-    [out_features, groups] in bfloat16, float16 or float32; of fp8 float32 [1, 1], [out_features, 1], or a scale for
-    each block of FP8_BLOCK outputs or one output, and FP8_BLOCK inputs. zeros: of int4 uint8 and of int8 int8
+    [out_features, groups] in bfloat16, float16 or float32, of fp8 in float32. zeros: of int4 uint8 and of int8 int8
     [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
     panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them. fp8_inputs: of fp8,
     whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where they are.
@@ -84,10 +83,7 @@ class PackedWeight:
         """The weight of some outputs, a slice or int64 [rows], never in panels. A slice shares memory if it can."""
         if self.panel_outputs is not None:
             return self._rows_of_panels(torch.arange(self.out_features)[index])
-        scales = self.scales
-        if scales is not None:
-            scales = _scales_of_rows(scales, self.out_features, index)
-        zeros = None if self.zeros is None else self.zeros[index]
+        scales, zeros = (None if part is None else part[index] for part in (self.scales, self.zeros))
         return replace(self, data=self.data[index], scales=scales, zeros=zeros)
 
     def in_panels(self, in_place: bool = False) -> PackedWeight:
@@ -98,21 +94,17 @@ class PackedWeight:
         """
         if self.panel_outputs is not None or not self.data.is_cpu:
             return self
-        data, scales = self.data.view(torch.uint8), self.scales
+        data = self.data.view(torch.uint8)
         if self.scheme == "fp8" and any(bool((part & 127 == 127).any()) for part in data.split(_CHECKED_ROWS)):
             raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
-        if scales is not None and scales.shape[0] == self.out_features:  # else outputs share them, and they stay
-            scales = packed_panels.groups_to_panels(scales)
-        zeros = None if self.zeros is None else packed_panels.groups_to_panels(self.zeros)
+        parts = (self.scales, self.zeros)
+        scales, zeros = (None if part is None else packed_panels.groups_to_panels(part) for part in parts)
         data = packed_panels.rows_to_panels(self.scheme, data, self._block_bytes, in_place)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
 
     def in_rows(self) -> PackedWeight:
         """The same weight in rows, the inverse of `in_panels`."""
-        if self.panel_outputs is None:
-            return self
-        rows = self.rows(slice(None))
-        return rows if self.scales is None or self.scales.dim() == 3 else replace(rows, scales=self.scales)
+        return self if self.panel_outputs is None else self.rows(slice(None))
 
     @property
     def _block_bytes(self) -> int:
@@ -127,13 +119,8 @@ class PackedWeight:
         else:
             row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features
             data = packed_panels.blocks_to_rows(self.scheme, data, row_bytes).view(_DATA_DTYPES[self.scheme])
-        scales, zeros = self.scales, self.zeros
-        if scales is not None and scales.dim() == 3:
-            scales = packed_panels.panels_to_groups(scales, outputs)
-        elif scales is not None:
-            scales = _scales_of_rows(scales, self.out_features, outputs)
-        if zeros is not None:
-            zeros = packed_panels.panels_to_groups(zeros, outputs)
+        parts = (self.scales, self.zeros)
+        scales, zeros = (None if part is None else packed_panels.panels_to_groups(part, outputs) for part in parts)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=None)
 
 
@@ -171,10 +158,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     if weight.scales is not None and use_triton(x):
         from nanovllm.ops import triton_packed
 
-        group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
-        parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
+        parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
         fp8_inputs = weight.fp8_inputs and x.dtype != torch.float32 and multiplies_fp8(x.device)
-        return triton_packed.packed_linear(x, *parts, group_size, bias, fp8_inputs=fp8_inputs)
+        return triton_packed.packed_linear(x, *parts, bias, fp8_inputs=fp8_inputs)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))
@@ -193,7 +179,6 @@ def cpu_packed_linear(
     num_threads: int | None = None,
 ) -> Tensor:
     """`packed_linear` on the CPU by the C++ kernel; all instruction sets give the same bits. The GIL is released."""
-    _check_product(x, weight, bias)
     if x.stride()[1] != 1:
         x = x.contiguous()
     if bias is not None:
@@ -211,20 +196,12 @@ def cpu_packed_linear(
 def kernel_weight(weight: PackedWeight) -> _cpu_kernels.PackedWeight:
     """A weight in panels as the C++ kernel takes it; valid as long as `weight` lives."""
     scales, zeros = weight.scales, weight.zeros
-    outputs_per_scale = 1
-    if scales is not None and scales.dim() == 2:
-        outputs_per_scale = FP8_BLOCK if scales.shape[0] > 1 else weight.out_features + packed_panels.OUTPUTS
     return _cpu_kernels.PackedWeight(
-        scheme=weight.scheme,
-        data=weight.data.data_ptr(),
-        scales=0 if scales is None else scales.data_ptr(),
+        scheme=weight.scheme, data=weight.data.data_ptr(), scales=0 if scales is None else scales.data_ptr(),
         scale_dtype="float32" if scales is None else KERNEL_DTYPES[scales.dtype],
-        zeros=0 if zeros is None else zeros.data_ptr(),
-        outputs_per_scale=outputs_per_scale,
-        group_size=weight.group_size if scales is None or scales.shape[1] > 1 else weight.in_features,
-        in_features=weight.in_features,
-        out_features=weight.out_features,
-    )
+        zeros=0 if zeros is None else zeros.data_ptr(), outputs_per_scale=1, group_size=weight.group_size,
+        in_features=weight.in_features, out_features=weight.out_features,
+    )  # fmt: skip
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
@@ -240,8 +217,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
     assert weight.scales is not None
     q = unpack_int4(weight.data) if weight.scheme == "int4" else weight.data
     columns = torch.arange(weight.in_features, device=weight.device) // weight.group_size
-    scales = _scales_of_rows(weight.scales, weight.out_features, slice(None)).float()
-    scales = scales if scales.shape[1] == 1 else scales[:, columns]
+    scales = weight.scales[:, columns].float()
     if weight.scheme == "fp8":
         return q.float() * scales
     zeros = float(_DEFAULT_ZEROS[weight.scheme]) if weight.zeros is None else weight.zeros[:, columns].float()
@@ -350,69 +326,29 @@ _DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m
 _DEFAULT_ZEROS = {"int4": 8, "int8": 0}
 
 
-def _scales_of_rows(scales: Tensor, out_features: int, index: slice | Tensor) -> Tensor:
-    """The scales of some outputs, a row for each; fp8 may have a row for all outputs, or for each block of them."""
-    if scales.shape[0] == out_features:
-        return scales[index]
-    outputs = torch.arange(out_features, device=scales.device)[index]
-    return scales[outputs // FP8_BLOCK if scales.shape[0] > 1 else torch.zeros_like(outputs)]
-
-
 def _misfit(weight: PackedWeight) -> str | None:
     """The error message for parts that do not fit together, or None."""
-    if weight.scheme not in SCHEMES:
-        return f"Scheme must be one of {', '.join(SCHEMES)}, got {weight.scheme!r}."
-    dtype = _DATA_DTYPES.get(weight.scheme, torch.uint8)
-    if weight.data.dim() != 2 or weight.data.dtype != dtype:
-        return f"The data of {weight.scheme} must be {dtype} [out, bytes], got {_described(weight.data)}."
-    if weight.in_features < 1 or weight.group_size < 1:
-        return f"Inputs and group size must be positive, got {weight.in_features} and {weight.group_size}."
-    if weight.scheme in GGUF_BLOCKS:
-        return _gguf_misfit(weight)
-    row_bytes = weight.in_features // 2 if weight.scheme == "int4" else weight.in_features
-    if weight.data.shape[1] != row_bytes or (weight.scheme == "int4" and weight.in_features % 2):
-        return f"{weight.in_features} inputs of {weight.scheme} do not fit rows of {weight.data.shape[1]} bytes."
-    return _fp8_misfit(weight) if weight.scheme == "fp8" else _int_misfit(weight)
-
-
-def _gguf_misfit(weight: PackedWeight) -> str | None:
-    block = GGUF_BLOCKS[weight.scheme]
-    if weight.in_features % block.inputs:
-        return f"The inputs of {weight.scheme} must be a multiple of {block.inputs}, got {weight.in_features}."
-    if weight.data.shape[1] != weight.in_features // block.inputs * block.bytes:
-        return f"{weight.in_features} inputs of {weight.scheme} do not fit rows of {weight.data.shape[1]} bytes."
-    if weight.group_size != block.group_size or weight.scales is not None or weight.zeros is not None:
-        return f"{weight.scheme} has groups of {block.group_size} with their scales in the data, nothing besides."
-    return None
-
-
-def _int_misfit(weight: PackedWeight) -> str | None:
-    groups = -(-weight.in_features // weight.group_size)
-    if weight.group_size != weight.in_features and weight.group_size % 32:
-        return f"Groups must have a multiple of 32 inputs, or all of them, got {weight.group_size}."
-    if weight.scales is None or weight.scales.dtype not in KERNEL_DTYPES:
-        return f"Scales of {weight.scheme} must be bfloat16, float16 or float32, got {_described(weight.scales)}."
-    dtype = _DATA_DTYPES[weight.scheme]
-    if weight.zeros is not None and weight.zeros.dtype != dtype:
-        return f"Zeros of {weight.scheme} must be {dtype}, got {_described(weight.zeros)}."
-    for name, part in (("scales", weight.scales), ("zeros", weight.zeros)):
-        if part is not None and part.shape != (weight.out_features, groups):
-            return f"The {name} must be [{weight.out_features}, {groups}], got {tuple(part.shape)}."
-    return None
-
-
-def _fp8_misfit(weight: PackedWeight) -> str | None:
-    scales, (outputs, inputs) = weight.scales, weight.shape
-    if scales is None or scales.dtype != torch.float32 or scales.dim() != 2 or weight.zeros is not None:
-        return f"fp8 takes float32 scales of two dimensions and no zeros, got {_described(scales)}."
-    columns = {1: inputs, -(-inputs // FP8_BLOCK): FP8_BLOCK}
-    if scales.shape[0] not in (1, outputs, -(-outputs // FP8_BLOCK)) or scales.shape[1] not in columns:
-        return (
-            f"fp8 scales of {outputs} outputs and {inputs} inputs must be for all, each output, or each block of"
-            f" {FP8_BLOCK}, got {tuple(scales.shape)}."
-        )
-    if scales.shape[1] > 1 and weight.group_size != columns[scales.shape[1]]:
-        return f"The group size of these fp8 scales is {columns[scales.shape[1]]}, got {weight.group_size}."
+    scheme, data, (outputs, inputs) = weight.scheme, weight.data, weight.shape
+    if scheme not in SCHEMES:
+        return f"Scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}."
+    if weight.group_size < 1 or inputs < 1:
+        return f"Inputs and group size must be positive, got {inputs} and {weight.group_size}."
+    block, groups = GGUF_BLOCKS.get(scheme), -(-inputs // weight.group_size)
+    unit = block.inputs if block else 2 if scheme == "int4" else 1
+    row_bytes = inputs // unit * (block.bytes if block else 1)
+    if data.shape != (outputs, row_bytes) or inputs % unit or data.dtype != _DATA_DTYPES.get(scheme, torch.uint8):
+        return f"{inputs} inputs of {scheme} do not fit data {_described(data)}."
+    if block is not None:
+        fits = weight.group_size == block.group_size and weight.scales is None and weight.zeros is None
+        return None if fits else f"{scheme} has groups of {block.group_size} with their scales in the data, only."
+    if weight.group_size != inputs and weight.group_size % (FP8_BLOCK if scheme == "fp8" else 32):
+        return f"Groups of {scheme} have a multiple of 32 inputs, of fp8 of 128, or all, got {weight.group_size}."
+    scale_dtypes = {torch.float32} if scheme == "fp8" else set(KERNEL_DTYPES)
+    parts = [("scales", weight.scales, scale_dtypes), ("zeros", weight.zeros, {data.dtype} - {torch.float8_e4m3fn})]
+    for name, part, dtypes in parts if weight.zeros is not None else parts[:1]:
+        if part is None or part.shape != (outputs, groups) or part.dtype not in dtypes:
+            allowed = " or ".join(str(dtype) for dtype in dtypes) or "absent"
+            return f"The {name} of {scheme} must be {allowed} [{outputs}, {groups}], got {_described(part)}."
     return None
 
 

@@ -21,7 +21,6 @@ from nanovllm.ops.triton_kv import quantized
 SCHEMES = ("int4", "int8", "fp8")
 SMALLEST_TILE_ROWS = 16  # rows of the smallest tile
 MOST_COLUMNS = 128  # of a tile
-FP8_BLOCK = 128  # outputs that share a scale, if not all and not one
 # With few rows, reading the weights determines the time. More programs than this are not needed to use the bandwidth.
 PROGRAMS = 256
 MOST_SPLITS = 8
@@ -84,7 +83,6 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     scale_columns,
     group_size,
-    outputs_per_scale,
     SCHEME: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -102,7 +100,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     is_row, is_output = (m < rows)[:, None], n < out_features
     dtype = x_ptr.dtype.element_ty
     x_row = x_ptr + m.to(tl.int64)[:, None] * x_stride
-    scale_row = (n // outputs_per_scale) * scale_columns
+    scale_row = n * scale_columns
     steps = tl.cdiv(in_features, BLOCK_K)
     steps_per_split = tl.cdiv(steps, SPLITS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -205,14 +203,13 @@ def packed_linear(
         x, x_scales = round_inputs(x, group_size)
     config = config or packed_config(rows, out_features, in_features, group_size, x.dtype)
     splits = config.splits
-    outputs_per_scale = {1: out_features, out_features: 1}.get(scales.shape[0], FP8_BLOCK)
     out = x.new_empty(splits, rows, out_features, dtype=torch.float32 if splits > 1 else dtype)
     grid = (triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows), splits)
     # Not every GPU has a type for fp8, which is decoded from bytes.
     codes = data.view(torch.uint8) if scheme == "fp8" and not fp8_inputs else data
     _packed_kernel[grid](
         out, x, x_scales, codes, scales, scales if zeros is None else zeros, x if bias is None else bias, rows,
-        out_features, in_features, data.shape[1], x.stride(0), scales.shape[1], group_size, outputs_per_scale,
+        out_features, in_features, data.shape[1], x.stride(0), scales.shape[1], group_size,
         SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None and splits == 1,
         FP8_INPUTS=fp8_inputs, SPLITS=splits,
         BLOCK_M=config.rows, BLOCK_N=config.outputs, BLOCK_K=config.columns,

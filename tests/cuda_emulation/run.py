@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "test_cuda_device.py::test_shared_streams_give_the_same_tokens": MINUTES,
     "test_cuda_device.py::test_an_engine_sized_from_memory_fits_and_gives_it_back": "a prefill of 2,048 tokens",
 }
-CUDA_TESTS = ("cuda_device", "cuda_graphs", "pinned", "sgdma", "batch_copy", "host_attention", "cudnn_attention")
+CUDA_TESTS = ("cuda_device", "cuda_graphs", "pinned", "sgdma", "host_attention")
 MEASURED = (
     "device/cuda*.py",
     "device/pinned.py",

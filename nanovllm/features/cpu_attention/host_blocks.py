@@ -1,23 +1,22 @@
 """CPU attention of host blocks: the CPU attends to blocks in host memory while the others are loaded through the ring.
 
 Where the device shares the host's cores and memory, CPU attention is a call among the others, in the order of the
-blocks, and results are bit-identical to those without it. Elsewhere it runs concurrently with the device, on its own
-stream: see `concurrent.py`.
+blocks, and results are bit-identical to those without it. Elsewhere it runs concurrently with the device: queries are
+copied to the host, C++ attends on a stream of its own, and the partial result is copied back and merged last, in fp32.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from nanovllm.device import Busy, BusyMeter, Device
+from nanovllm.device import Busy, Device, PitchedCopy, Stream
 from nanovllm.features.cpu_attention.bandwidth import measure_bandwidths
-from nanovllm.features.cpu_attention.concurrent import ConcurrentCpuAttention
 from nanovllm.features.cpu_attention.shares import (
     MAX_CPU_ATTENTION_TOKENS,
     ONE_PROCESSOR,
@@ -34,8 +33,12 @@ from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
+from nanovllm.ops.cpu_attention import HostAttention, Meter
+from nanovllm.ops.merge import merge_states_
 
 logger = logging.getLogger(__name__)
+
+_GRANULE = 16  # bytes that partial states are padded to
 
 
 def make_cpu_attention(
@@ -70,18 +73,11 @@ def cpu_attention_backend(device: Device, head_dim: int) -> AttentionBackend:
     return select_cpu_backend(head_dim, None if device.shares_host else cpu_attention_threads())
 
 
-class SharePolicy(Protocol):
-    """Decides how many of a layer's host blocks the CPU attends to."""
-
-    def blocks_for_cpu_attention(self, load: LayerLoad) -> int: ...
-
-    def observe(self, link: Busy, cpu: Busy) -> None:
-        """What the link and CPU attention have done since the engine started, as running totals."""
-        ...
-
-
 class BalancedShare:
-    """The share that minimises a layer's time. Rates start as measured and follow what the steps achieve."""
+    """The share of a layer's host blocks for the CPU that minimises the layer's time.
+
+    Rates start as measured and follow what the steps achieve.
+    """
 
     def __init__(self, rates: Bandwidths, weight_bytes: int) -> None:
         self.rates = rates
@@ -93,13 +89,12 @@ class BalancedShare:
         return blocks_for_cpu_attention(replace(load, weight_bytes=self._weight_bytes), self.rates)
 
     def observe(self, link: Busy, cpu: Busy) -> None:
+        """Correct the rates by what link and CPU attention did since the engine started, given as running totals."""
         start, now = self._at_start, self.rates
         new_link, new_cpu_attention = link - self._link, cpu - self._cpu_attention
         link_rate = corrected(now.link, start.link, new_link.num_bytes, new_link.seconds)
         host_rate = corrected(now.host, start.host, new_cpu_attention.num_bytes, new_cpu_attention.seconds)
-        # On one processor the device reads with the same kernel from the same memory.
-        device_rate = host_rate if now.one_processor else now.device
-        self.rates = replace(now, link=link_rate, host=host_rate, device=device_rate)
+        self.rates = replace(now, link=link_rate, host=host_rate)
         self._link, self._cpu_attention = link, cpu
 
 
@@ -107,20 +102,19 @@ class HostBlockAttention:
     """Implements `kvcache.chunked_attention.CpuAttention`. `policy` may be replaced between steps."""
 
     def __init__(
-        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, policy: SharePolicy
+        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, policy: BalancedShare
     ) -> None:
         """backend: attends in order on a device that shares the host. Concurrent attention uses the C++ kernel."""
         self.policy = policy
-        self.concurrent = not engine.device.shares_host
         self._engine = engine
         self._device = engine.device
         self._geometry = geometry
         self._backend = backend
         self._max_query_len = cpu_attention_query_len(geometry.num_heads, engine.layout.num_kv_heads)
-        self._busy = BusyMeter()
         self._concurrent: ConcurrentCpuAttention | None = None
-        if self.concurrent:
+        if not engine.device.shares_host:
             self._concurrent = ConcurrentCpuAttention(engine, geometry, cpu_attention_threads())
+        self.concurrent = self._concurrent is not None
 
     # ---- steps
 
@@ -128,8 +122,8 @@ class HostBlockAttention:
         self, reads: Mapping[int | None, Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
     ) -> dict[int | None, frozenset[int]]:
         """See `CpuAttention`. First corrects the rates from what earlier steps achieved; waits for nothing."""
-        busy = self._busy.read() if self._concurrent is None else self._concurrent.busy()
-        self.policy.observe(self._device.link_busy(), busy)
+        if self._concurrent is not None:
+            self.policy.observe(self._device.link_busy(), self._concurrent.busy())
         num_short = leading_short(sequences, self._max_query_len, MAX_CPU_ATTENTION_TOKENS)
         return {window: self._choose(window_reads, num_short) for window, window_reads in reads.items()}
 
@@ -149,8 +143,7 @@ class HostBlockAttention:
     def attend_in_order(self, layer: int, group: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
         self._device.declare_kernel("attend on the host", reads=self._memory_of(layer, [group]))
         pool = self._engine.host[:, layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        with self._busy.running(group.read_tokens * self._engine.layout.token_layer_bytes):
-            self._backend.attend(q, pool, group.table, state, self._geometry.scale, self._geometry.windows[layer])
+        self._backend.attend(q, pool, group.table, state, self._geometry.scale, self._geometry.windows[layer])
         self._device.end_kernel()
         self._count([group])
 
@@ -191,6 +184,125 @@ class HostBlockAttention:
         for group in groups:
             for read in group.reads:
                 yield self._engine.host[read.physical_id - first_host_id, layer][:, :, : read.stored_tokens]
+
+
+class ConcurrentCpuAttention:
+    """The concurrent groups of a step, prepared when the step begins and launched layer by layer."""
+
+    def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, num_threads: int) -> None:
+        self._engine = engine
+        self._device = engine.device
+        self._geometry = geometry
+        self._num_threads = num_threads
+        self._staging = Staging(engine, geometry)
+        self._meter = Meter()
+        self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
+        self._launched = False  # in the current step
+        engine.order.add_cpu_attention_streams()
+
+    def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
+        """Prepare the concurrent groups of the plans, which are keyed by sliding window."""
+        self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.concurrent}
+
+    def end_step(self) -> None:
+        """Raises EngineError if a task of the step failed. On some devices, streams that wait for a task do not."""
+        if self._launched:
+            self._launched = False
+            self._engine.order.finish_cpu_attention()
+
+    def busy(self) -> Busy:
+        """Bytes read since the start, and the time that took."""
+        return Busy(*self._meter.read())
+
+    def start(self, layer: int, plan: LayerPlan, q: Tensor, reads: Iterable[Tensor]) -> None:
+        """Issue attention over `plan.concurrent`, with copies of the queries and of the result.
+
+        reads: the parts of the host pool that are attended, for the ordering check.
+        """
+        staging, order = self._staging, self._engine.order
+        rows, device = plan.concurrent_rows, self._device
+        device.declare_kernel("write queries for CPU attention", writes=(staging.queries[:rows].flatten(),))
+        staging.queries[:rows] = q[:rows]
+        device.end_kernel()
+        staging.copy_queries(rows, order.before_queries())
+        stream = order.before_cpu_attention_call()
+        device.declare_kernel(
+            "attend on the host",
+            reads=chain(reads, [staging.host_queries[:rows].flatten()]),
+            writes=(staging.used(staging.host_partial, rows),),
+            stream=stream,
+        )
+        attention = self._prepared[self._geometry.windows[layer]]
+        stream.launch(attention.task(layer * self._engine.layout.block_layer_bytes))
+        self._launched = True
+        staging.copy_partial(rows, order.before_partial())
+        order.after_partial()
+
+    def merge(self, plan: LayerPlan, state: AttentionState) -> None:
+        """Merge the result of `start` into `state`, in place."""
+        staging, rows = self._staging, plan.concurrent_rows
+        self._engine.order.before_merge()
+        self._device.declare_kernel("merge CPU attention", reads=(staging.used(staging.partial, rows),))
+        partial = staging.state(staging.partial, rows)
+        merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+        self._device.end_kernel()
+
+    def _prepare(self, plan: LayerPlan, window: int | None) -> HostAttention:
+        staging, rows = self._staging, plan.concurrent_rows
+        token_bytes = self._engine.layout.token_layer_bytes
+        return HostAttention(
+            staging.host_queries[:rows],
+            self._engine.host[:, 0],
+            [group.table for group in plan.concurrent],
+            staging.state(staging.host_partial, rows),
+            self._geometry.scale,
+            window,
+            num_threads=self._num_threads,
+            read_bytes=sum(group.read_tokens for group in plan.concurrent) * token_bytes,
+            meter=self._meter,
+        )
+
+
+class Staging:
+    """Buffers on device and host for the queries of a step's short sequences, and for their partial state.
+
+    A partial state of n rows is contiguous, so that it takes one copy: output `[n, heads, head_dim]`, then LSE
+    `[heads, n]`, fp32. One buffer of each kind suffices, since a layer's partial state is merged before the next layer
+    has queries.
+    """
+
+    def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry) -> None:
+        self._device = device = engine.device
+        self._heads, self._head_dim = heads, head_dim = geometry.num_heads, engine.layout.head_dim
+        dtype = geometry.dtype
+        queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
+        partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
+        self.queries = device.empty("CPU attention queries", queries, dtype)
+        self.partial = device.empty("CPU attention state", partial, torch.float32)
+        self.host_queries = device.empty_host("CPU attention queries on the host", queries, dtype)
+        self.host_partial = device.empty_host("CPU attention state on the host", partial, torch.float32)
+
+    def state(self, buffer: Tensor, rows: int) -> AttentionState:
+        """The first `rows` query rows of a partial buffer as a state."""
+        heads, head_dim = self._heads, self._head_dim
+        floats = rows * heads * head_dim
+        lse = buffer[floats : floats + rows * heads].view(heads, rows)
+        return AttentionState(buffer[:floats].view(rows, heads, head_dim), lse)
+
+    def used(self, buffer: Tensor, rows: int) -> Tensor:
+        """The part of a partial buffer that a state of `rows` rows takes, padded to a multiple of _GRANULE bytes."""
+        floats, granule = rows * self._heads * (self._head_dim + 1), _GRANULE // 4
+        return buffer[: -(-floats // granule) * granule]
+
+    def copy_queries(self, rows: int, stream: Stream) -> None:
+        self._copy(self.host_queries[:rows].flatten(), self.queries[:rows].flatten(), stream, down=True)
+
+    def copy_partial(self, rows: int, stream: Stream) -> None:
+        self._copy(self.used(self.partial, rows), self.used(self.host_partial, rows), stream, down=False)
+
+    def _copy(self, dst: Tensor, src: Tensor, stream: Stream, *, down: bool) -> None:
+        width = src.nbytes
+        self._device.copy_2d(PitchedCopy(dst, src, width, width, width, 1, "d2h" if down else "h2d"), stream)
 
 
 def leading_short(sequences: Sequence[SequenceMetadata], max_query_len: int, max_rows: int) -> int:

@@ -1,7 +1,9 @@
 """CUDA graphs of decode steps.
 
 Where attention can be recorded, one graph computes a complete step. Elsewhere there is one graph for each piece of the
-model between two attention calls, and attention runs eagerly between the replays.
+model between two attention calls, and attention runs eagerly between the replays. Piece 0 computes the first layer's q,
+k and v from the token ids. Piece i computes the q, k and v of layer i from the attention output of layer i - 1, which
+is in the memory of its queries. The last piece ends with the final norm.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,6 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
-from nanovllm.features.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.memory.layout import layout_of
@@ -46,6 +47,58 @@ def bucket_sizes(config: EngineConfig) -> list[int]:
     doubled = [2**power for power in range(3, LARGEST_BUCKET.bit_length())]
     larger = doubled if config.enable_cpu_offload else range(8, most, 8)
     return [size for size in (1, 2, 4, *larger) if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The tensors that the pieces of a step exchange, with one row per sequence."""
+
+    x: Tensor  # [rows, hidden]: the residual stream, and at the end the hidden states after the final norm
+    cos: Tensor  # [rows, rotary embeddings, head_dim], each as of `RotaryEmbedding.cos_sin`
+    sin: Tensor  # [rows, rotary embeddings, head_dim / 2]
+    q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then its attention output
+    k: Tensor  # [rows, kv_heads, head_dim]
+    v: Tensor
+
+    @classmethod
+    def of(cls, model: Decoder, rows: int) -> StepMemory:
+        """Memory for at most `rows` rows, filled with zeros, so that padded rows never compute on arbitrary content."""
+        spec, head_dim = model.spec, model.spec.head_dim
+
+        def zeros(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
+
+        return cls(
+            x=zeros(spec.hidden_size),
+            cos=zeros(len(spec.ropes), head_dim, dtype=torch.float32),
+            sin=zeros(len(spec.ropes), head_dim // 2, dtype=torch.float32),
+            q=zeros(spec.num_heads, head_dim),
+            k=zeros(spec.num_kv_heads, head_dim),
+            v=zeros(spec.num_kv_heads, head_dim),
+        )
+
+    def first(self, rows: int) -> StepMemory:
+        """The first rows of the same memory."""
+        return StepMemory(*(getattr(self, field.name)[:rows] for field in fields(self)))
+
+
+def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> None:
+    """Run one of `num_layers + 1` pieces. inputs: int64 [3, rows], token ids, positions and RoPE lengths."""
+    if index == 0:
+        token_ids, positions, rope_lengths = inputs
+        step.x.copy_(model.embed(token_ids))
+        for rope, rotary in enumerate(model.rotaries):
+            cos, sin = rotary.cos_sin(positions, rope_lengths)
+            step.cos[:, rope : rope + 1].copy_(cos)
+            step.sin[:, rope : rope + 1].copy_(sin)
+    else:
+        model.layers[index - 1].finish_(step.x, step.q.flatten(1))
+    if index < model.spec.num_layers:
+        layer = model.layers[index]
+        cos, sin = (angles[:, layer.rope : layer.rope + 1] for angles in (step.cos, step.sin))
+        layer.project(step.x, cos, sin, step.q, step.k, step.v)
+    else:
+        model.normalize_(step.x)
 
 
 @dataclass(frozen=True, slots=True)
