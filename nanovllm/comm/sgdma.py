@@ -26,14 +26,7 @@ class CopyError(ValueError):
 
 
 def memcpy_2d_async(
-    dst: Tensor,
-    src: Tensor,
-    dpitch: int,
-    spitch: int,
-    width: int,
-    height: int,
-    kind: str,
-    stream: int | object = 0,
+    dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int, kind: str, stream: int | object = 0
 ) -> None:
     """Copy `height` rows of `width` bytes from `src` to `dst`.
 
@@ -123,9 +116,7 @@ def _check_ranges(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int
         )
 
 
-def _check_sides(
-    dst: Tensor, src: Tensor, kind: str, is_known: Callable[[Tensor], bool] | None = None
-) -> None:
+def _check_sides(dst: Tensor, src: Tensor, kind: str, is_known: Callable[[Tensor], bool] | None = None) -> None:
     """Refuse arguments that are not strided tensors, an unknown kind, and memory on the wrong side for the kind."""
     sides = _SIDES.get(kind) if isinstance(kind, str) else None
     if sides is None:

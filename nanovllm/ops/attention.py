@@ -8,7 +8,7 @@ sees no key has output 0 and LSE -inf.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -57,14 +57,7 @@ class SequenceMetadata:
     def visible(self, window: int | None, block_size: int) -> SequenceMetadata:
         """The same rows of a full block table, without the blocks that a sliding window hides from all of them."""
         first = first_visible_block(self.context_len, window, block_size)
-        return SequenceMetadata(
-            self.query_start,
-            self.query_len,
-            self.context_len,
-            first * block_size,
-            self.kv_end,
-            self.block_table[first:],
-        )
+        return replace(self, first_position=first * block_size, block_table=self.block_table[first:])
 
 
 def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
@@ -109,6 +102,12 @@ class MetadataGroup:
     max_blocks: int
     total_rows: int
 
+    @classmethod
+    def of(cls, rows: Tensor, on_device: Tensor) -> MetadataGroup:
+        """rows: on the host; on_device: their copy, of one dimension."""
+        most_rows, _, most_blocks = rows[:, 1:4].amax(0).tolist() if len(rows) else (0, 0, 0)
+        return cls(on_device.view(-1, METADATA_FIELDS), most_rows, most_blocks, int(rows[:, 1].sum()))
+
     def __len__(self) -> int:
         return self.rows.shape[0]
 
@@ -125,11 +124,13 @@ class DeviceMetadata:
     def of(cls, table: AttentionMetadata, device: torch.device) -> DeviceMetadata:
         """Upload the metadata in one copy on the current stream."""
         is_few = table.rows[:, 1] <= MAX_DECODE_ROWS
-        groups = [_with_rows_before(table.rows[is_few]), _with_rows_before(table.rows[~is_few])]
+        groups = []
+        for rows in (table.rows[is_few], table.rows[~is_few]):
+            counts = rows[:, 1:2]
+            groups.append(torch.cat((rows, counts.cumsum(0) - counts), dim=1))
         packed = torch.cat([*(rows.flatten() for rows in groups), table.blocks]).int()
-        parts = upload(packed, device).split([*(rows.numel() for rows in groups), len(table.blocks)])
-        few, many = (_metadata_group(rows, part) for rows, part in zip(groups, parts[:2], strict=True))
-        return cls(parts[2], few, many)
+        few, many, blocks = upload(packed, device).split([*(rows.numel() for rows in groups), len(table.blocks)])
+        return cls(blocks, MetadataGroup.of(groups[0], few), MetadataGroup.of(groups[1], many))
 
     @classmethod
     def of_rows(cls, rows: Tensor, blocks: Tensor, max_blocks: int) -> DeviceMetadata:
@@ -140,20 +141,6 @@ class DeviceMetadata:
         """
         none = MetadataGroup(rows[:0], 0, 0, 0)
         return cls(blocks, MetadataGroup(rows, 1, max_blocks, rows.shape[0]), none)
-
-
-def _with_rows_before(rows: Tensor) -> Tensor:
-    counts = rows[:, 1:2]
-    return torch.cat((rows, counts.cumsum(0) - counts), dim=1)
-
-
-def _metadata_group(rows: Tensor, on_device: Tensor) -> MetadataGroup:
-    if not len(rows):
-        return MetadataGroup(on_device.view(0, METADATA_FIELDS), 0, 0, 0)
-    query_lens, block_counts = rows[:, 1], rows[:, 3]
-    return MetadataGroup(
-        on_device.view(-1, METADATA_FIELDS), int(query_lens.max()), int(block_counts.max()), int(query_lens.sum())
-    )
 
 
 @dataclass(slots=True)

@@ -89,10 +89,7 @@ def cuda_backends(
 
 
 def first_right(
-    backends: Iterable[AttentionBackend],
-    device: torch.device,
-    head_dim: int,
-    kv_dtype: torch.dtype = torch.bfloat16,
+    backends: Iterable[AttentionBackend], device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> AttentionBackend:
     """The first backend that agrees with the reference; a warning names each rejected backend."""
     tried = []

@@ -467,9 +467,7 @@ def interleaved_part(weight: Tensor) -> WeightPart:
     return _matrix(weight, interleaved=True)
 
 
-def _matrix(
-    part: WeightPart, *, interleaved: bool = False
-) -> _cpu_kernels.DenseWeight | _cpu_kernels.PackedWeight:
+def _matrix(part: WeightPart, *, interleaved: bool = False) -> _cpu_kernels.DenseWeight | _cpu_kernels.PackedWeight:
     if not isinstance(part, Tensor):
         return part
     out_features, in_features = part.shape

@@ -70,13 +70,7 @@ class FlashAttention:
         return self.other is not None and (seq.query_len <= MAX_DECODE_ROWS or q.dtype not in self._dtypes)
 
     def _attend_sequence(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        seq: SequenceMetadata,
-        state: AttentionState,
-        scale: float,
-        window: int | None,
+        self, q: Tensor, pool: Tensor, seq: SequenceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         block_size = pool.shape[3]
         for index, block in enumerate(seq.block_table):

@@ -12,10 +12,7 @@ from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, Attentio
 
 
 def call_seconds(
-    work: Callable[[], object],
-    rounds: int,
-    finish: Callable[[], object] = lambda: None,
-    most_seconds: float = math.inf,
+    work: Callable[[], object], rounds: int, finish: Callable[[], object] = lambda: None, most_seconds: float = math.inf
 ) -> list[float]:
     """Seconds of each of `rounds` calls of `work` and `finish`, after a first call that does not count.
 

@@ -24,10 +24,7 @@ SPLITS = 4  # parts of the inputs that programs of their own multiply with A, so
 FEATURES_PER_SPLIT = 256  # at least
 
 
-@triton.jit(
-    do_not_specialize=["entries"],
-    do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "ends_ptr"],
-)
+@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "ends_ptr"])
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     low_ptr,
     x_ptr,
@@ -86,10 +83,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     tl.store(low_at, low, mask=has_entry[:, None] & (r < rank)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=["entries"],
-    do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "ends_ptr"],
-)
+@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "ends_ptr"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     low_ptr,

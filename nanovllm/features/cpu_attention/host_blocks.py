@@ -295,14 +295,12 @@ class Staging:
         return buffer[: -(-floats // granule) * granule]
 
     def copy_queries(self, rows: int, stream: Stream) -> None:
-        self._copy(self.host_queries[:rows].flatten(), self.queries[:rows].flatten(), stream, down=True)
+        dst, src = self.host_queries[:rows].flatten(), self.queries[:rows].flatten()
+        self._device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "d2h"), stream)
 
     def copy_partial(self, rows: int, stream: Stream) -> None:
-        self._copy(self.used(self.partial, rows), self.used(self.host_partial, rows), stream, down=False)
-
-    def _copy(self, dst: Tensor, src: Tensor, stream: Stream, *, down: bool) -> None:
-        width = src.nbytes
-        self._device.copy_2d(PitchedCopy(dst, src, width, width, width, 1, "d2h" if down else "h2d"), stream)
+        dst, src = self.used(self.partial, rows), self.used(self.host_partial, rows)
+        self._device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "h2d"), stream)
 
 
 def leading_short(sequences: Sequence[SequenceMetadata], max_query_len: int, max_rows: int) -> int:

@@ -207,7 +207,8 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
         for part in (sizes[-1:], few):
             if part:
                 with device.compute():
-                    tables = _scratch_tables(model, backend, config, part[-1])
+                    pool, max_len = _scratch_pool(model, backend, config), config.max_model_len
+                    tables = _decode_tables(pool, part[-1], max_len or model.spec.max_model_len)
                     kept.append(DecodeGraphs(device, model, tables, part))
             free.append(device.free_memory())
     except Exception:  # `record_decode_graphs` will fail in the same way, and logs why
@@ -215,10 +216,8 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
     return free[0] - free[1] + (free[1] - free[2]) * (len(sizes) - 1) // max(1, len(few))
 
 
-def _scratch_tables(
-    model: Decoder, backend: AttentionBackend, config: EngineConfig, max_rows: int
-) -> DecodeTables | None:
-    """Tables as the engine will have them, over a single block that takes the part of every block of every layer."""
+def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> AttendedPool | None:
+    """The pool that the engine will have, as a single block that takes the part of every block of every layer."""
     spec = model.spec
     if config.enable_cpu_offload:
         return None
@@ -226,7 +225,7 @@ def _scratch_tables(
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
-    return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)
+    return AttendedPool(pool, geometry, backend)
 
 
 def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
