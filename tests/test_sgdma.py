@@ -20,12 +20,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanovllm.data.tiers import BlockMove
 from torch import Tensor
 
 from nanovllm.comm import CopyError, _sgdma, copy_on_host_async, copy_pitched, memcpy_2d_async
 from nanovllm.comm import sgdma as sgdma_module
 from nanovllm.comm.sgdma import MAX_PITCH
+from nanovllm.data.batch import BlockMove
 from nanovllm.device import cpu
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit, TransferCount

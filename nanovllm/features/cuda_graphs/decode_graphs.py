@@ -133,7 +133,7 @@ class DecodeGraphs:
         return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
 
     def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
-        """See `engine.forward_pass.DecodeRunner`."""
+        """See `engine.model_runner.DecodeRunner`."""
         rows = len(sequences)
         bucket = self._buckets[bisect_left(self._sizes, rows)]
         padding = bucket.inputs.shape[1] - rows

@@ -42,7 +42,7 @@ class LayerwiseState:
 
 
 class LayerwisePass:
-    """Runs the layer chunks that a step has of a long prompt. See `engine.forward_pass.ForwardPass`.
+    """Runs the layer chunks that a step has of a long prompt. See `engine.model_runner.ForwardPass`.
 
     At most one layer-by-layer prefill is in progress. A step without a part of it drops its hidden states: the sequence
     was aborted or preempted or has failed, and starts the prefill again if it is resumed.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class LoRAManager:
     """Holds up to max_loras adapters on the device and max_cpu_loras in host memory.
 
-    See `engine.forward_pass.AdapterManager`.
+    See `engine.model_runner.AdapterManager`.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig) -> None:
@@ -85,7 +85,7 @@ class LoRAManager:
                 errors.setdefault(adapter.number, f"rank {ranks.index(1.0)} cannot read it, and has logged why")
 
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
-        """See `engine.forward_pass.AdapterManager`. Rows of an adapter that could not be loaded get none."""
+        """See `engine.model_runner.AdapterManager`. Rows of an adapter that could not be loaded get none."""
         if self._tables is not None:
             return self._tables.batch_parts(sequences, self.on_device, self._model.chunk_rows)
         weights = {number: weights for number, (_, weights) in self.on_device.items()}
