@@ -127,4 +127,8 @@ struct Batch {
 
 void attend(const Batch& batch, const Kernel& kernel, int threads);
 
+// Throws std::invalid_argument for sequences that would read or write outside of q's rows and the given blocks. Here and
+// not in Python, because a batch may hold hundreds and each layer brings them again.
+void check_sequences(const Batch& batch, int64_t tokens, int64_t block_count);
+
 }  // namespace nanovllm::attention

@@ -22,6 +22,7 @@ namespace {
 #include "cpu_attention_kernel.h"
 
 struct Fp32Words : SingleWords<Avx512> {
+    using Words = Fp32Words;
     using U = __m512;
     using Keys = __m512i;
     static constexpr int kStep = 1;
@@ -43,6 +44,7 @@ struct Fp32Words : SingleWords<Avx512> {
 template <class Element>
 struct Widened : Fp32Words {
     using T = Element;
+    static constexpr int kDirectRows = sizeof(T) == 4 ? 2 : 6;  // few KV caches are in fp32
     static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
     static constexpr int kExpand = kPairs ? 2 : 1;
 

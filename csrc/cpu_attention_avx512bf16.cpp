@@ -27,6 +27,7 @@ namespace {
 #include "cpu_attention_kernel.h"
 
 struct Bf16Words : SingleWords<Avx512> {
+    using Words = Bf16Words;
     using U = __m512i;
     using Keys = U;
     static constexpr int kStep = 2;

@@ -29,6 +29,7 @@ struct Digits {
 };
 
 struct IntegerSums : Avx512 {
+    using Words = IntegerSums;
     using T = Int8;
     using U = __m512i;
     using Keys = __m512i;

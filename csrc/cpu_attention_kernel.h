@@ -45,6 +45,7 @@ struct Workspace {
 template <class X>
 class TileKernel {
     using T = typename X::T;  // of keys and values
+    using Words = typename X::Words;
     static constexpr bool kScales = has_scales<T>;
     static constexpr int kPanel = X::kVectors * X::W;  // columns of a packed panel
     static constexpr int kWeights = X::row_words(kTileKeys / X::kStep);  // words of a row of probabilities
@@ -56,9 +57,7 @@ class TileKernel {
     static void run(const Task& task, void* workspace) {
         TileKernel kernel(task, workspace);
         kernel.template pack_queries<Q>();
-        if (task.partials == nullptr) kernel.load_state();
-        for (int64_t tile = task.tile_begin; tile < task.tile_end; ++tile) kernel.run_tile(tile);
-        if (task.partials == nullptr) kernel.store_state();
+        kernel.run_tiles();
     }
 
     static void merge(const Task& task, void* workspace) {
@@ -190,6 +189,13 @@ class TileKernel {
         sum_ = maximum_ + rows_;
     }
 
+    // Not inlined: it is the same for queries of all dtypes, and most of what there is to compile.
+    __attribute__((noinline)) void run_tiles() {
+        if (task_.partials == nullptr) load_state();
+        for (int64_t tile = task_.tile_begin; tile < task_.tile_end; ++tile) run_tile(tile);
+        if (task_.partials == nullptr) store_state();
+    }
+
     void run_tile(int64_t tile) {
         enter_tile(tile);
         place_results(tile);
@@ -218,15 +224,11 @@ class TileKernel {
 
     bool direct() const { return rows_ <= X::kDirectRows; }
 
+    template <int M = X::kDirectRows>
     void score_direct() {
-        if (rows_ == 1) return score_rows<1>();
-        if (rows_ == 2) return score_rows<2>();
-        if constexpr (X::kDirectRows == 6) {
-            if (rows_ == 3) return score_rows<3>();
-            if (rows_ == 4) return score_rows<4>();
-            if (rows_ == 5) return score_rows<5>();
-            return score_rows<6>();
-        }
+        if constexpr (M > 1)
+            if (rows_ < M) return score_direct<M - 1>();
+        score_rows<M>();
     }
 
     // Vectors whose sums with M rows fit the registers.
@@ -238,10 +240,15 @@ class TileKernel {
     }
 
     template <int M>
-    void score_rows() {
+    static constexpr int score_bytes_vectors() {
         constexpr int kFit = most_vectors<M>();
-        // Transposed keys take registers as well.
-        constexpr int kMost = X::kSums > 1 ? 1 : M > 2 && kFit == X::kVectors ? kFit / 2 : kFit;
+        return M > 2 && kFit == X::kVectors ? kFit / 2 : kFit;
+    }
+
+    template <int M>
+    void score_rows() {
+        // Several vectors only where there are sums to wait for: transposed keys take registers as well.
+        constexpr int kMost = X::kSums > 1 ? 1 : kScales ? score_bytes_vectors<M>() : M > 2 ? 1 : 2;
         const Range seen = visible_vectors(0, M);
         int key = seen.begin;
         for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
@@ -255,15 +262,11 @@ class TileKernel {
                 ahead_keys_, ahead_values_);
     }
 
+    template <int M = X::kDirectRows>
     void weigh_direct() {
-        if (rows_ == 1) return weigh_rows<1>();
-        if (rows_ == 2) return weigh_rows<2>();
-        if constexpr (X::kDirectRows == 6) {
-            if (rows_ == 3) return weigh_rows<3>();
-            if (rows_ == 4) return weigh_rows<4>();
-            if (rows_ == 5) return weigh_rows<5>();
-            return weigh_rows<6>();
-        }
+        if constexpr (M > 1)
+            if (rows_ < M) return weigh_direct<M - 1>();
+        weigh_rows<M>();
     }
 
     template <int M>
@@ -272,8 +275,6 @@ class TileKernel {
         constexpr int kMost = most_vectors<M>();
         int vector = 0;
         for (; vector + kMost <= vectors; vector += kMost) weigh_at<M, kMost>(vector * X::W);
-        if constexpr (kMost > 2)
-            for (; vector + 2 <= vectors; vector += 2) weigh_at<M, 2>(vector * X::W);
         for (; vector < vectors; ++vector) weigh_at<M, 1>(vector * X::W);
     }
 
@@ -283,29 +284,15 @@ class TileKernel {
         const int count = keys.end - keys.begin;
         const T* v = value_ + keys.begin * stride_ + column;
         const int step_bytes = int(X::kStep * task_.keys.row_bytes * N * X::W / head_dim_);
-        with_epilogue(0, column, [&](const auto& epilogue) {
-            weigh_columns<X, M, N>(work_.probabilities, kWeights, keys.begin / X::kStep, count / X::kStep, v, stride_,
-                                   tile_keys_ - keys.begin, step_bytes, ahead_values_, epilogue);
-        });
+        weigh_columns<X, M, N>(work_.probabilities, kWeights, keys.begin / X::kStep, count / X::kStep, v, stride_,
+                               tile_keys_ - keys.begin, step_bytes, ahead_values_, results(0, column));
     }
 
-    // Calls `product` with what becomes of its sums, columns from `column` on of rows from r on: merged into the
-    // state, or kept as a partial state.
-    template <class Product>
-    void with_epilogue(int r, int column, const Product& product) {
-        const int64_t offset = int64_t(r) * head_dim_ + column, stride = head_dim_;
-        if (task_.partials != nullptr) {
-            float* accumulator = accumulator_ + offset;
-            return product(
-                [=](int m, int n, typename X::F sum) { X::store(accumulator + m * stride + n * X::W, sum); });
-        }
-        float* output = work_.output + offset;
-        const float *maximum = maximum_ + r, *old_weight = work_.old_weight + r, *tile_weight = work_.tile_weight + r;
-        product([=](int m, int n, typename X::F sum) {
-            if (maximum[m] == -__builtin_inff()) return;  // nothing seen: not even -0 may become 0
-            float* state = output + m * stride + n * X::W;
-            X::store(state, merged_output<X>(X::load(state), X::set1(old_weight[m]), sum, X::set1(tile_weight[m])));
-        });
+    // Sums of rows from r on and columns from `column` on: merged into the state, or kept as a partial state.
+    Results<Words> results(int r, int column) const {
+        const int64_t offset = int64_t(r) * head_dim_ + column;
+        if (task_.partials != nullptr) return {accumulator_ + offset, head_dim_};
+        return {work_.output + offset, head_dim_, maximum_ + r, work_.old_weight + r, work_.tile_weight + r};
     }
 
     void mark_unseen(int row, int count) {
@@ -328,9 +315,8 @@ class TileKernel {
                 if (begin >= end) continue;
                 float* scores = work_.scores + int64_t(r - row) * kTileKeys + begin;
                 const int64_t stride = X::row_words(words_);
-                multiply<X>(micro, (end - begin) / X::W, work_.query + r * stride, stride, 0,
-                            packed + (begin - panel * kPanel), words_,
-                            [=](int m, int n, typename X::F sum) { X::store(scores + m * kTileKeys + n * X::W, sum); });
+                multiply<Words>(micro, (end - begin) / X::W, work_.query + r * stride, stride, 0,
+                            packed + (begin - panel * kPanel), words_, Results<Words>{scores, kTileKeys});
             }
         }
     }
@@ -364,8 +350,7 @@ class TileKernel {
         const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
         const uint32_t* p = work_.probabilities + int64_t(r - row) * kWeights;
         const uint32_t* v = work_.values + (int64_t(panel) * (kTileKeys / X::kStep) + first) * kPanel;
-        with_epilogue(r, panel * kPanel,
-                      [&](const auto& epilogue) { multiply<X>(count, vectors, p, kWeights, first, v, steps, epilogue); });
+        multiply<Words>(count, vectors, p, kWeights, first, v, steps, results(r, panel * kPanel));
     }
 
     // Packs a panel of keys, [words, kPanel keys], when it is first needed. Rows past kv_end count as zero.

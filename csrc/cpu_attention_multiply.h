@@ -5,7 +5,8 @@
 // direct, or is a sum of integers, so a row's result is the same whatever the other rows are.
 //
 // The rows of queries and of probabilities are X::row_words words. X::splat_step is the element of a step, an X::S sums
-// in X::kSums registers, from X::start on, and X::result makes an X::F of it.
+// in X::kSums registers, from X::start on, and X::result makes an X::F of it. X::Words is the part of X that does not
+// depend on what the words were made from.
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
@@ -25,11 +26,32 @@ struct SingleWords : Vectors {
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words; the sums go to
-// `epilogue(row, vector, sum)`.
-template <class X, int M, int N, class Epilogue>
+// Where the sums of a product go: to `target`, or merged into what is there, if there are weights for that. A row's
+// vectors lie beside each other, the next row's `stride` elements on.
+template <class X>
+struct Results {
+    float* target;
+    int64_t stride;
+    const float *maximum = nullptr, *old_weight = nullptr, *tile_weight = nullptr;  // of each row
+
+    void take(int m, int n, typename X::F sum) const {
+        float* to = target + m * stride + n * X::W;
+        if (maximum == nullptr)
+            X::store(to, sum);
+        else if (maximum[m] != -__builtin_inff())  // nothing seen: not even -0 may become 0
+            X::store(to, merged_output<X>(X::load(to), X::set1(old_weight[m]), sum, X::set1(tile_weight[m])));
+    }
+    Results after(int vectors) const { return {target + vectors * X::W, stride, maximum, old_weight, tile_weight}; }
+    Results below(int rows) const {
+        if (maximum == nullptr) return {target + rows * stride, stride};
+        return {target + rows * stride, stride, maximum + rows, old_weight + rows, tile_weight + rows};
+    }
+};
+
+// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words.
+template <class X, int M, int N>
 inline void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
-                          const Epilogue& epilogue) {
+                          Results<X> results) {
     typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(a + m * a_stride);
@@ -42,38 +64,31 @@ inline void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const 
         }
     }
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) epilogue(m, n, X::result(sums[m][n], a + m * a_stride));
+        for (int n = 0; n < N; ++n) results.take(m, n, X::result(sums[m][n], a + m * a_stride));
 }
 
-template <class X, int M, class Epilogue>
+template <class X, int M>
 inline void multiply_rows(int vectors, const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
-                          const Epilogue& epilogue) {
-    if (vectors == X::kVectors) return multiply_tile<X, M, X::kVectors>(a, a_stride, first, b, steps, epilogue);
+                          Results<X> results) {
+    if (vectors == X::kVectors) return multiply_tile<X, M, X::kVectors>(a, a_stride, first, b, steps, results);
     int done = 0;
-    for (; done + 2 <= vectors; done += 2)
-        multiply_tile<X, M, 2>(a, a_stride, first, b + done * X::W, steps,
-                               [&](int m, int n, typename X::F sum) { epilogue(m, done + n, sum); });
-    if (done < vectors)
-        multiply_tile<X, M, 1>(a, a_stride, first, b + done * X::W, steps,
-                               [&](int m, int, typename X::F sum) { epilogue(m, done, sum); });
+    if constexpr (M == X::kMicroRows)  // fewer rows are what is left of many: not worth more code
+        for (; done + 2 <= vectors; done += 2)
+            multiply_tile<X, M, 2>(a, a_stride, first, b + done * X::W, steps, results.after(done));
+    for (; done < vectors; ++done)
+        multiply_tile<X, M, 1>(a, a_stride, first, b + done * X::W, steps, results.after(done));
 }
 
-template <class X, class Epilogue>
+// All rows: kMicroRows at most, and fewer are what is left of many: 4, 2 and 1 at a time, so as not to compile all counts.
+template <class X, int M = X::kMicroRows>
 inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride, int first, const uint32_t* b,
-                     int steps, const Epilogue& epilogue) {
-    if constexpr (X::kMicroRows == 2) {
-        if (rows == 1) return multiply_rows<X, 1>(vectors, a, a_stride, first, b, steps, epilogue);
-        return multiply_rows<X, 2>(vectors, a, a_stride, first, b, steps, epilogue);
-    } else {
-        switch (rows) {
-            case 1: return multiply_rows<X, 1>(vectors, a, a_stride, first, b, steps, epilogue);
-            case 2: return multiply_rows<X, 2>(vectors, a, a_stride, first, b, steps, epilogue);
-            case 3: return multiply_rows<X, 3>(vectors, a, a_stride, first, b, steps, epilogue);
-            case 4: return multiply_rows<X, 4>(vectors, a, a_stride, first, b, steps, epilogue);
-            case 5: return multiply_rows<X, 5>(vectors, a, a_stride, first, b, steps, epilogue);
-            default: return multiply_rows<X, 6>(vectors, a, a_stride, first, b, steps, epilogue);
-        }
+                     int steps, Results<X> results) {
+    if (rows >= M) {
+        multiply_rows<X, M>(vectors, a, a_stride, first, b, steps, results);
+        rows -= M, a += M * a_stride, results = results.below(M);
     }
+    if constexpr (M > 1)
+        if (rows > 0) multiply<X, M == 6 ? 4 : M / 2>(rows, vectors, a, a_stride, first, b, steps, results);
 }
 
 // Direct products: the same sums in the same order, from keys and values where they lie. With few rows there is nothing
@@ -194,9 +209,9 @@ inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, in
 
 // Steps [first, first + steps) of M rows of probabilities times N vectors of as many steps of values, of which `keys`
 // keys are there; a step of N vectors takes step_bytes of memory.
-template <class X, int M, int N, class Epilogue>
+template <class X, int M, int N>
 inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int steps, const typename X::T* v,
-                          int64_t stride, int keys, int step_bytes, Ahead& next_values, const Epilogue& epilogue) {
+                          int64_t stride, int keys, int step_bytes, Ahead& next_values, Results<typename X::Words> target) {
     const int prefetched = step_bytes * (8 - kEarlyValues) / 8;
     Ahead ahead = next_values;  // in registers
     typename X::S sums[M][N];
@@ -219,7 +234,7 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
         typename X::F results[N];
         for (int n = 0; n < N; ++n) results[n] = X::result(sums[m][n], p + m * p_stride);
         X::template restore_order<N>(results);
-        for (int n = 0; n < N; ++n) epilogue(m, n, results[n]);
+        for (int n = 0; n < N; ++n) target.take(m, n, results[n]);
     }
 }
 

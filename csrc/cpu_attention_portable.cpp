@@ -10,12 +10,11 @@ namespace {
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-template <class Element>
-struct Widened : SingleWords<Portable> {
-    using T = Element;
+struct Fp32Words : SingleWords<Portable> {
+    using Words = Fp32Words;
     using U = F;
     using Keys = U;
-    static constexpr int kStep = 1, kExpand = 1;
+    static constexpr int kStep = 1, kExpand = 1, kDirectRows = 2;
     static constexpr float kKeyUnit = 1, kValueUnit = 1;
 
     static U load_words(const uint32_t* p) {
@@ -32,13 +31,22 @@ struct Widened : SingleWords<Portable> {
         for (int i = 0; i < count; ++i) put(dst + i, widen_scalar(source[i]));
     }
     static void store_words(uint32_t* p, U v) { std::memcpy(p, &v, sizeof(v)); }
-    static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
-        const auto at = [=](int key, int i) { return key < keys ? widen_scalar(k[key * stride + i]) : 0.0f; };
-        for (int i = 0; i < W; ++i) columns[i] = U{at(0, i), at(1, i), at(2, i), at(3, i)};
-    }
+    static void store_probabilities(uint32_t* row, int key, F p) { std::memcpy(row + key, &p, sizeof(p)); }
     template <int>
     static U key_word(Keys keys) {
         return keys;
+    }
+    template <int N>
+    static void restore_order(F[N]) {}
+};
+
+template <class Element>
+struct Widened : Fp32Words {
+    using T = Element;
+
+    static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
+        const auto at = [=](int key, int i) { return key < keys ? widen_scalar(k[key * stride + i]) : 0.0f; };
+        for (int i = 0; i < W; ++i) columns[i] = U{at(0, i), at(1, i), at(2, i), at(3, i)};
     }
     static U value_columns(const T* v, int64_t, int keys) {
         if (keys <= 0) return zero();
@@ -48,9 +56,6 @@ struct Widened : SingleWords<Portable> {
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
         for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
     }
-    template <int N>
-    static void restore_order(F[N]) {}
-    static void store_probabilities(uint32_t* row, int key, F p) { std::memcpy(row + key, &p, sizeof(p)); }
 };
 
 }  // namespace

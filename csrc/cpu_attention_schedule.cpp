@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_attention.h"
@@ -150,6 +153,36 @@ void look_ahead(std::vector<Task>& tasks, int workers) {
 }
 
 }  // namespace
+
+void check_sequences(const Batch& batch, int64_t tokens, int64_t block_count) {
+    std::vector<std::pair<int64_t, int64_t>> rows;
+    for (int64_t i = 0; i < batch.sequence_count; ++i) {
+        const Sequence& s = batch.sequences[i];
+        const auto refuse = [&](const std::string& rule) {
+            throw std::invalid_argument(
+                rule + ", got query_start=" + std::to_string(s.query_start) +
+                ", query_len=" + std::to_string(s.query_len) + ", block_start=" + std::to_string(s.block_start) +
+                ", block_count=" + std::to_string(s.block_count) +
+                ", first_position=" + std::to_string(s.first_position) + ", kv_end=" + std::to_string(s.kv_end) +
+                ", query_position=" + std::to_string(s.query_position) + " in metadata row " + std::to_string(i) + ".");
+        };
+        if (std::min({s.query_start, s.query_len, s.block_start, s.block_count, s.first_position, s.kv_end,
+                      s.query_position}) < 0)
+            refuse("A metadata row must hold no negative number");
+        if (s.query_start > tokens || s.query_len > tokens - s.query_start)
+            refuse("The query rows of a sequence must lie within the " + std::to_string(tokens) + " rows of q");
+        if (s.block_start > block_count || s.block_count > block_count - s.block_start)
+            refuse("The blocks of a sequence must lie within the " + std::to_string(block_count) + " given");
+        if (s.kv_end > s.first_position + s.block_count * batch.block_size)
+            refuse("The kv_end must lie within its blocks of " + std::to_string(batch.block_size) + " tokens");
+        if (s.query_len > 0) rows.emplace_back(s.query_start, s.query_start + s.query_len);
+    }
+    std::sort(rows.begin(), rows.end());
+    for (size_t i = 1; i < rows.size(); ++i)
+        if (rows[i].first < rows[i - 1].second)
+            throw std::invalid_argument("Two sequences must not share a query row, got two with row " +
+                                        std::to_string(rows[i].first) + ".");
+}
 
 void attend(const Batch& batch, const Kernel& kernel, int threads) {
     Plan plan = make_plan(batch, threads);

@@ -1,9 +1,14 @@
 // The extension module of everything between two attentions on the CPU.
-#include "cpu_kernels.h"
-
+//
+// All bindings are compiled here, at once: most of the time goes to pybind11's templates.
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "cpu_isa.h"
+#include "cpu_layer_bindings.h"
+#include "cpu_linear_bindings.h"
+#include "cpu_packed_bindings.h"
+#include "cpu_rows_bindings.h"
 #include "cpu_threads.h"
 
 PYBIND11_MODULE(_cpu_kernels, m) {

@@ -51,6 +51,11 @@ struct Tile {
     bool first, last;  // of the sum blocks
 };
 
+// The rows of the next tile where `left` are left: as many as tiles are compiled for.
+constexpr int64_t tile_rows(int64_t left, int64_t most) {
+    return left >= most ? most : left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : left;
+}
+
 // What an instruction set does for one dtype.
 struct Kernel {
     int64_t element_bytes;
@@ -58,9 +63,10 @@ struct Kernel {
     int64_t input_multiple; // packed rows are padded to a multiple of so many inputs
     int64_t sum_inputs;     // inputs of a sum block
     int64_t few_rows;       // up to which the weights are read as they lie
-    int64_t pass_rows;      // most rows of `multiply_few`
+    int64_t pass_rows;      // most rows of `multiply_few` over interleaved weights
+    int64_t row_by_row_pass;  // and over weights that lie row by row
     int64_t pass_outputs;   // that it takes at a time
-    int64_t tile_rows;      // most rows of `multiply_tile`
+    int64_t tile_rows;      // most rows of `multiply_tile`, see the function tile_rows
     int64_t panel_outputs;  // most outputs of `multiply_tile`
     int64_t block_outputs;  // of the packed weights that stay in the cache, whole panels
     void (*pack_rows)(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed);

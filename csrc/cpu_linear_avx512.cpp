@@ -25,7 +25,7 @@ struct Widened : LinearAvx512<Element> {
     using V = __m512i;
     static constexpr int W = Base::W;
     static constexpr int kDepth = 1, kExpand = sizeof(T) == 2 && Base::kIsBf16 ? 2 : 1, kInputs = W * kExpand;
-    static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = 12, kTileRows = 9, kFewRows = 24, kFewSums = 24;
+    static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = Base::kIsBf16 ? 12 : 6, kTileRows = 9, kFewRows = 24, kFewSums = 24;
     static constexpr int kFetchTwiceRows = sizeof(T) == 2 ? 4 : 7;
 
     static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }

@@ -6,6 +6,7 @@
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
+constexpr int kRowByRowPass = 4;   // most rows over weights that lie row by row: most of their work is to turn the weights
 constexpr int kBlockOutputs = 288;  // of packed weights: a sum block of them stays in a core's own cache
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -59,7 +60,7 @@ class LinearKernel {
     static void multiply_few(const Problem& p, const PackedRows& rows, int64_t begin, int64_t end,
                              int64_t fetch_ahead) {
         if (p.interleaved) return few_interleaved_by_count<X::kPassRows>(p, rows, begin, end, fetch_ahead);
-        few_by_count<X::kPassRows>(p, rows, begin, end, fetch_ahead);
+        few_by_count<kRowByRowPass>(p, rows, begin, end, fetch_ahead);
     }
 
     static void multiply_tile(const Problem& p, const Tile& t) { tile_by_count<X::kTileRows>(p, t); }
@@ -249,11 +250,12 @@ class LinearKernel {
                                          int64_t fetch_ahead) {
         if constexpr (R > 1)
             if (rows.count < R) return few_interleaved_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
-        constexpr int P = kFewVectors<R>, H = (P + 1) / 2;
+        constexpr int P = kFewVectors<R>;
         // Two and two are faster than three and one.
         for (; begin + P * W <= end && (P != 3 || begin + 4 * W != end); begin += P * W)
             few_interleaved<R, P>(p, rows, begin, fetch_ahead);
-        for (; begin + H * W <= end; begin += H * W) few_interleaved<R, H>(p, rows, begin, fetch_ahead);
+        if constexpr (P == 3)
+            for (; begin + 2 * W <= end; begin += 2 * W) few_interleaved<R, 2>(p, rows, begin, fetch_ahead);
         for (; begin < end; begin += W) few_interleaved<R, 1>(p, rows, begin, fetch_ahead);
     }
 
@@ -297,7 +299,7 @@ class LinearKernel {
     template <int M>
     static void tile_by_count(const Problem& p, const Tile& t) {
         if constexpr (M > 1)
-            if (t.rows.count < M) return tile_by_count<M - 1>(p, t);
+            if (t.rows.count < M) return tile_by_count<tile_rows(M - 1, X::kTileRows)>(p, t);
         // The last panel may have outputs for some of its vectors only.
         if (t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
         for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
@@ -320,6 +322,7 @@ constexpr Kernel linear_kernel() {
     kernel.sum_inputs = X::kSumInputs;
     kernel.few_rows = X::kFewRows;
     kernel.pass_rows = X::kPassRows;
+    kernel.row_by_row_pass = kRowByRowPass;
     kernel.pass_outputs = 2 * X::W;
     kernel.tile_rows = X::kTileRows;
     kernel.panel_outputs = X::kVectors * X::W;

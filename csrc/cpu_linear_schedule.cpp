@@ -29,7 +29,8 @@ const char* row_of_x(const Problem& p, const Kernel& k, int64_t row, int64_t inp
 // The weights are read once; a later pass of rows finds them in the cache.
 void run_few(const Problem& p, const Kernel& k, int threads) {
     thread_local Scratch scratch;
-    const int64_t passes = ceil_div(p.rows, k.pass_rows), most = ceil_div(p.rows, passes);
+    const int64_t passes = ceil_div(p.rows, p.interleaved ? k.pass_rows : k.row_by_row_pass);
+    const int64_t most = ceil_div(p.rows, passes);
     const int64_t row_words = ceil_div(p.in, k.input_multiple) * k.input_multiple / k.depth;
     uint32_t* const words = scratch.words(p.rows * row_words);
     for (int64_t row = 0; row < p.rows; row += most)
@@ -92,9 +93,9 @@ class PieceRunner {
         k_.pack_weights(p_, piece.output, piece.outputs, input, inputs, weights_);
         const int64_t words = ceil_div(inputs, k_.input_multiple) * k_.input_multiple / k_.depth;
         const int64_t panels = ceil_div(piece.outputs, k_.panel_outputs);
-        for (int64_t done = 0; done < piece.rows; done += k_.tile_rows) {
-            const int64_t row = piece.row + done, count = std::min(k_.tile_rows, piece.rows - done);
-            const int64_t next = std::min(k_.tile_rows, piece.rows - done - count);
+        for (int64_t done = 0, count; done < piece.rows; done += count) {
+            count = tile_rows(piece.rows - done, k_.tile_rows);
+            const int64_t row = piece.row + done, next = tile_rows(piece.rows - done - count, k_.tile_rows);
             k_.pack_rows(row_of_x(p_, k_, row, input), p_.x_stride, count, inputs, x_);
             for (int64_t panel = 0; panel < panels; ++panel) {
                 fetch_share(row + count, next, panel, panels, input, inputs);

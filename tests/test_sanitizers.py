@@ -21,7 +21,7 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
         ("test_cpu_attention.py", "test_cpu_attention_kv8.py", "test_host_attention.py", "test_paged_step.py"),
     ),
     "nanovllm/ops/_cpu_kernels": (
-        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
+        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp"),
         (
             "test_cpu_linear.py",
             "test_interleaved_weights.py",
@@ -59,17 +59,10 @@ def build(
     flags: Sequence[str],
     own_flags: Callable[[Path], list[str]] = lambda file: [],
 ) -> None:
-    """Compile an extension into a copy of the package. own_flags: of each file, besides `flags` for all.
-
-    The files with bindings are compiled as one, in a third of the time: most of it is spent on pybind11's headers.
-    """
+    """Compile an extension into a copy of the package. own_flags: of each file, besides `flags` for all."""
     target = package_parent / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     files = sorted(path for source in sources for path in (REPOSITORY / "csrc").glob(source))
-    bound = [file for file in files if "#include <pybind11/" in file.read_text()]
-    bindings = target.with_name(f"{target.name}_bindings.cpp")
-    bindings.write_text("".join(f'#include "{file}"\n' for file in bound))
-    files = [bindings, *(file for file in files if file not in bound)]
     link = list(flags)
     for file in files:
         command = ["g++", *flags, *own_flags(file), *includes]

@@ -1,5 +1,9 @@
 // Row-wise work as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_kernels.py checks shapes and dtypes
 // before it comes here. Sources and targets are (address, stride in elements).
+//
+// Included once, by cpu_kernels.cpp.
+#pragma once
+
 #include "cpu_rows.h"
 
 #include <pybind11/pybind11.h>
@@ -11,7 +15,6 @@
 #include <utility>
 
 #include "cpu_addresses.h"
-#include "cpu_kernels.h"
 
 namespace py = pybind11;
 namespace rows = nanovllm::rows;

@@ -1,6 +1,10 @@
 // A decoder layer on few rows, but for its attention: what comes before in one call, what comes after in another. The
 // kernels are those of cpu_linear and cpu_rows, in the order in which nanovllm/models/decoder.py calls them; saved is the
 // way through Python between them. nanovllm/ops/cpu_kernels.py checks shapes and dtypes before it comes here.
+//
+// Included once, by cpu_kernels.cpp.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,7 +16,6 @@
 #include <vector>
 
 #include "cpu_addresses.h"
-#include "cpu_kernels.h"
 #include "cpu_linear.h"
 #include "cpu_packed.h"
 #include "cpu_rows.h"

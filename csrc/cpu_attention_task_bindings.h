@@ -3,8 +3,13 @@
 // Who owns what: the prepared arguments are shared by Python and by all tasks that were taken and have not run. A task
 // that runs touches memory of the process's own and nothing of Python's, and frees no more than its share of that, so
 // that it can run on a thread that holds locks which a thread with the GIL waits for.
-#include "cpu_attention_task.h"
+//
+// Included once, by cpu_attention.cpp.
+#pragma once
 
+#include "cpu_attention.h"
+
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -160,7 +165,7 @@ Batch batch_of(uintptr_t q, Strides q_strides, uintptr_t out, Strides out_stride
     return batch;
 }
 
-std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::string& isa, const std::string& dtype,
+std::shared_ptr<Prepared> prepare(const std::string& isa, const std::string& dtype,
                                   const std::string& kv_dtype, Batch batch, const std::vector<CallTable>& tables, int64_t tokens) {
     auto prepared = std::make_shared<Prepared>();
     const DType type = nanovllm::dtype_of(dtype);
@@ -181,7 +186,7 @@ std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::stri
 
 }  // namespace
 
-void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
+void bind_tasks(py::module_& m) {
     py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "What tasks have read so far, and in what time.")
         .def(py::init<>())
         .def("read", &Meter::read, "(bytes, seconds)");
@@ -191,7 +196,7 @@ void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
              "Let go of data that was taken and will not be run.")
         .def("failure", &LayerTask::failure, "What went wrong when it ran, or None.");
     py::class_<Prepared, std::shared_ptr<Prepared>>(m, "HostAttention", "Arguments of a step's attention.")
-        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+        .def(py::init([](const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
                              uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
                              const std::vector<CallTable>& calls, int64_t tokens, int heads, int kv_heads,
                              int head_dim, int block_size, int64_t window, float scale, int threads,
@@ -203,7 +208,7 @@ void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
                  batch.block_size = block_size;
                  batch.window = window;
                  batch.scale = scale;
-                 auto prepared = prepare(check_sequences, isa, dtype, kv_dtype, batch, calls, tokens);
+                 auto prepared = prepare(isa, dtype, kv_dtype, batch, calls, tokens);
                  prepared->threads = threads;
                  prepared->read_bytes = read_bytes;
                  prepared->meter = std::move(meter);

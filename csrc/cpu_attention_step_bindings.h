@@ -3,6 +3,10 @@
 //
 // The kernels and their order are those of the single operators, and so are the bits; saved is the way through Python
 // between them, which takes longer than most of them.
+//
+// Included once, by cpu_attention.cpp.
+#pragma once
+
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -13,7 +17,7 @@
 #include <vector>
 
 #include "cpu_addresses.h"
-#include "cpu_attention_task.h"
+#include "cpu_attention.h"
 
 namespace py = pybind11;
 
@@ -29,7 +33,7 @@ struct Pool {
 class PagedStep {
   public:
     // slots: int64 [tokens], block * block_size + offset; blocks: int64, as the sequences [sequence_count, 7] name them.
-    PagedStep(SequenceCheck check, const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+    PagedStep(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
               const Pool& pool, const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
               std::vector<Sequence> sequences, int threads)
         : kernel_(kernel_of(isa_of(isa), dtype_of(dtype), kv_format_of(kv_dtype, dtype))), dtype_(dtype), pool_(pool), batch_(batch),
@@ -44,7 +48,7 @@ class PagedStep {
         batch_.sequence_count = int64_t(sequences_.size());
         batch_.element_bytes = dtype_of(dtype) == DType::fp32 ? 4 : 2;
         batch_.format = kv_format_of(kv_dtype, dtype);
-        check(batch_, tokens(), int64_t(blocks_.size()));
+        check_sequences(batch_, tokens(), int64_t(blocks_.size()));
         const int64_t row = int64_t(batch.heads) * batch.head_dim;
         out_.resize(size_t(tokens() * row));
         lse_.resize(size_t(tokens() * batch.heads));
@@ -125,9 +129,9 @@ std::vector<T> copied(uintptr_t address, int64_t count) {
 
 }  // namespace
 
-void bind_steps(py::module_& m, SequenceCheck check_sequences) {
+void bind_steps(py::module_& m) {
     py::class_<PagedStep>(m, "PagedStep", "Arguments of a step's attention over a pool of blocks.")
-        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype,
+        .def(py::init([](const std::string& isa, const std::string& dtype,
                                         const std::string& kv_dtype, uintptr_t pool, int64_t layer_stride, int64_t block_stride, int64_t layers, int64_t pool_blocks,
                                         uintptr_t slots, int64_t tokens, uintptr_t blocks, int64_t block_count,
                                         uintptr_t sequences, int64_t sequence_count, int heads, int kv_heads,
@@ -140,7 +144,7 @@ void bind_steps(py::module_& m, SequenceCheck check_sequences) {
                  batch.window = window;
                  batch.scale = scale;
                  return std::make_unique<PagedStep>(
-                     check_sequences, isa, dtype, kv_dtype,
+                     isa, dtype, kv_dtype,
                      Pool{pool, layer_stride, block_stride, layers, pool_blocks}, batch,
                      copied<int64_t>(slots, tokens), copied<int64_t>(blocks, block_count),
                      copied<Sequence>(sequences, sequence_count), threads);

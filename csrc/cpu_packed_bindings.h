@@ -1,5 +1,9 @@
 // Products with quantised weights as Python calls them: addresses in, nothing kept. nanovllm/ops/packed_panels.py checks
 // shapes and dtypes before it comes here.
+//
+// Included once, by cpu_kernels.cpp.
+#pragma once
+
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -7,7 +11,6 @@
 #include <string>
 
 #include "cpu_addresses.h"
-#include "cpu_kernels.h"
 #include "cpu_packed.h"
 
 namespace py = pybind11;

@@ -1,5 +1,9 @@
 // Linear layers as Python calls them: addresses in, nothing kept. nanovllm/ops/cpu_kernels.py checks shapes and dtypes
 // before it comes here.
+//
+// Included once, by cpu_kernels.cpp.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -10,7 +14,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu_kernels.h"
 #include "cpu_linear.h"
 
 namespace py = pybind11;
