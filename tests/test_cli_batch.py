@@ -93,7 +93,7 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
     columns = {
         "question": pa.array(["one", "two", None, "four"]),
-            "sampling_params": pa.array(
+        "sampling_params": pa.array(
             [None, {"logprobs": 1}, None, {"logprobs": None}], pa.struct([("logprobs", pa.int8())])
         ),
         "when": pa.array([now, None, now, now], pa.timestamp("ns")),
@@ -116,9 +116,7 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
     assert len(found["outputs"][1].as_py()[0]["logprobs"]) == 6 and found["usage"][0].as_py()["prompt_tokens"] == 3
 
 
-def test_a_damaged_file_ends_the_job(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_ends_the_job(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(9)]}), path, row_group_size=3, use_dictionary=False)

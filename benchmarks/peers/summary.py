@@ -107,7 +107,6 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 # ---- as Markdown
 
 
-
 def markdown(
     shape: Shape,
     plan: Plan,
