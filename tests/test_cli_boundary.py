@@ -82,7 +82,7 @@ def test_the_engine_logs_tracebacks_only_if_asked(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
-    monkeypatch.setattr("nanovllm.engine.detokenizer.StreamDetokenizer.step", raising(ValueError("no text")))
+    monkeypatch.setattr("nanovllm.engine.detokenizer.Detokenizer.step", raising(ValueError("no text")))
     for verbose in ((), ("--verbose",)):
         assert generate(model, "one", *verbose) == 1
         told = capsys.readouterr().err

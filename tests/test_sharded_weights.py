@@ -53,10 +53,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load_parts(path: Path, num_ranks: int) -> list[Decoder]:
+def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[Decoder]:
     """The decoder of each rank."""
-    spec = load_decoder_spec(path)
-    return [load_model(path, spec, torch.float32, CPU, group=MetaRanks(rank, num_ranks)) for rank in range(num_ranks)]
+    spec, ranks = load_decoder_spec(path), [MetaRanks(rank, num_ranks) for rank in range(num_ranks)]
+    return [load_model(path, spec, torch.float32, CPU, load_format, group=rank) for rank in ranks]
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:

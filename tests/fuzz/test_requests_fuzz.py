@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import io
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -99,8 +100,13 @@ def check_lines(lines: list[bytes]) -> str:
     return "some failed" if failed else "all served"
 
 
+def is_argument(word: str) -> bool:
+    """Whether a process can be given the word: it is made of bytes, and has no end before its end."""
+    return "\0" not in word and word == os.fsdecode(word.encode("utf-8", "replace"))
+
+
 def check_flags(command: str, words: list[str]) -> str:
-    usable = [word for word in words if "\0" not in word and word.partition("=")[0] not in ("--trace", "--output")]
+    usable = [word for word in words if is_argument(word) and word.partition("=")[0] not in ("--trace", "--output")]
     arguments = [command, "--model", model_dir(), *usable]
     if command == "generate":
         arguments += ["--max-tokens", "3", "a prompt"]
