@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,7 +73,7 @@ class Trace:
             self.hops = self._functions_above(frame)
         if code.co_filename == "<string>" and code.co_name == "__init__":  # of a dataclass
             self._note(type(frame.f_locals["self"]), type(frame.f_locals["self"]).__qualname__)
-        elif "<" not in code.co_name:
+        elif "<" not in code.co_name and code.co_flags & CO_OPTIMIZED:  # not the body of a class
             self._note(code, code.co_qualname)
 
     def _note(self, what: Any, name: str) -> None:
