@@ -30,6 +30,6 @@ void each_tensor(const torch::jit::Stack& values, const Function& function) {
     }
 }
 
-// Attention of cuDNN and FlashAttention as torch calls it, with the checks that callers meet; false for other operators.
+// FlashAttention as torch calls it, with the checks that callers meet; false for other operators.
 bool library_attention(const std::string& name, const torch::jit::Stack& inputs, torch::jit::Stack& stack,
                        std::size_t count);
