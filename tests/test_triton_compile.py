@@ -59,8 +59,9 @@ def check_fit(table: list[dict[str, Any]], arch: int, most_spilled: int) -> None
 
 def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
     """Attention over an 8-bit KV cache may spill a few registers: its tiles are widened in registers. So may decode of
-    large heads, which the compiler holds at half of a thread's registers for the sake of more threads."""
-    few = [row for row in table if row["launch"].endswith(" KV") or is_large_decode(row)]
+    large heads, which the compiler holds at half of a thread's registers for the sake of more threads, and products of
+    fp8 inputs with scales for blocks, which hold a sum and a product of 128 x 128 each."""
+    few = [row for row in table if row["launch"].endswith((" KV", "fp8 blocks, fp8 inputs")) or is_large_decode(row)]
     check_fit(few, arch, FEW_SPILLED)
     check_fit([row for row in table if row not in few], arch, most_spilled=0)
     if arch == 80:
