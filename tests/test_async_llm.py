@@ -17,7 +17,7 @@ from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server import async_llm
-from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, RequestStream, merged
+from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, RequestStream, merged, wake
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 
@@ -335,3 +335,21 @@ def test_a_stream_holds_one_output_and_raises_its_error_last(shared: AsyncLLM) -
             await anext(stream)
 
     run_async(use())
+
+
+def test_a_loop_that_closes_while_its_streams_are_woken_disturbs_nobody_else(engine: AsyncLLM) -> None:
+    class Closing(asyncio.SelectorEventLoop):
+        def is_closed(self) -> bool:  # as it was a moment before it closed
+            return False
+
+    async def stream() -> RequestStream:
+        return RequestStream(engine, "r", RequestOutputKind.DELTA)
+
+    closing, other = Closing(), asyncio.new_event_loop()
+    closing.close()
+    gone = RequestStream.__new__(RequestStream)
+    gone.loop, gone.filled = closing, asyncio.Event()
+    waiting = other.run_until_complete(stream())
+    wake([gone, waiting])
+    other.run_until_complete(asyncio.wait_for(waiting.filled.wait(), 60))
+    other.close()

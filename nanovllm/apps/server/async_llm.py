@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -378,7 +379,7 @@ def wake(streams: Iterable[RequestStream]) -> None:
     for stream in streams:
         waiting[stream.loop].append(stream.filled)
     for loop, events in waiting.items():
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, possibly just now: its consumers are gone
             loop.call_soon_threadsafe(_set_all, events)
 
 
