@@ -339,14 +339,14 @@ def test_a_stream_holds_one_output_and_raises_its_error_last(shared: AsyncLLM) -
 
 def test_a_loop_that_closes_while_its_streams_are_woken_disturbs_nobody_else(engine: AsyncLLM) -> None:
     class Closing(asyncio.SelectorEventLoop):
-        def is_closed(self) -> bool:  # as it was a moment before it closed
-            return False
+        def call_soon_threadsafe(self, *arguments: Any, **others: Any) -> asyncio.Handle:
+            self.close()
+            return super().call_soon_threadsafe(*arguments, **others)
 
     async def stream() -> RequestStream:
         return RequestStream(engine, "r", RequestOutputKind.DELTA)
 
     closing, other = Closing(), asyncio.new_event_loop()
-    closing.close()
     gone = RequestStream.__new__(RequestStream)
     gone.loop, gone.filled = closing, asyncio.Event()
     waiting = other.run_until_complete(stream())
