@@ -1,10 +1,12 @@
-"""Parts of a network as plain data: rotary embeddings and mixtures of experts."""
+"""Parts of a network as plain data: rotary embeddings, mixtures of experts and recurrent layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -84,3 +86,73 @@ class ExpertSpec:
     def share_read(self, rows: int) -> float:
         """The share of a layer's experts that `rows` rows read, if each row chooses evenly and alone."""
         return 1.0 - (1.0 - self.num_experts_per_tok / self.num_experts) ** rows
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """Layers whose memory of a sequence is a state of fixed size and not a KV cache: the gated delta rule.
+
+    Each value head has a state [key_dim, value_dim], which a key addresses; value heads of equal number share a key
+    head. A short causal convolution runs over the last `conv_kernel` tokens of q, k and v. Source: Yang et al., "Gated
+    Delta Networks" (2024).
+    """
+
+    layers: tuple[bool, ...]  # per layer: whether it is recurrent and has no attention
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_kernel: int  # tokens that the convolution sees, the token's own included
+    merged_projections: bool = False  # whether the checkpoint has one matrix for q, k, v and z, and one for b and a
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys of a token, and of its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution runs over: queries, keys and values side by side."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def input_parts(self) -> Mapping[str, int]:
+        """The modules of the checkpoint that read the layer's input, and their output features.
+
+        q, k, v and the output's gate z, and for each value head b, of the share that is written, and a, of the decay.
+        Merged projections have them key head by key head.
+        """
+        heads = self.num_value_heads
+        if self.merged_projections:
+            return {"in_proj_qkvz": self.channels + self.value_size, "in_proj_ba": 2 * heads}
+        return {"in_proj_qkv": self.channels, "in_proj_z": self.value_size, "in_proj_b": heads, "in_proj_a": heads}
+
+    @property
+    def num_wide_vectors(self) -> int:
+        """Number of a layer's weights that are fp32 in memory: what gives the decay of each value head."""
+        return 2 * self.num_value_heads
+
+    @property
+    def num_vectors(self) -> int:
+        """Number of a layer's weights beyond its projections: decay, convolution, norm of a head."""
+        return self.num_wide_vectors + self.channels * self.conv_kernel + self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """A sequence's state of the convolution in one layer, in the network's dtype: the last inputs, oldest first."""
+        return self.channels, self.conv_kernel - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """A sequence's recurrent state in one layer, in fp32."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of both states of one sequence in one layer; itemsize: of an element of the network's dtype."""
+        (channels, kept), (heads, key_dim, value_dim) = self.conv_shape, self.state_shape
+        return channels * kept * itemsize + heads * key_dim * value_dim * STATE_ITEMSIZE

@@ -14,13 +14,34 @@ from nanovllm.ops.attention import SequenceMetadata
 
 
 class KVCache(Protocol):
-    """What an attention layer needs of the KV cache. Layers do not know where blocks are stored."""
+    """What an attention layer needs of the KV cache. Layers do not know where blocks are stored.
+
+    A layer is counted among those that have keys and values: `DecoderSpec.kv_layer`.
+    """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store the new K/V of `layer`, attend causally over the history and the new tokens, return the output.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns the shape and dtype of q, and may
         overwrite q with it.
+        """
+        ...
+
+
+class StepStates(Protocol):
+    """The states of a step's sequences in recurrent layers. Layers do not know who owns them, or how many there are.
+
+    On entry to a layer a slot holds the state before the sequence's first row of the step: zeros for a new sequence,
+    which the owner has written. The layer leaves in it the state after the sequence's last row.
+    """
+
+    slots: Tensor  # int64 [sequences] on the model's device: of each sequence of the batch, in batch order, none twice
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What is updated in place: conv [slots, channels, conv_kernel - 1] in the model's dtype, and the recurrent
+        state, fp32 [slots, value_heads, key_dim, value_dim]. Slots may be strided, what is in one is contiguous.
+
+        layer: the decoder's index of a recurrent layer.
         """
         ...
 
@@ -53,6 +74,7 @@ class ForwardContext:
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
     adapters: Sequence[RowAdapters | None] = ()
+    states: StepStates | None = None  # of recurrent layers, if the network has any
 
     @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:

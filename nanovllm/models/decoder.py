@@ -39,6 +39,7 @@ class DecoderLayer:
         self.spec = spec
         self.group = group
         self.index = index
+        self.kv_layer = spec.kv_layer(index)
         self.dtype = dtype
         self._kernels = kernels_on(device, dtype)
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
@@ -84,7 +85,7 @@ class DecoderLayer:
         parts = row_parts(chunk, x, cos, sin, q, k, v)
         for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
-        attended = ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(x.shape[0], self.spec.q_size)
+        attended = ctx.kv_cache.attend(self.kv_layer, q, k, v, ctx).reshape(x.shape[0], self.spec.q_size)
         parts = row_parts(chunk, x, attended)
         for adapters, (x_rows, attended_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.finish_(x_rows, attended_rows, adapters)

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.data.network import ExpertSpec, RopeSpec
+from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec
+from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
-WIDE_NORM_BYTES = 4  # of a norm weight in fp32
+WIDE_BYTES = 4  # of a weight in fp32 whatever the dtype, such as a norm of Gemma 3
 EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
 EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
 
@@ -44,6 +45,8 @@ class DecoderSpec:
     quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
     merged_projections: bool = False  # whether the checkpoint has one matrix for q, k and v, and for gate and up
     experts: ExpertSpec | None = None  # in some layers or all; the others have one MLP
+    recurrent: RecurrentSpec | None = None  # in some layers; the others have attention
+    attention_gate: bool = False  # attention's output times the sigmoid of a gate, which q_proj has beside each query
     sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
     activation: str = "silu"  # of the gate of an MLP, one of ops.row_kernels.GATED_UNITS
     local_rope: RopeSpec | None = None  # of the layers with a sliding window; None: `rope`, as of the others
@@ -55,8 +58,13 @@ class DecoderSpec:
 
     @property
     def q_size(self) -> int:
-        """Width of the query projection."""
+        """Width of the queries of a token."""
         return self.num_heads * self.head_dim
+
+    @property
+    def gated_q_size(self) -> int:
+        """Output features of the query projection: of each head the query, and then its gate if there are gates."""
+        return self.q_size * (1 + self.attention_gate)
 
     @property
     def kv_size(self) -> int:
@@ -72,6 +80,11 @@ class DecoderSpec:
 
         Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
+        if self.recurrent is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: recurrent layers, which a {self.architecture} has, are not divided "
+                "among ranks; use tensor_parallel_size=1"
+            )
         inner = 0 if self.experts is None else self.experts.intermediate_size
         sizes = Sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size, inner)
         form = "" if self.quantization is None else self.quantization.name
@@ -106,6 +119,32 @@ class DecoderSpec:
         """KV heads of the rank that has most of them, whose KV cache is the largest."""
         return self.num_kv_heads if self.sharding is None else self.sharding.most_kv_heads
 
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer is recurrent and has no attention."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with attention, which own keys and values."""
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return 0 if self.recurrent is None else sum(self.recurrent.layers[: self.num_layers])
+
+    def kv_layer(self, layer: int) -> int:
+        """The index by which the KV cache knows a layer with attention: its place among those."""
+        return layer if self.recurrent is None else layer - sum(self.recurrent.layers[:layer])
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """`sliding_windows` of the layers with attention, by `kv_layer`."""
+        return tuple(window for layer, window in enumerate(self.sliding_windows) if not self.is_recurrent(layer))
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence's states in all recurrent layers; itemsize: of an element of the network's dtype."""
+        return 0 if self.recurrent is None else self.num_recurrent_layers * self.recurrent.state_bytes(itemsize)
+
     @property
     def vocab_rows(self) -> int:
         """Tokens whose rows of the embedding and of the output projection are held; `vocab_size` is the whole."""
@@ -121,7 +160,7 @@ class DecoderSpec:
         """The modules of the checkpoint for q, k and v, and their output features."""
         if self.merged_projections:
             return {"qkv_proj": self.q_size + 2 * self.kv_size}
-        return {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        return {"q_proj": self.gated_q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
 
     @property
     def gate_up_parts(self) -> dict[str, int]:
@@ -158,8 +197,14 @@ class DecoderSpec:
 
     @property
     def num_layer_matrices(self) -> int:
-        """Number of weights in the matrices of all layers: q, k, v, o, and gate, up and down or router and experts."""
-        attention = self.num_layers * self.hidden_size * 2 * (self.q_size + self.kv_size)
+        """Number of weights in the matrices of all layers: q, k, v, o, and gate, up and down or router and experts.
+
+        Of a recurrent layer its input and output projections in the place of q, k, v and o.
+        """
+        attention = self.num_kv_layers * self.hidden_size * (self.gated_q_size + self.q_size + 2 * self.kv_size)
+        if self.recurrent is not None:
+            inputs = sum(self.recurrent.input_parts.values())
+            attention += self.num_recurrent_layers * self.hidden_size * (inputs + self.recurrent.value_size)
         dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
         routers = 0 if self.experts is None else self.num_expert_layers * self.experts.num_experts * self.hidden_size
         return attention + dense + routers + self._expert_weights
@@ -178,53 +223,57 @@ class DecoderSpec:
         unread = 0.0 if self.experts is None else 1.0 - self.experts.share_read(1)
         return self.num_layer_matrices - round(unread * self._expert_weights)
 
-    @property
-    def _norms(self) -> int:
-        """Number of norm weights of one layer in memory. Every head has its own row of the q and k norms."""
-        heads = self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return len(self.layer_norms) * self.hidden_size + heads
+    def _norms(self, layer: int) -> int:
+        """Number of norm weights of a layer in memory. Every head has its own row of the q and k norms."""
+        heads = 0 if self.is_recurrent(layer) else self.qk_norm * (self.num_heads + self.num_kv_heads)
+        return len(self.layer_norms) * self.hidden_size + heads * self.head_dim
 
-    @property
-    def _biases(self) -> int:
-        return sum(rows for _, rows, _, bias in self._projections(0) if bias)
+    def _vectors(self, layer: int) -> int:
+        """Number of weights of a layer in memory beyond its matrices: norms, biases, what recurrent layers have."""
+        own = self.recurrent.num_vectors if self.recurrent is not None and self.is_recurrent(layer) else 0
+        return self._norms(layer) + sum(rows for _, rows, _, bias in self._projections(layer) if bias) + own
 
-    def _norm_bytes(self, itemsize: int) -> int:
-        """Bytes of a norm weight."""
-        return WIDE_NORM_BYTES if self.zero_centered_norms else itemsize
+    def _vector_bytes(self, layer: int, itemsize: int) -> int:
+        """Bytes of `_vectors`. Norms may be wider than the dtype, and what gives a recurrent layer's decay is."""
+        wide = self.recurrent.num_wide_vectors if self.recurrent is not None and self.is_recurrent(layer) else 0
+        wide += self._norms(layer) * self.zero_centered_norms
+        return self._vectors(layer) * itemsize + wide * (WIDE_BYTES - itemsize)
 
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layer_matrices + self.num_layers * self._biases + tables + self._all_norms
-
-    @property
-    def _all_norms(self) -> int:
-        """Number of norm weights of the network."""
-        return self.num_layers * self._norms + self.hidden_size
+        return self.num_layer_matrices + sum(map(self._vectors, range(self.num_layers))) + tables + self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
-        wide_norms = self._all_norms * (self._norm_bytes(itemsize) - itemsize)
-        return self.num_weights * itemsize + wide_norms - self._saved_bytes(self.matrices(), itemsize)
+        layers = sum(self._vector_bytes(layer, itemsize) for layer in range(self.num_layers))
+        final_norm = self.hidden_size * (WIDE_BYTES if self.zero_centered_norms else itemsize)
+        matrices = self.num_layer_matrices * itemsize - self._saved_bytes(self.matrices(), itemsize)
+        tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2) * itemsize
+        return matrices + tables + layers + final_norm
 
     def layer_matrix_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """Bytes of the matrices of one layer in memory, the mean of all layers if they differ.
 
         rows: count only what so many rows read, which may be few of the experts; None: everything.
         """
+        return self._layer_matrices_bytes(itemsize, rows) // self.num_layers
+
+    def _layer_matrices_bytes(self, itemsize: int, rows: int | None) -> int:
+        """Bytes of the matrices of all layers."""
         layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
         total = self.num_layer_matrices * itemsize - self._saved_bytes(layers, itemsize)
         if self.experts is not None and rows is not None:
             experts = (matrix for index in range(self.num_layers) for matrix in self._expert_matrices(index))
             of_experts = self._expert_weights * itemsize - self._saved_bytes(experts, itemsize)
             total -= round((1.0 - self.experts.share_read(rows)) * of_experts)
-        return total // self.num_layers
+        return total
 
     def layer_weight_bytes(self, itemsize: int, rows: int | None = None) -> int:
-        """`layer_matrix_bytes` with the norms and biases of the layer."""
-        others = self._norms * self._norm_bytes(itemsize) + self._biases * itemsize
-        return self.layer_matrix_bytes(itemsize, rows) + others
+        """`layer_matrix_bytes` with everything else of the layer."""
+        others = sum(self._vector_bytes(layer, itemsize) for layer in range(self.num_layers))
+        return (self._layer_matrices_bytes(itemsize, rows) + others) // self.num_layers
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of the output projection in memory."""
@@ -265,10 +314,21 @@ class DecoderSpec:
             for module, rows, _, bias in self._projections(index):
                 if bias:
                     yield f"{module}.bias", CheckpointTensor((rows,))
-            if self.qk_norm:
+            if self.recurrent is not None and self.recurrent.layers[index]:
+                yield from self._recurrent_tensors(index, self.recurrent)
+            elif self.qk_norm:
                 yield f"{prefix}self_attn.q_norm.weight", CheckpointTensor((self.head_dim,))
                 yield f"{prefix}self_attn.k_norm.weight", CheckpointTensor((self.head_dim,))
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
+
+    @staticmethod
+    def _recurrent_tensors(layer: int, recurrent: RecurrentSpec) -> NamedTensors:
+        """What a recurrent layer has besides its projections: the convolution, what gives its decay, its norm."""
+        prefix, heads = f"model.layers.{layer}.linear_attn.", (recurrent.num_value_heads,)
+        yield f"{prefix}conv1d.weight", CheckpointTensor((recurrent.channels, 1, recurrent.conv_kernel))
+        yield f"{prefix}dt_bias", CheckpointTensor(heads)
+        yield f"{prefix}A_log", CheckpointTensor(heads)
+        yield f"{prefix}norm.weight", CheckpointTensor((recurrent.value_dim,))
 
     def of_layers(self, indices: Sequence[int]) -> DecoderSpec:
         """A network of some of the layers."""
@@ -276,12 +336,24 @@ class DecoderSpec:
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=tuple(experts.layers[index] for index in indices))
+        recurrent = self.recurrent
+        if recurrent is not None:
+            recurrent = replace(recurrent, layers=tuple(recurrent.layers[index] for index in indices))
         whole = None if self.whole is None else self.whole.of_layers(indices)
-        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts, whole=whole)
+        return replace(
+            self,
+            num_layers=len(indices),
+            sliding_windows=windows,
+            experts=experts,
+            recurrent=recurrent,
+            whole=whole,
+        )
 
     def one_of_each_kind(self) -> DecoderSpec:
-        """A network of the first layer with one MLP and the first with experts, which take different memory."""
-        kinds = (False,) * self.num_layers if self.experts is None else self.experts.layers
+        """A network of the first layer of each kind, which take different memory: with one MLP or experts, with
+        attention or recurrent."""
+        has_experts = (False,) * self.num_layers if self.experts is None else self.experts.layers
+        kinds = [(has_experts[layer], self.is_recurrent(layer)) for layer in range(self.num_layers)]
         return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
 
     def projections(self) -> Iterator[Matrix]:
@@ -305,9 +377,14 @@ class DecoderSpec:
         Without the experts.
         """
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
-        for name, size in self.qkv_parts.items():
-            yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
+        if self.recurrent is not None and self.recurrent.layers[index]:
+            for name, size in self.recurrent.input_parts.items():
+                yield f"{prefix}linear_attn.{name}", size, hidden, False
+            yield f"{prefix}linear_attn.out_proj", hidden, self.recurrent.value_size, False
+        else:
+            for name, size in self.qkv_parts.items():
+                yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
+            yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
         if self.experts is None or not self.experts.layers[index]:
             for name, size in self.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
