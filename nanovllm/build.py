@@ -29,12 +29,14 @@ from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, smallest
+from nanovllm.memory.states import without_states
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -71,9 +73,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
     tokenizer = _load_tokenizer(config, model.model_type)
     runner = _start_runner(config, model.spec)
-    plan, spec = runner.plan, runner.spec
+    plan, spec, states = runner.plan, runner.spec, runner.sizing.memory.states
     limits = SchedulerLimits(
-        config.max_num_seqs,
+        config.max_num_seqs if states is None else states.running,
         config.max_num_batched_tokens,
         plan.max_model_len,
         eos_token_ids,
@@ -89,6 +91,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         runner.sizing.layout.block_size,
         config.enable_prefix_caching,
         runner.num_swap_blocks,
+        num_state_slots=None if states is None else (states.device, states.host),
     )
     features = EngineFeatures(
         request_factory=request_factory,
@@ -138,7 +141,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), dtype)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, spec.kv_windows, dtype)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
     if config.enable_cpu_offload:
@@ -149,6 +152,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         layerwise.append(layerwise_pass)
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
+    if sizing.memory.states is not None:
+        kv_cache.pools.states = StatePool(device, spec, dtype, sizing.memory.states.device, sizing.memory.states.host)
     decode_graphs = None
     if _records_graphs(config, model, device):
         from nanovllm.features.cuda_graphs import record_decode_graphs
@@ -284,7 +289,7 @@ def _plan_memory(
     memory = measure_memory(device, model, backend, config, graph_bytes=of_graphs)
     if group is not None:
         memory = smallest(group.exchange(memory), group.local_size)
-    memory = without_adapters(memory, config, spec, itemsize)
+    memory = without_states(without_adapters(memory, config, spec, itemsize), config, spec, itemsize)
     if group is not None:  # adapters take more on the rank that has most of the model
         memory = smallest(group.exchange(memory), local_size=1)
     without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
@@ -294,8 +299,11 @@ def _plan_memory(
 
 
 def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> bool:
-    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step."""
-    return device.captures and not config.enforce_eager and model.spec.experts is None
+    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step, and recurrent
+    layers find their states by slots that differ from step to step.
+    """
+    spec = model.spec
+    return device.captures and not config.enforce_eager and spec.experts is None and spec.recurrent is None
 
 
 def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:
@@ -345,6 +353,13 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
         f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
     ):
         logger.info("%s", line)
+    if (states := sizing.memory.states) is not None:
+        one = model.spec.state_bytes(model.dtype.itemsize) / mib
+        logger.info(
+            "%s",
+            f"recurrent states of {one:,.2f} MiB: {states.device} slots on the device, {states.host} on the host; "
+            f"{states.running} sequences may run at once, the other slots hold snapshots for prefix hits",
+        )
     if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:
         logger.warning(
             "enable_cpu_offload=True moves nothing to the host: the device's %s KV blocks (%s) hold all that "

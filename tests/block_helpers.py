@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -33,6 +34,22 @@ def check_blocks(manager: BlockManager) -> None:
         assert manager.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
         assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
     assert {each: block for block in manager._blocks.values() for each in block.hashes} == cache._by_hash
+
+
+def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
+    """Every state slot is free, or holds a state that is held by these sequences or the prefix cache."""
+    if manager.states is None:
+        return
+    states, holders = manager.states, Counter(seq.state for seq in live if seq.state is not None)
+    held = {*holders, *states._snapshots.values()}
+    for state in held:
+        assert state.num_sequences == holders[state]
+    assert {state.content_hash: state for state in held if state.content_hash is not None} == states._snapshots
+    slots = [state.slot for state in held]
+    assert len(set(slots)) == len(slots)
+    on_device = sum(slot < states.num_device_slots for slot in slots)
+    assert on_device == states.num_device_slots - states._device.num_free
+    assert len(slots) - on_device == states.num_host_slots - states._host.num_free
 
 
 def request(prompt: list[int], request_id: str = "r", params: SamplingParams | None = None, **others: Any) -> Request:
@@ -76,5 +93,5 @@ def tiers(manager: BlockManager, seq: TokenSequence) -> str:
     return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_table)
 
 
-def new_tokens(source: Iterator[int], blocks: int) -> list[int]:
-    return list(islice(source, blocks * BLOCK))
+def new_tokens(source: Iterator[int], blocks: int, extra: int = 0) -> list[int]:
+    return list(islice(source, blocks * BLOCK + extra))

@@ -4,7 +4,7 @@ The KV entry of a token depends on all tokens before it, so the model stores a d
 block, offset). The next token is a function of the digest and, where it is sampled, of seed and index. An error in a
 block table, a block move or a cached prefix then shows in the first step that reads the entry. An entry has one digest
 per layer: layer-by-layer prefill writes them one by one, and no other sequence may read or move an entry before it is
-complete.
+complete. A recurrent state is the digest of the tokens before it, in a state slot.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanovllm.data.batch import (
     Sample,
     SamplingRow,
     ScheduledSequence,
+    StateMove,
     StepResult,
     TokenLogprobs,
 )
@@ -121,7 +122,10 @@ class ContentExecutor:
         block_size: int,
         num_swap_blocks: int = 0,
         num_layers: int = 1,
+        num_device_states: int = 0,
     ) -> None:
+        self.num_device_states = num_device_states
+        self.states: dict[int, bytes | None] = {}  # by slot; None while some layers are further than others
         self.block_size = block_size
         self.num_layers = num_layers
         self.first_host = num_device_blocks
@@ -153,6 +157,10 @@ class ContentExecutor:
         for move in batch.moves:
             self._move(move)
         self._check_written_blocks(batch)
+        for state_move in batch.state_moves:
+            self._move_state(state_move)
+        slots = [seq.state_slot for seq in batch.sequences if seq.state_slot is not None]
+        assert len(set(slots)) == len(slots) == (len(batch.sequences) if self.num_device_states else 0)
         if batch.layerwise is None:
             self.layerwise = None
         samples = [
@@ -191,6 +199,18 @@ class ContentExecutor:
             if not move.keeps_source:
                 self.entries.pop((move.src, offset), None)
 
+    def _move_state(self, move: StateMove) -> None:
+        assert move.src != move.dst
+        state = b"" if move.src is None else self.states[move.src]
+        assert state is not None, "a moved state is that of one position in all layers"
+        self.states[move.dst] = state
+
+    def _check_state(self, seq: ScheduledSequence, digest: bytes) -> None:
+        """The state before the new tokens is that of `digest`."""
+        if seq.state_slot is not None:
+            assert 0 <= seq.state_slot < self.num_device_states
+            assert self.states[seq.state_slot] == digest, f"wrong state at position {seq.context_len} of {seq.seq_id}"
+
     def _check_written_blocks(self, batch: Batch) -> None:
         """No physical block is written by one sequence and used by another in the same step."""
         users: dict[int, int] = {}
@@ -211,6 +231,8 @@ class ContentExecutor:
         assert list(seq.token_ids) == list(tokens[seq.context_len : total])
         digest = b""
         for position in range(total):
+            if position == seq.context_len:
+                self._check_state(seq, digest)
             digest = history_digest(digest, tokens[position], salt)
             where = (seq.block_table[position // self.block_size], position % self.block_size)
             if position < seq.context_len:
@@ -218,6 +240,8 @@ class ContentExecutor:
                 assert entry == [digest] * self.num_layers, f"wrong KV at position {position} of {seq.seq_id}"
             else:
                 self.entries[where] = [digest] * self.num_layers
+        if seq.state_slot is not None:
+            self.states[seq.state_slot] = digest
         return [self._sample(digest, row) for row in seq.samples]
 
     def _run_part(self, seq: ScheduledSequence, part: LayerwiseStep) -> list[Sample]:
@@ -236,12 +260,16 @@ class ContentExecutor:
         assert list(seq.token_ids) == list(tokens[layerwise.begin :])
         for token in tokens:
             digests.append(history_digest(digests[-1], token, self.salts[seq.seq_id]))
+        if part.first_layer_chunk == 0:
+            self._check_state(seq, digests[layerwise.begin])
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
             self._run_layer_chunk(
                 layerwise.layer(layer_chunk), layerwise.positions(layer_chunk), seq.block_table, digests[1:]
             )
         self.layerwise = (seq.seq_id, layerwise, part.end_layer_chunk)
         is_last = part.end_layer_chunk == self.num_layers * layerwise.num_chunks
+        if seq.state_slot is not None:
+            self.states[seq.state_slot] = digests[-1] if is_last else None
         assert is_last or not seq.samples, "a token is sampled when all layers are done"
         return [self._sample(digests[-1], row) for row in seq.samples]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from block_helpers import check_blocks
+from block_helpers import check_blocks, check_states
 from content_model import VOCAB, ContentExecutor, expected_beams, expected_output, logprob_of
 from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
@@ -83,10 +83,12 @@ class CountingManager(BlockManager):
 
     num_forks = 0
     num_continued = 0
+    num_snapshot_hits = 0
 
     def allocate(self, seq: Sequence) -> None:
         copied = self.stats.copied_blocks
         super().allocate(seq)
+        self.num_snapshot_hits += self.states is not None and seq.num_computed > 0
         self.num_continued += seq.num_computed % self.block_size > 0 and self.stats.copied_blocks == copied
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -133,6 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_layers=st.integers(1, 4),
         layerwise_memory=st.builds(LayerwiseMemory, st.integers(0, 20), st.integers(0, 60)),
+        snapshot_slots=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 4))),
     )
     def start(
         self,
@@ -148,11 +151,14 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         num_layers: int,
         layerwise_memory: LayerwiseMemory,
+        snapshot_slots: tuple[int, int] | None,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
         hash_block_size = 1 if block_size % hash_block_size else hash_block_size
-        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap, hash_block_size)
-        self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
+        slots = None if snapshot_slots is None else (max_num_seqs + snapshot_slots[0], snapshot_slots[1])
+        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap, hash_block_size, slots)
+        states = 0 if slots is None else slots[0]
+        self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers, states)
         length = self.manager.max_sequence_tokens
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
@@ -253,6 +259,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "copied parts": self.manager.stats.copied_blocks,
                 "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
                 "continued blocks": self.manager.num_continued,
+                "hits at a snapshot": self.manager.num_snapshot_hits,
             }
         )
 
@@ -263,6 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         check_blocks(self.manager)
+        check_states(self.manager, self._live())
         scheduler = self.engine.scheduler
         held = Counter(block for seq in self._live() for block in seq.block_table)
         assert self.manager.num_used + self.manager.num_swapped == len(held)
@@ -318,6 +326,7 @@ TROUBLE = (
     "copied parts",
     "moved parts",
     "continued blocks",
+    "hits at a snapshot",
 )
 
 

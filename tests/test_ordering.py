@@ -186,8 +186,8 @@ def stress(model_dir: Path, share: float | None = None, num_requests: int = 60) 
             if share is not None:
                 force_share(llm, share)
             recorded_moves: list[object] = []
-            move_blocks = llm._runner.kv_cache.engine.move_blocks  # type: ignore[attr-defined]
-            llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]
+            pools = llm._runner.kv_cache.pools
+            pools.move_blocks = lambda m, *s, r=recorded_moves, f=pools.move_blocks: (r.extend(m), f(m, *s))  # type: ignore[method-assign]
             for index in range(num_requests):
                 prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
                 params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))

@@ -98,6 +98,17 @@ class BlockMove:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMove:
+    """A copy of a recurrent state between two state slots. Moves of a step are carried out in order.
+
+    src: None makes `dst` the state before the first token.
+    """
+
+    src: int | None
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
 class LogitAdjustments:
     """Changes to a row's logits before its token is chosen.
 
@@ -229,6 +240,7 @@ class ScheduledSequence:
     `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
     sequences that share the prompt begin. `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
     these layer chunks of them; None: they go through all layers in the step. `adapter`: its number, or None.
+    `state_slot`: of a model with recurrent layers, on the device: the state before `token_ids`, then that after them.
     """
 
     seq_id: int
@@ -242,11 +254,14 @@ class ScheduledSequence:
     layerwise: LayerwiseStep | None = None
     request_id: str = ""
     adapter: int | None = None
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: the block moves, in order, then the sequences. At most one goes layer by layer, and it is the last.
+    """One step: the block moves and state moves, in order, then the sequences.
+
+    At most one sequence goes layer by layer, and it is the last.
 
     adapters: of all running requests, those that the step does not compute too.
     """
@@ -254,6 +269,7 @@ class Batch:
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
     adapters: Sequence[Adapter] = ()
+    state_moves: Sequence[StateMove] = ()
 
     @property
     def chunked(self) -> Sequence[ScheduledSequence]:

@@ -19,10 +19,14 @@ from enum import Enum, IntEnum
 from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
+from nanovllm.engine.state_manager import StateManager, planned_snapshots
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
 MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes
+
+
+Prefix = tuple[list[int], tuple[Block, int] | None]  # full blocks, and one that begins with so many tokens of the next
 
 
 class AllocStatus(Enum):
@@ -54,14 +58,19 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
         hash_block_size: int | None = None,
+        num_state_slots: tuple[int, int] | None = None,
     ) -> None:
-        """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`."""
+        """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`.
+
+        num_state_slots: on the device and on the host, for a model with recurrent layers; None for other models.
+        """
         self.block_size = block_size
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
         self.num_blocks = num_device_blocks + num_host_blocks
         self.watermark = int(WATERMARK * self.num_blocks)
         self.prefix_cache = PrefixCache(block_size, enable_prefix_caching, hash_block_size)
         self.num_copied_blocks = 0  # by copy-on-write
+        self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
     def reset(self) -> None:
@@ -74,6 +83,8 @@ class BlockManager:
         self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks
         self._clock = 0  # time of last use: how many blocks had become unreferenced before
         self._moves: list[BlockMove] = []
+        if self.states is not None:
+            self.states.reset()
 
     # ---- counts
 
@@ -114,15 +125,16 @@ class BlockManager:
         needed = seq.num_blocks(self.block_size) + extra_blocks
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
-        hits = self.prefix_cache.find(seq)
+        hits, _ = self._prefix(seq)
         unused_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
         left = self.num_allocatable - unused_hits - (needed - len(hits))
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
         """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
-        hits = self.prefix_cache.find(seq)
-        part = self.prefix_cache.find_part(seq, len(hits))
+        hits, part = self._prefix(seq)
+        if self.states is not None:
+            self._start_state(seq, self.states, hits, part)
         for block_id in hits:
             self._acquire(block_id)
         seq.block_table = hits
@@ -171,6 +183,8 @@ class BlockManager:
         seq.block_table = []
         seq.num_computed = 0
         seq.layerwise, seq.layerwise_done = None, 0
+        if self.states is not None:
+            self.states.free(seq)
 
     # ---- sequences of one request
 
@@ -181,16 +195,21 @@ class BlockManager:
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.block_table:
             self._blocks[block_id].ref_count += 1
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def swap_out(self, sequences: Seq[Sequence]) -> dict[int, int] | None:
         """Move the computed blocks of one request to the swap tier, shared blocks once.
 
         Blocks that other requests reference too are copied instead; blocks without content are freed. Returns
-        {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full.
+        {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full or
+        the states cannot be swapped.
         """
         computed = [seq.block_table[: -(-seq.num_computed // self.block_size)] for seq in sequences]
         holders = Counter(block_id for table in computed for block_id in table)
         if len(holders) > self.tiers.pools[Tier.SWAP].num_free:
+            return None
+        if self.states is not None and not self._swap_states(sequences, self.states):
             return None
         moves: list[BlockMove] = []
         swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
@@ -234,9 +253,7 @@ class BlockManager:
 
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens at the start of a waiting sequence that the prefix cache holds."""
-        num_blocks = len(self.prefix_cache.find(seq))
-        part = self.prefix_cache.find_part(seq, num_blocks)
-        return num_blocks * self.block_size + (0 if part is None else part[1])
+        return self._num_tokens(*self._prefix(seq))
 
     def next_hash(self, running: Sequence) -> bytes | None:
         """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
@@ -247,7 +264,9 @@ class BlockManager:
 
         If a running sequence is going to compute it, it computes it next: what it has computed is cached.
         """
-        return self.prefix_cache.hash_after(waiting, self.num_cached_tokens(waiting), waiting.num_cacheable)
+        return self.prefix_cache.hash_after(
+            waiting, self._num_tokens(*self._cached_blocks(waiting)), waiting.num_cacheable
+        )
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
@@ -262,6 +281,59 @@ class BlockManager:
                 self._evict(evictor.oldest()[1])
         for block in self._blocks.values():
             self.prefix_cache.forget(block)
+        if self.states is not None:
+            self.states.forget_all()
+
+    def _cached_blocks(self, seq: Sequence) -> Prefix:
+        """The cached blocks that a waiting sequence starts with."""
+        hits = self.prefix_cache.find(seq)
+        return hits, self.prefix_cache.find_part(seq, len(hits))
+
+    def _prefix(self, seq: Sequence) -> Prefix:
+        """What a waiting sequence need not compute: its cached blocks, with recurrent layers up to a snapshot."""
+        hits, part = self._cached_blocks(seq)
+        if self.states is None:
+            return hits, part
+        end = self.prefix_cache.longest(seq, self._num_tokens(hits, part), self.states.has_snapshot)
+        num_blocks, rest = divmod(end, self.block_size)
+        if not rest:
+            return hits[:num_blocks], None
+        last = self._blocks[hits[num_blocks]] if num_blocks < len(hits) else part[0] if part is not None else None
+        assert last is not None
+        return hits[:num_blocks], (last, rest)
+
+    def _num_tokens(self, hits: list[int], part: tuple[Block, int] | None) -> int:
+        return len(hits) * self.block_size + (0 if part is None else part[1])
+
+    # ---- recurrent states
+
+    def _start_state(
+        self, seq: Sequence, states: StateManager, hits: list[int], part: tuple[Block, int] | None
+    ) -> None:
+        """Begin at the snapshot where the prefix ends, and plan the snapshots of the rest."""
+        begin, branch = self._num_tokens(hits, part), self._num_tokens(*self._cached_blocks(seq))
+        states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
+        interval, unit = states.snapshot_interval(seq.end), self.prefix_cache.hash_block_size
+        seq.snapshots_due = planned_snapshots(begin, seq.end, branch, interval, unit)
+
+    def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
+        """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""
+        return not any(seq.layerwise_done for seq in sequences) and states.swap_out(sequences)
+
+    def keep_state(self, seq: Sequence) -> None:
+        """Let the prefix cache find the state of a sequence that has computed as much as is due.
+
+        Of the output only the latest state is kept.
+        """
+        num_computed, is_output = seq.num_computed, seq.num_computed > seq.prompt_len
+        if self.states is None or num_computed % self.prefix_cache.hash_block_size:
+            return
+        if num_computed in seq.snapshots_due or is_output:
+            content_hash = self.prefix_cache.hash_before(seq, num_computed)
+            self.states.keep(seq, content_hash)
+            if is_output and seq.last_snapshot is not None:
+                self.states.forget(seq.last_snapshot)
+            seq.last_snapshot = content_hash if is_output else None
 
     # ---- physical blocks and tiers
 

@@ -142,7 +142,7 @@ class ChunkedPass:
             SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table)
             for start, seq in zip(starts, self._sequences, strict=False)
         )
-        traffic = self._kv_cache.begin_step(self._metadata, batch.moves)
+        traffic = self._kv_cache.begin_step(self._metadata, batch.moves, batch.state_moves)
         return traffic if self._sequences else None
 
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
@@ -162,7 +162,10 @@ class ChunkedPass:
             hidden = self.decode_runner.run(inputs, sequences, kv_cache)
         else:
             token_ids, positions, rope_lengths = upload(inputs, self._model.device)
-            hidden = self._model(token_ids, ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters))
+            pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
+            states = pool.of_step([slot for slot in slots if slot is not None]) if pool is not None else None
+            context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states)
+            hidden = self._model(token_ids, context)
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
 
     def abandon_step(self) -> None:
@@ -206,7 +209,7 @@ class ModelRunner:
         self._trace = trace
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
-        self._watch = StepWatch(model.spec.num_layers)
+        self._watch = StepWatch(model.spec.num_kv_layers)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:

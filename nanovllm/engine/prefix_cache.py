@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import xxhash
@@ -141,10 +141,20 @@ class PrefixCache:
                 return block, (last + 1 - first) * self.hash_block_size
         return None
 
+    def longest(self, seq: Sequence, num_tokens: int, is_kept: Callable[[bytes], bool]) -> int:
+        """Of the first `num_tokens` tokens, the most whole hash blocks whose hash `is_kept`."""
+        size = self.hash_block_size
+        ends = range(num_tokens // size * size, 0, -size)
+        return next((end for end in ends if is_kept(self.hash_before(seq, end))), 0)
+
     def hash_after(self, seq: Sequence, num_tokens: int, end: int) -> bytes | None:
         """The hash of the hash block that follows the first `num_tokens` tokens, if it ends by `end`."""
         index = num_tokens // self.hash_block_size
         return self._hash_of(seq, index) if self.enabled and (index + 1) * self.hash_block_size <= end else None
+
+    def hash_before(self, seq: Sequence, num_tokens: int) -> bytes:
+        """The hash of the first `num_tokens` tokens, one or more whole hash blocks."""
+        return self._hash_of(seq, num_tokens // self.hash_block_size - 1)
 
     def register(self, seq: Sequence, previously_computed: int, blocks: Mapping[int, Block]) -> None:
         """Add the hash blocks of `seq` that were completed since it had `previously_computed` computed tokens.

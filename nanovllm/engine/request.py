@@ -152,7 +152,7 @@ class Request:
         longest: most tokens of one sequence. Empty if the request does not fit the step.
         """
         (seq,) = self.computing
-        chunk = min(seq.num_remaining, tokens, longest)
+        chunk = min(seq.num_to_snapshot, tokens, longest)
         return [(seq, chunk)] if chunk else []
 
     def num_extra_blocks(self, block_size: int) -> int:
@@ -192,6 +192,18 @@ class Request:
         self.status = RequestStatus.FINISHED
 
 
+@dataclass(slots=True, eq=False)
+class State:
+    """A recurrent state, in a state slot of either tier. `StateManager` changes it.
+
+    Its holders: `num_sequences` go on from it, and the prefix cache finds it if it has a `content_hash`, of the tokens.
+    """
+
+    slot: int
+    num_sequences: int = 0
+    content_hash: bytes | None = None
+
+
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
@@ -213,6 +225,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
+        self.state: State | None = None  # recurrent, after num_computed tokens; None before the first
+        self.snapshots_due: Seq[int] = ()  # positions, ascending, at which the prefix cache keeps the state
+        self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1  # removals from the prefix cache before that
@@ -249,6 +264,12 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens still to compute before the next one can be sampled; at least 1 while it runs."""
         return self.end - self.num_computed
+
+    @property
+    def num_to_snapshot(self) -> int:
+        """Of these, the tokens before the next position at which the state is kept."""
+        due = (position - self.num_computed for position in self.snapshots_due if position > self.num_computed)
+        return min(self.num_remaining, next(due, self.num_remaining))
 
     @property
     def output_token_ids(self) -> list[int]:

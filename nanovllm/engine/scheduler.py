@@ -278,7 +278,9 @@ class Scheduler:
                 sequences.append(self.layerwise.part(prefill, seq, tokens))
         assert sequences or not moves, "block moves were planned for a step without sequences"
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
-        return Batch(sequences, moves, tuple(adapters.values()))
+        states = self.block_manager.states
+        state_moves = states.take_moves() if states is not None else ()
+        return Batch(sequences, moves, tuple(adapters.values()), state_moves)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
@@ -294,6 +296,7 @@ class Scheduler:
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
+                self.block_manager.keep_state(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
             self.prompt_tokens_computed += prefilled
             seq.request.metrics.prefill_tokens += prefilled
@@ -436,7 +439,7 @@ class Scheduler:
         self.running.remove(request)
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
-        end = seq.num_computed + chunk
+        end, states = seq.num_computed + chunk, self.block_manager.states
         return ScheduledSequence(
             seq_id=seq.seq_id,
             token_ids=seq.token_ids[seq.num_computed : end],
@@ -448,6 +451,7 @@ class Scheduler:
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
+            state_slot=states.own(seq) if states is not None else None,
         )
 
     # ---- the result of a step
@@ -504,7 +508,7 @@ class Scheduler:
         self.block_manager.reset()
         for request in [*failed, *swapped]:
             for seq in request.live:
-                seq.block_table, seq.num_computed = [], 0
+                seq.block_table, seq.num_computed, seq.state = [], 0, None
         for request in swapped:
             request.rewind()
             request.status = RequestStatus.WAITING

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import BlockMove
+from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount
@@ -61,6 +61,8 @@ class KVStats:
     transfers: TransferCount
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
     layer_buffer_bytes: int = 0  # allocated for it on the device, beyond num_gpu_blocks and device_bytes
+    state_slots: tuple[int, int] = (0, 0)  # of recurrent layers, on the device and on the host
+    state_bytes: tuple[int, int] = (0, 0)  # allocated for them, beyond device_bytes and host_bytes
     blocks_in_flight: tuple[int, ...] = ()  # physical ids of the blocks that the step in progress has in ring slots
 
 
@@ -81,8 +83,13 @@ class KVCacheBase(ABC):
         self._num_gpu_blocks = num_gpu_blocks
 
     @abstractmethod
-    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
-        """Move the blocks, then prepare a forward pass over the flat batch."""
+    def begin_step(
+        self,
+        sequences: Sequence[SequenceMetadata],
+        moves: Sequence[BlockMove],
+        state_moves: Sequence[StateMove] = (),
+    ) -> StepTraffic:
+        """Move the blocks and states, then prepare a forward pass over the flat batch."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -110,4 +117,6 @@ class KVCacheBase(ABC):
             host_bytes=pools.host.nbytes,
             swap_bytes=pools.swap.nbytes,
             transfers=pools.transfers,
+            state_slots=(0, 0) if pools.states is None else pools.states.num_slots,
+            state_bytes=(0, 0) if pools.states is None else pools.states.num_bytes,
         )

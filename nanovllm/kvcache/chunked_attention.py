@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import BlockMove
+from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import (
@@ -90,7 +90,12 @@ class OffloadedKVCache(KVCacheBase):
         self._stores_scales = has_scales(engine.ring.dtype)
         self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window
 
-    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
+    def begin_step(
+        self,
+        sequences: Sequence[SequenceMetadata],
+        moves: Sequence[BlockMove],
+        state_moves: Sequence[StateMove] = (),
+    ) -> StepTraffic:
         """See `KVCacheBase`. Announces the ring groups of all layers: `attend` must use them up in this order."""
         engine, windows, block_size = self.engine, self._geometry.windows, self.layout.block_size
         reads = {window: plan_block_reads(sequences, block_size, window) for window in set(windows)}
@@ -103,7 +108,7 @@ class OffloadedKVCache(KVCacheBase):
             window: group_block_reads(of_window, sequences, *limits, chosen.get(window, ()), concurrent)
             for window, of_window in reads.items()
         }
-        engine.move_blocks(moves)
+        engine.move_blocks(moves, state_moves)
         if self.cpu_attention is not None:
             self.cpu_attention.begin_step(self._plans)
         # A shared block is loaded once; its bytes count for its first reader.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import BlockMove
+from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.device import Device
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, StepTraffic
 from nanovllm.kvcache.pools import KVPools
@@ -44,8 +44,13 @@ class PagedKVCache(KVCacheBase):
         self._tables: dict[int | None, AttentionMetadata] = {}
         self._few_rows: dict[int | None, PagedStep] = {}  # faster attention for steps of few rows on the CPU
 
-    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
-        self.pools.move_blocks(moves)
+    def begin_step(
+        self,
+        sequences: Sequence[SequenceMetadata],
+        moves: Sequence[BlockMove],
+        state_moves: Sequence[StateMove] = (),
+    ) -> StepTraffic:
+        self.pools.move_blocks(moves, state_moves)
         self._sequences, self._slots = sequences, None
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 

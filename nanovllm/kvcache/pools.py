@@ -1,7 +1,7 @@
 """The pools of KV blocks, on the device and on the host, and the copies of whole blocks between them.
 
 Physical block ids number the resident blocks of the device first, then the host blocks, then the swap blocks, which are
-host memory too and need the same orderings, but are never attended.
+host memory too and need the same orderings, but are never attended. States of recurrent layers have slots of their own.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import BlockMove
+from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.kvcache.states import MOVE_KINDS, StatePool
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.memory.budget import DeviceSplit, TransferCount
 from nanovllm.memory.layout import KVLayout
-
-MOVE_KINDS: tuple[tuple[CopyKind, CopyKind], ...] = (("d2d", "d2h"), ("h2d", "h2h"))  # [from the host?][to the host?]
 
 
 class KVPools:
@@ -42,6 +41,7 @@ class KVPools:
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self.states: StatePool | None = None  # of recurrent layers
         self.order = TransferOrder(device, num_groups)
         self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
 
@@ -55,11 +55,15 @@ class KVPools:
         self._counts[kind][0] += number
         self._counts[kind][1] += num_bytes
 
-    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
-        with self.order.moves(bool(moves)) as stream:
+    def move_blocks(self, moves: Sequence[BlockMove], state_moves: Sequence[StateMove] = ()) -> None:
+        """Copy the blocks and states of a step in order. Call it between passes; the next one waits for the copies."""
+        with self.order.moves(bool(moves) or bool(state_moves)) as stream:
             for move in moves:
                 self._move(move, stream)
+            if self.states is not None:
+                self.states.copy(state_moves, stream)
+        if self.states is not None:
+            self.states.clear(state_moves)
 
     def _move(self, move: BlockMove, stream: Stream) -> None:
         layout, first_host = self.layout, self.split.resident_blocks

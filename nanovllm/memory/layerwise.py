@@ -140,8 +140,10 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
 
 
 def layerwise_token_bytes(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> int:
-    """What layer-by-layer prefill keeps for each token: residual stream and id; 0 without offload.
+    """What layer-by-layer prefill keeps for each token: residual stream and id; 0 if no prompt goes that way.
 
-    itemsize: bytes of an element of the residual stream.
+    itemsize: bytes of an element of the residual stream. With recurrent layers prompts go chunk by chunk: there is
+    little KV to load again for each chunk, and their snapshots lie between the chunks.
     """
-    return spec.hidden_size * itemsize + ID_BYTES if config.enable_cpu_offload else 0
+    goes = config.enable_cpu_offload and spec.recurrent is None
+    return spec.hidden_size * itemsize + ID_BYTES if goes else 0

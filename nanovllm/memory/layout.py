@@ -92,7 +92,7 @@ def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayou
 
     itemsize: bytes of one element of the model's dtype.
     """
-    layout = KVLayout.of(config.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
+    layout = KVLayout.of(config.kv_cache_dtype, spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
     return replace(layout, block_size=block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
 
 

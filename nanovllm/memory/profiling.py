@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import SamplingRow
+from nanovllm.data.network import RecurrentSpec
 from nanovllm.device import Device
 from nanovllm.layers import sampler
 from nanovllm.layers.forward_context import ForwardContext, KVCache
@@ -41,7 +42,7 @@ class ScratchKVCache:
         layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
         self._backend = backend
         self._scale = spec.attention_scale
-        self._windows = spec.sliding_windows
+        self._windows = spec.kv_windows
         dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
         self._pool = torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device)
         blocks = [0] * -(-tokens // layout.block_size)
@@ -52,6 +53,19 @@ class ScratchKVCache:
         state = AttentionState.empty(q)
         self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
         return q.copy_(state.out)
+
+
+class ScratchStates:
+    """One state slot for every recurrent layer. Implements `layers.forward_context.StepStates`."""
+
+    def __init__(self, model: Decoder, recurrent: RecurrentSpec) -> None:
+        self.slots = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self._conv = torch.zeros(1, *recurrent.conv_shape, dtype=model.dtype, device=model.device)
+        self._state = torch.zeros(1, *recurrent.state_shape, device=model.device)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `StepStates`."""
+        return self._conv, self._state
 
 
 _META = torch.device("meta")
@@ -166,7 +180,9 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
-    hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
+    recurrent = model.spec.recurrent
+    states = None if recurrent is None else ScratchStates(model, recurrent)
+    hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache, states=states))
     prompt_logits = model.compute_logits(hidden[:LOGPROB_ROWS])
     if model.has_logits:
         _score(prompt_logits, config.max_logprobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.data.memory_checks import check_fits, gib
@@ -19,6 +20,14 @@ LOGIT_BYTES = 4
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
 
+class StateSlots(NamedTuple):
+    """State slots of both tiers. `running`: sequences that may run at once; the others hold snapshots."""
+
+    device: int
+    host: int
+    running: int
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
     """Bytes of memory once the weights are loaded and before any KV memory is allocated."""
@@ -31,6 +40,7 @@ class MemoryFacts:
     host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
     adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
     layerwise_token_bytes: int = 0  # of layer-by-layer prefill; 0 if no prompt goes that way
+    states: StateSlots | None = None  # of recurrent layers, which neither tier counts as free
 
 
 def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
@@ -160,7 +170,7 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     """
     if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
-    left, shared, named_bytes = _budget(config, memory), memory.tiers_share_memory, config.kv_cache_memory_bytes
+    left, shared, named_bytes = cache_budget(config, memory), memory.tiers_share_memory, config.kv_cache_memory_bytes
     if shared:  # the swap space and the host's blocks are taken from the same memory
         left -= max(0, memory.device_free - memory.host_free)
         left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
@@ -175,7 +185,7 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     return divide_memory(layout, memory.layerwise_token_bytes, left, longest, config.max_num_batched_tokens)
 
 
-def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
+def cache_budget(config: EngineConfig, memory: MemoryFacts) -> int:
     """Device memory for the KV cache: total * gpu_memory_utilization - memory in use - memory of a step."""
     held = memory.device_total - memory.device_free
     return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
@@ -247,7 +257,7 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
     if named != -1:
         _check_blocks_fit(device_size, config, named, layout, memory.device_free, "the device has")
         return named
-    held, budget = memory.device_total - memory.device_free, _budget(config, memory)
+    held, budget = memory.device_total - memory.device_free, cache_budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)

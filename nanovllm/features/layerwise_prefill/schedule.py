@@ -26,6 +26,8 @@ class LayerwiseScheduler:
         """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
         block_size, chunk, memory = self._manager.block_size, self._limits.chunk, self._limits.layerwise_memory
         begin, end = seq.num_computed, seq.end
+        if seq.snapshots_due and seq.snapshots_due[-1] > begin:  # the last snapshot; those before it are left out
+            end = seq.snapshots_due[-1]
         reach = longest_prefill(block_size, begin, end, chunk, memory)
         if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
             seq.layerwise = None

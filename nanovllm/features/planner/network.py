@@ -30,7 +30,7 @@ class Network:
     def layout(self, block_size: int) -> KVLayout:
         spec = self.spec
         return KVLayout.of(
-            self.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
+            self.kv_cache_dtype, spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
         )
 
     @property
@@ -55,7 +55,7 @@ class Network:
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""
-        return sum(_keys(context_len, query_len, window) for window in self.spec.sliding_windows)
+        return sum(_keys(context_len, query_len, window) for window in self.spec.kv_windows)
 
     def attention_operations(self, context_len: int, query_len: int) -> int:
         """Two products over head_dim for every query head and visible key."""
@@ -64,13 +64,13 @@ class Network:
     def attended_bytes(self, context_len: int, query_len: int) -> int:
         """Bytes of K and V that the new rows see, each counted once per layer."""
         total = context_len + query_len
-        tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.sliding_windows)
+        tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.kv_windows)
         return tokens * self.layout(1).token_layer_bytes
 
     def num_block_reads(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:
         """Blocks that pass through the ring, summed over layers: the visible ones on the host and those written."""
         end = -(-(context_len + query_len) // block_size)
-        first = (max(0, context_len - (window or end * block_size) + 1) for window in self.spec.sliding_windows)
+        first = (max(0, context_len - (window or end * block_size) + 1) for window in self.spec.kv_windows)
         return sum(max(0, end - max(resident_blocks, position // block_size)) for position in first)
 
 

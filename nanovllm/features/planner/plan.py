@@ -31,6 +31,7 @@ from nanovllm.memory.sizing import (
     needs_activation_peak,
     smallest,
 )
+from nanovllm.memory.states import without_states
 from nanovllm.models.hf_config import read_decoder_spec
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
 
     def memory_of(config: EngineConfig) -> MemoryFacts:
         memory = _given_memory(asked, network, config) if machine is None else machine.memory(config)
-        return without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
+        left = without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
+        return without_states(left, config, spec, itemsize)
 
     memory, layout = memory_of(config), layout_of(config, spec, itemsize)
     others = None if machine else memory_of

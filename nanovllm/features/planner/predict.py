@@ -133,7 +133,7 @@ class StepModel:
         """
         attends = self.cpu_attention and not self.no_cpu_attention and not layer_by_layer
         total = TransferCount()
-        for window, num_layers in Counter(self.network.spec.sliding_windows).items():
+        for window, num_layers in Counter(self.network.spec.kv_windows).items():
             layout = replace(self.layout, num_layers=num_layers)
             use = self._cpu_attention_use(context_len, window) if attends else None
             total += predict_transfers(layout, self.resident_blocks, context_len, query_len, window, use)

@@ -45,7 +45,7 @@ class GroupRequest(Request):
             return [(seq, 1) for seq in sequences] if len(sequences) <= tokens else []
         chunks: list[tuple[Sequence, int]] = []
         for seq in sequences:
-            chunk = min(seq.num_remaining - 1, tokens, longest)
+            chunk = min(seq.num_remaining - 1, seq.num_to_snapshot, tokens, longest)
             if chunk > 0:
                 chunks.append((seq, chunk))
                 tokens -= chunk

@@ -1,0 +1,218 @@
+"""The state manager: which sequence goes on from which recurrent state, and the snapshots that prefix hits begin from.
+
+A *state* is what all recurrent layers of a model know of the tokens before one position. It is in a *state slot*, on
+the device or on the host. Sequences that go on from the same position share a state, and so does the prefix cache, for
+which it is then a *snapshot*: a state never changes while it is shared, because a sequence that is about to compute
+gets a copy of its own (`own`). Only the device's slots are computed with.
+
+There is always a slot for a sequence that computes: the scheduler runs at most as many sequences as the device has
+slots, and what only the prefix cache holds moves to the host, or is forgotten, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from nanovllm.data.batch import StateMove
+from nanovllm.engine.request import Sequence, State
+from nanovllm.kvcache.hybrid_manager import IdPool
+
+LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
+SHARE_OF_PROMPT = 4  # one prompt takes at most 1 / SHARE_OF_PROMPT of the slots for snapshots on its way
+
+
+class StateManager:
+    """Gives sequences their states, and keeps snapshots of them by content.
+
+    Slots are numbered across the tiers, the device's first.
+    """
+
+    def __init__(self, num_device_slots: int, num_host_slots: int, keeps_snapshots: bool) -> None:
+        """keeps_snapshots: whether there is a prefix cache."""
+        self.num_device_slots = num_device_slots
+        self.num_host_slots = num_host_slots
+        self._keeps_snapshots = keeps_snapshots
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states. Callers must clear `state` of all sequences."""
+        self._device = IdPool(0, self.num_device_slots)
+        self._host = IdPool(self.num_device_slots, self.num_host_slots)
+        self._snapshots: dict[bytes, State] = {}  # by content hash, the least recently used first
+        self._moves: list[StateMove] = []
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    # ---- sequences
+
+    def start(self, seq: Sequence, content_hash: bytes | None) -> None:
+        """A sequence begins at a snapshot; None: at its first token."""
+        assert seq.state is None
+        if content_hash is not None:
+            self._join(seq, self._touched(content_hash))
+
+    def own(self, seq: Sequence) -> int:
+        """The device slot that holds the state of a sequence alone, for a step to change it."""
+        state = seq.state
+        if state is not None and self._on_device(state):
+            if state.num_sequences == 1 and state.content_hash is not None and not self._has_room:
+                self._forget(state)
+            if state.num_sequences == 1 and state.content_hash is None:
+                return state.slot
+        slot = self._new_device_slot()
+        self._moves.append(StateMove(None if state is None else state.slot, slot))
+        self.free(seq)
+        self._join(seq, State(slot))
+        return slot
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child goes on from the parent's state."""
+        if parent.state is not None:
+            self._join(child, parent.state)
+
+    def free(self, seq: Sequence) -> None:
+        """Release the state of a sequence. What the prefix cache can find stays."""
+        state, seq.state = seq.state, None
+        if state is not None:
+            state.num_sequences -= 1
+            self._release_unused(state)
+
+    def swap_out(self, sequences: Iterable[Sequence]) -> bool:
+        """Move the states of sequences that will not run for a while to the host; `own` brings each back.
+
+        False, with nothing changed, if the host has too few slots. A state that other sequences hold is copied.
+        """
+        holders = Counter(seq.state for seq in sequences if seq.state is not None and self._on_device(seq.state))
+        evictable = sum(not (self._on_device(each) or each.num_sequences) for each in self._snapshots.values())
+        if len(holders) > self._host.num_free + evictable:
+            return False
+        moved = {state: self._to_host(state, count) for state, count in holders.items()}
+        for seq in sequences:
+            if seq.state in moved:
+                seq.state = moved[seq.state]
+        return True
+
+    # ---- snapshots
+
+    def has_snapshot(self, content_hash: bytes) -> bool:
+        return content_hash in self._snapshots
+
+    def keep(self, seq: Sequence, content_hash: bytes) -> None:
+        """Let the prefix cache find the state of a sequence, which has computed the tokens of this hash."""
+        if not self._keeps_snapshots or seq.state is None:
+            return
+        if content_hash in self._snapshots:
+            self._touched(content_hash)
+        elif seq.state.content_hash is None:
+            seq.state.content_hash = content_hash
+            self._snapshots[content_hash] = seq.state
+
+    def forget(self, content_hash: bytes) -> None:
+        """Forget a snapshot, if it is there."""
+        if content_hash in self._snapshots:
+            self._forget(self._snapshots[content_hash])
+
+    def forget_all(self) -> None:
+        for state in list(self._snapshots.values()):
+            self._forget(state)
+
+    def snapshot_interval(self, num_tokens: int) -> int:
+        """Tokens between the snapshots of a prompt of `num_tokens` tokens, at least."""
+        most = max(1, (self.num_device_slots + self.num_host_slots) // SHARE_OF_PROMPT)
+        return max(LEAST_SNAPSHOT_INTERVAL, -(-num_tokens // most))
+
+    def take_moves(self) -> list[StateMove]:
+        """The copies decided since the last call, in the order in which they must be carried out."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    # ---- slots
+
+    def _on_device(self, state: State) -> bool:
+        return state.slot < self.num_device_slots
+
+    def _join(self, seq: Sequence, state: State) -> None:
+        seq.state = state
+        state.num_sequences += 1
+
+    def _touched(self, content_hash: bytes) -> State:
+        """The snapshot, which is now the one used last."""
+        state = self._snapshots.pop(content_hash)
+        self._snapshots[content_hash] = state
+        return state
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the device has a slot that no sequence holds."""
+        return self._device.num_free > 0 or self._oldest(on_device=True) is not None
+
+    def _oldest(self, on_device: bool) -> State | None:
+        """The least recently used snapshot of a tier that no sequence holds."""
+        held_by_cache = (each for each in self._snapshots.values() if not each.num_sequences)
+        return next((each for each in held_by_cache if self._on_device(each) is on_device), None)
+
+    def _new_device_slot(self) -> int:
+        """A free slot; the oldest snapshot leaves the device for it if there is none."""
+        if not self._device.num_free:
+            leaving = self._oldest(on_device=True)
+            assert leaving is not None, "more sequences run than the device has state slots"
+            if not self._move_to_host(leaving):
+                self._forget(leaving)
+        return self._device.allocate()
+
+    def _move_to_host(self, state: State) -> bool:
+        """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
+        if not self._host.num_free:
+            oldest = next((each for each in self._snapshots.values() if not each.num_sequences), None)
+            if oldest is None or self._on_device(oldest):
+                return False
+            self._forget(oldest)
+        self._move(state, self._host.allocate())
+        return True
+
+    def _to_host(self, state: State, holders: int) -> State:
+        """The state on the host, for `holders` of its sequences: moved, or copied if others hold it too."""
+        if not self._host.num_free:
+            oldest = self._oldest(on_device=False)
+            assert oldest is not None
+            self._forget(oldest)
+        slot = self._host.allocate()
+        if state.num_sequences == holders:
+            self._move(state, slot)
+            return state
+        self._moves.append(StateMove(state.slot, slot))
+        state.num_sequences -= holders
+        return State(slot, holders)
+
+    def _move(self, state: State, slot: int) -> None:
+        self._moves.append(StateMove(state.slot, slot))
+        self._release(state.slot)
+        state.slot = slot
+
+    def _forget(self, state: State) -> None:
+        assert state.content_hash is not None
+        del self._snapshots[state.content_hash]
+        state.content_hash = None
+        self._release_unused(state)
+
+    def _release_unused(self, state: State) -> None:
+        if not state.num_sequences and state.content_hash is None:
+            self._release(state.slot)
+
+    def _release(self, slot: int) -> None:
+        (self._device if slot < self.num_device_slots else self._host).free(slot)
+
+
+def planned_snapshots(begin: int, end: int, branch: int, interval: int, unit: int) -> Seq[int]:
+    """Positions in (begin, end) at which the state of a prompt of `end` tokens is kept, ascending.
+
+    The last multiple of `unit` before its end, where a prompt that goes on will begin; every multiple of `interval`;
+    and `branch`, up to which another prompt had the same tokens, so that the next one with them begins there.
+    """
+    interval, last = -(-interval // unit) * unit, (end - 1) // unit * unit
+    positions = {*range(interval, last, interval), branch, last}
+    return sorted(position for position in positions if begin < position < end)

@@ -1,0 +1,99 @@
+"""The states of recurrent layers: slots on the device and on the host, and the copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.data.batch import StateMove
+from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops.upload import upload
+
+MOVE_KINDS: tuple[tuple[CopyKind, CopyKind], ...] = (("d2d", "d2h"), ("h2d", "h2h"))  # [from the host?][to the host?]
+
+
+class StatePool:
+    """Owns the memory of all state slots, numbered across the tiers, the device's first.
+
+    Like KV blocks, the device's memory is layer-major, so that a layer's states are one tensor, and the host's is
+    slot-major. A layer has two tensors, the inputs that its convolution still sees and the recurrent state.
+    """
+
+    def __init__(
+        self, device: Device, spec: DecoderSpec, dtype: torch.dtype, num_device_slots: int, num_host_slots: int
+    ) -> None:
+        """dtype: of the convolution's inputs, the network's."""
+        assert spec.recurrent is not None
+        self.num_slots = (num_device_slots, num_host_slots)
+        self.num_device_slots = num_device_slots
+        self._device = device
+        self._layers = [layer for layer in range(spec.num_layers) if spec.recurrent.layers[layer]]
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+            ("convolution states", spec.recurrent.conv_shape, dtype),
+            ("recurrent states", spec.recurrent.state_shape, torch.float32),
+        ]
+        count = len(self._layers)
+        self._on_device = [device.empty(name, (count, num_device_slots, *shape), kind) for name, shape, kind in parts]
+        self._on_host = [device.empty_host(name, (num_host_slots, count, *shape), kind) for name, shape, kind in parts]
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Allocated on the device and on the host."""
+        return sum(memory.nbytes for memory in self._on_device), sum(memory.nbytes for memory in self._on_host)
+
+    def copy(self, moves: Iterable[StateMove], stream: Stream) -> None:
+        """Submit the copies of a step, in order, to the stream of its block moves."""
+        for move in moves:
+            if move.src is not None:
+                self._copy(move.src, move.dst, stream)
+
+    def clear(self, moves: Sequence[StateMove]) -> None:
+        """Make the states that begin in this step those before the first token, after its copies."""
+        last = {move.dst: move.src for move in moves}  # a slot may begin, and then be given to another sequence
+        for slot in (dst for dst, src in last.items() if src is None):
+            for memory in self._on_device:
+                self._device.declare_kernel("clear a state", writes=memory[:, slot])
+                memory[:, slot].zero_()
+        self._device.end_kernel()
+
+    def of_step(self, slots: Sequence[int]) -> SlotStates:
+        """The states of the sequences of a pass, whose slots are given in the order of its batch."""
+        device = self._device.torch_device
+        return SlotStates(self._device, self._layers, self._on_device, slots, upload(torch.tensor(slots), device))
+
+    def _copy(self, src: int, dst: int, stream: Stream) -> None:
+        kind = MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
+        for part in range(len(self._on_device)):
+            to, origin = self._slot(part, dst), self._slot(part, src)
+            dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))
+            width = to[0].numel() * to.element_size()
+            self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)
+
+    def _slot(self, part: int, slot: int) -> Tensor:
+        """`[layers, ...]`, each layer contiguous."""
+        if slot < self.num_device_slots:
+            return self._on_device[part][:, slot]
+        return self._on_host[part][slot - self.num_device_slots]
+
+
+@dataclass(slots=True)
+class SlotStates:
+    """Implements `layers.forward_context.StepStates`. memory: of the device, layers x slots."""
+
+    device: Device
+    layers: Sequence[int]  # recurrent layers, by their index in the decoder
+    memory: Sequence[Tensor]
+    slot_ids: Sequence[int]
+    slots: Tensor  # the same on the device
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `StepStates`."""
+        conv, state = (memory[self.layers.index(layer)] for memory in self.memory)
+        written = [part[slot] for slot in self.slot_ids for part in (conv, state)]
+        self.device.declare_kernel("recurrent layer", writes=written)
+        self.device.end_kernel()
+        return conv, state

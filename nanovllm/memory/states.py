@@ -1,0 +1,47 @@
+"""The memory of recurrent states: how many state slots each tier has, which is decided before KV blocks are sized."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.memory_checks import check_fits
+from nanovllm.memory.sizing import CPU_KV_BYTES, MemoryFacts, StateSlots, cache_budget
+from nanovllm.models.spec import DecoderSpec
+
+STATE_SHARE = 4  # states take at most 1 / STATE_SHARE of the device's memory for the cache, if more than one fits
+HOST_STATE_SHARE = 8  # and 1 / HOST_STATE_SHARE of the host's free memory
+SNAPSHOTS_PER_SEQUENCE = 2  # slots beside those of running sequences, on either tier, where memory allows
+
+
+def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: MemoryFacts) -> StateSlots | None:
+    """The state slots of a network with recurrent layers; None for others. itemsize: bytes of an element.
+
+    Raises ConfigError if the device has no memory for the state of one sequence.
+    """
+    if spec.recurrent is None:
+        return None
+    one, most = spec.state_bytes(itemsize), config.max_num_seqs
+    budget, host_budget = max(0, cache_budget(config, memory)) // STATE_SHARE, memory.host_free // HOST_STATE_SHARE
+    if memory.tiers_share_memory:
+        budget, host_budget = min(budget, CPU_KV_BYTES // STATE_SHARE), min(host_budget, CPU_KV_BYTES // STATE_SHARE)
+    check_fits("a recurrent state takes", one, memory.device_free, "the device has", "free device memory")
+    snapshots = most * SNAPSHOTS_PER_SEQUENCE if config.enable_prefix_caching else 0
+    device = max(1, min(most + snapshots, budget // one))
+    running = min(most, device - device // 3 if snapshots else device)
+    return StateSlots(device, min(most + snapshots, host_budget // one), running)
+
+
+def without_states(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+    """What is left of the memory besides the states, which are allocated before KV blocks are sized."""
+    slots = plan_states(config, spec, itemsize, memory)
+    if slots is None:
+        return memory
+    on_device, on_host = (count * spec.state_bytes(itemsize) for count in (slots.device, slots.host))
+    taken = on_device + on_host if memory.tiers_share_memory else on_device
+    return replace(
+        memory,
+        device_free=memory.device_free - taken,
+        host_free=memory.host_free - (taken if memory.tiers_share_memory else on_host),
+        states=slots,
+    )

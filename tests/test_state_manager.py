@@ -1,0 +1,129 @@
+"""Recurrent states: where snapshots are kept, and where a prompt that finds one begins. No torch.
+
+`test_engine_state_machine.py` has them under random requests, with their content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from block_helpers import BLOCK, check_states, new_tokens, sequence
+
+from nanovllm.data.batch import StateMove
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Sequence
+from nanovllm.engine.state_manager import StateManager, planned_snapshots
+
+
+def manager_of(device: int = 4, host: int = 0) -> BlockManager:
+    return BlockManager(60, 0, BLOCK, num_state_slots=(device, host))
+
+
+def states_of(manager: BlockManager) -> StateManager:
+    assert manager.states is not None
+    return manager.states
+
+
+def compute(manager: BlockManager, seq: Sequence) -> list[int]:
+    """Compute all tokens of a sequence, chunk by chunk. Returns where the chunks began."""
+    begins = []
+    while seq.num_remaining:
+        begins.append(seq.num_computed)
+        states_of(manager).own(seq)
+        seq.num_computed += seq.num_to_snapshot
+        manager.register_computed(seq, begins[-1])
+        manager.keep_state(seq)
+    return begins
+
+
+def answered(manager: BlockManager, prompt: list[int], output: list[int]) -> list[int]:
+    """Compute a prompt and decode its output, then free both. Returns where the prompt's chunks began."""
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    begins = compute(manager, seq)
+    for token in output:
+        seq.token_ids.append(token)
+        manager.grow([seq])
+        compute(manager, seq)
+    manager.free(seq)
+    check_states(manager, [])
+    return begins
+
+
+def test_the_next_turn_begins_at_the_last_hash_block_of_the_answer(fresh: Iterator[int]) -> None:
+    manager = manager_of()
+    prompt, answer = new_tokens(fresh, 5, extra=2), new_tokens(fresh, 3)
+    assert answered(manager, prompt, answer) == [0, 5 * BLOCK]
+    following = [*prompt, *answer, *new_tokens(fresh, 2)]
+    assert answered(manager, following, [])[0] == (len(prompt) + len(answer)) // BLOCK * BLOCK
+
+
+def test_a_prompt_asked_again_begins_at_its_last_whole_hash_block(fresh: Iterator[int]) -> None:
+    manager, prompt = manager_of(), new_tokens(fresh, 5)
+    assert answered(manager, prompt, []) == [0, 4 * BLOCK], "the last token is computed to sample from it"
+    assert answered(manager, prompt, []) == [4 * BLOCK]
+
+
+def test_a_prefix_seen_twice_is_kept_where_the_prompts_part(fresh: Iterator[int]) -> None:
+    manager, shared = manager_of(device=8), new_tokens(fresh, 6)
+    prompts = [[*shared, *new_tokens(fresh, 4)] for _ in range(3)]
+    assert answered(manager, prompts[0], [])[0] == 0
+    assert answered(manager, prompts[1], [])[:2] == [0, 6 * BLOCK]
+    assert answered(manager, prompts[2], [])[0] == 6 * BLOCK
+
+
+def test_without_a_snapshot_cached_blocks_are_no_hit(fresh: Iterator[int]) -> None:
+    manager, prompt = manager_of(device=1), new_tokens(fresh, 5)
+    answered(manager, prompt, [])
+    states_of(manager).forget_all()
+    again = sequence(prompt)
+    assert manager.num_cached_tokens(again) == 0
+    manager.allocate(again)
+    assert again.num_computed == 0 and again.state is None
+
+
+def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[int]) -> None:
+    manager = manager_of(device=2, host=1)
+    prompts = [new_tokens(fresh, 2, extra=1) for _ in range(3)]
+    for prompt in prompts:
+        answered(manager, prompt, [])
+    states = states_of(manager)
+    states.take_moves()
+    assert states.num_snapshots == 2, "one slot is of the running sequence"
+    seq = sequence(prompts[1])
+    manager.allocate(seq)
+    assert seq.num_computed == 2 * BLOCK and seq.state is not None and seq.state.slot == 2, "it is on the host"
+    slot = states.own(seq)
+    assert slot < 2 and states.take_moves()[-1] == StateMove(2, slot)
+
+
+def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -> None:
+    manager = manager_of(device=3)
+    parent, child = sequence(new_tokens(fresh, 1, extra=1)), sequence([])
+    manager.allocate(parent)
+    states = states_of(manager)
+    slot = states.own(parent)
+    assert states.take_moves() == [StateMove(None, slot)]
+    assert states.own(parent) == slot and not states.take_moves()
+    states.fork(parent, child)
+    other = states.own(parent)
+    assert states.take_moves() == [StateMove(slot, other)]
+    assert states.own(child) == slot and not states.take_moves(), "the last holder keeps it"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "branch", "interval", "expected"),
+    [
+        (0, 40, 0, 100, [36]),
+        (0, 41, 0, 100, [40]),
+        (0, 40, 12, 100, [12, 36]),
+        (12, 40, 12, 100, [36]),
+        (0, 40, 0, 10, [12, 24, 36]),
+        (24, 40, 0, 10, [36]),
+        (0, 4, 0, 10, []),
+        (36, 40, 36, 10, []),
+    ],
+)
+def test_planned_snapshots(begin: int, end: int, branch: int, interval: int, expected: list[int]) -> None:
+    assert planned_snapshots(begin, end, branch, interval, unit=4) == expected
