@@ -38,6 +38,11 @@ class Network:
         """All weights on the device. Tied embeddings count once."""
         return self.spec.weight_bytes(self.itemsize)
 
+    @property
+    def state_bytes(self) -> int:
+        """The states of one sequence in all recurrent layers."""
+        return self.spec.state_bytes(self.itemsize)
+
     # ---- a step of one sequence: `query_len` new tokens after `context_len` stored ones
 
     def matrix_operations(self, tokens: int) -> int:

@@ -178,7 +178,8 @@ class StepModel:
         """One token after `context_len` stored ones.
 
         products = weights / weight bandwidth, attention = KV bytes that the device attends to, resident or streamed,
-        / device bandwidth, and CPU attention = its bytes / host bandwidth.
+        with recurrent states that it reads and writes, / device bandwidth, and CPU attention = its bytes / host
+        bandwidth.
         """
         moved = self.transfers(context_len, 1)
         missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
@@ -192,7 +193,7 @@ class StepModel:
         work = StepWork(
             DEVICE,
             products=weights,
-            attention=on_device / rates.device_bandwidth,
+            attention=(on_device + 2 * net.state_bytes) / rates.device_bandwidth,
             slot_free=weights + resident / rates.device_bandwidth,
             head=net.spec.head_bytes(net.itemsize) / rates.head_bandwidth,
             cpu=self._cpu_attention_seconds(moved),

@@ -161,6 +161,10 @@ def _memory(plan: Plan) -> list[str]:
         config = plan.sizing.config
         note = f"{config.max_loras} of rank {config.max_lora_rank}, {config.num_cpu_loras} in host memory too"
         rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
+    if memory.states is not None:
+        one, slots = plan.network.state_bytes, memory.states
+        note = f"{slots.device} slots of {show_bytes(one)}, {slots.host} on the host; {slots.running} sequences at once"
+        rows.append(_row("recurrent states", show_bytes(slots.device * one), note))
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
     if kv.layerwise_memory.max_tokens:
