@@ -22,7 +22,22 @@ QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden": 256, "intermediate": 256, "head_dim": 64, "vocab": VOCAB}  # rows that blocks of 256 divide
 OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-LAYER_NAMES = NAMES | {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+LAYER_NAMES = NAMES | {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+OWN_NAMES = {
+    "gemma3": {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+# What llama.cpp calls an architecture, by Transformers' model type, if it is another name.
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 ALIGNMENT = 32
 
 
@@ -40,7 +55,7 @@ def write_gguf(
     kind: the type of all matrices, or by their name in GGUF. changes: metadata to add or replace. pre: the
     pre-tokenizer; None for a file without tokenizer. factors: of RoPE.
     """
-    architecture = {"mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+    architecture = ARCHITECTURES.get(model.config.model_type, model.config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     facts = network_facts(model, architecture)
     for key in facts.keys() - dict(changes or {}).keys():
@@ -51,18 +66,10 @@ def write_gguf(
         add_value(writer, key, value)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
-    for name, weight in model.state_dict().items():
-        stored = gguf_name(name)
-        if stored == "output.weight" and model.config.tie_word_embeddings:
-            continue
-        type_name = kind if isinstance(kind, str) else kind(stored)
-        turned = turned_rows(weight, stored, model) if architecture == "llama" else slice(None)
-        if weight.dim() == 1:
-            writer.add_tensor(stored, weight.float().numpy()[turned])
-            continue
-        packed = pack(weight.float().numpy(), type_name)
-        weight.copy_(torch.from_numpy(dequantize(packed, Type[type_name]).reshape(weight.shape)))
-        writer.add_tensor(stored, np.ascontiguousarray(packed[turned]), raw_dtype=Type[type_name])
+    for name, whole in model.state_dict().items():
+        for stored, weight in gguf_tensors(name, whole, architecture):
+            if not (stored == "output.weight" and model.config.tie_word_embeddings):
+                add_tensor(writer, stored, weight, model, kind if isinstance(kind, str) else kind(stored))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -70,13 +77,32 @@ def write_gguf(
     return path
 
 
-def gguf_name(name: str) -> str:
-    """The name in GGUF of a tensor in Hugging Face format."""
+def add_tensor(writer: Any, stored: str, weight: torch.Tensor, model: PreTrainedModel, kind: str) -> None:
+    """Add a tensor as llama.cpp's conversion does; a matrix, or that of every expert, becomes what was stored."""
+    turned = turned_rows(weight, stored, model) if writer.arch == "llama" else slice(None)
+    if weight.dim() == 1:
+        added = writer.arch == "gemma3" and stored.endswith("norm.weight")
+        writer.add_tensor(stored, weight.float().numpy()[turned] + np.float32(added))
+        return
+    type_name = "F32" if stored.endswith("ffn_gate_inp.weight") else kind
+    packed = pack(weight.float().numpy().reshape(-1, weight.shape[-1]), type_name)
+    weight.copy_(torch.from_numpy(dequantize(packed, Type[type_name]).reshape(weight.shape)))
+    data = np.ascontiguousarray(packed[turned]).reshape(*weight.shape[:-1], -1)
+    writer.add_tensor(stored, data, raw_dtype=Type[type_name])
+
+
+def gguf_tensors(name: str, weight: torch.Tensor, architecture: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the file that hold one of Transformers, as views of it."""
     module, _, end = name.rpartition(".")
     if module in OTHER_NAMES:
-        return f"{OTHER_NAMES[module]}.{end}"
+        return [(f"{OTHER_NAMES[module]}.{end}", weight)]
     _, _, index, module = module.split(".", 3)
-    return f"blk.{index}.{LAYER_NAMES[module]}.{end}"
+    if module == "mlp.experts":
+        module, end = f"{module}.{end}", "weight"
+    if module == "mlp.experts.gate_up_proj":
+        gate, up = weight.chunk(2, dim=1)
+        return [(f"blk.{index}.ffn_gate_exps.weight", gate), (f"blk.{index}.ffn_up_exps.weight", up)]
+    return [(f"blk.{index}.{(LAYER_NAMES | OWN_NAMES.get(architecture, {}))[module]}.{end}", weight)]
 
 
 def pack(weight: Any, kind: str) -> Any:
@@ -114,10 +140,17 @@ def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim if hasattr(config, "head_dim") else None,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
+    ropes = config.rope_parameters
+    facts["rope.freq_base"] = float(ropes.get("full_attention", ropes)["rope_theta"])
+    if architecture == "gemma3":
+        facts["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+        facts["attention.sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
     if getattr(config, "sliding_window", None):
         facts["attention.sliding_window"] = config.sliding_window
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        facts |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+        facts["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
     facts["attention.value_length"] = facts["attention.key_length"]
     return {f"{architecture}.{key}": value for key, value in facts.items() if value is not None}
 

@@ -62,6 +62,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {"tie": True, "sliding_window": 24, "max_window_layers": 0},
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"intermediate": 128, "attention_bias": True},
+    "mixtral": {"tie": True, "sliding_window": 24},
+    "gemma3": {"tie": True, "sliding_window": 24, "layers": 4, "head_dim": 24},  # as query_pre_attn_scalar
+    "seed_oss": {},
 }
 
 
@@ -72,7 +76,38 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: s
     spec = load_decoder_spec(tmp_path / "model.gguf")
     expected = load_decoder_spec(tmp_path / "model")
     assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture
-    assert spec.sliding_windows == expected.sliding_windows and spec.rope == expected.rope
+    assert spec.sliding_windows == expected.sliding_windows and spec.ropes == expected.ropes
+    assert spec.experts == expected.experts and spec.query_pre_attn_scalar == expected.query_pre_attn_scalar
+
+
+def test_experts_of_several_types_in_host_memory(tmp_path: Path) -> None:
+    """Types as llama.cpp mixes them in Q4_K_M; the KV cache of the longest prompt does not fit on the device."""
+    types = {"attn_v": "Q8_0", "ffn_down": "Q6_K", "ffn_up": "Q5_0", "output": "Q6_K"}
+    sizes = {**WIDE, "intermediate": 512, "experts": 4}
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", **sizes)
+    kind = lambda name: next((kind for part, kind in types.items() if part in name), "Q4_K")  # noqa: E731
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    prompt = random_prompt(9 * 16 + 7, VOCAB, seed=3)
+    with LLM(path, dtype="float32", **offloaded(16, 4, 40, max_num_batched_tokens=40)) as llm:
+        assert token_ids(llm, [prompt], greedy(5)) == [greedy_reference(model, prompt, 5)]
+        moe = llm.engine.executor.model.layers[1].mlp
+        names = [type(weight).__name__ for weight in moe.weights()]
+    assert names == ["StackedWeights"] * 4 + ["GgufWeight"] * 4
+
+
+def test_what_a_gemma_file_does_not_say_is_as_in_llama_cpp(tmp_path: Path) -> None:
+    """Every sixth layer without a window, RoPE scaled in these alone; of 62 layers, other attention scores."""
+    options = {"layers": 62, "heads": 2, "sliding_window": 24, "layer_types": ["full_attention"] * 62}
+    model = make_checkpoint(tmp_path / "model", "gemma3", vocab=VOCAB, **options)
+    left_out = {f"gemma3.{key}": None for key in ("attention.sliding_window_pattern", "rope.freq_base_swa")}
+    scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    path = write_gguf(tmp_path / "model.gguf", model, changes={**left_out, **scaling})
+    spec = load_decoder_spec(path)
+    assert spec.sliding_windows == tuple(None if layer % 6 == 5 else 24 for layer in range(62))
+    assert [(rope.kind, rope.theta, rope.factor) for rope in spec.ropes] == [("linear", 1e4, 8.0), ("default", 1e4, 1)]
+    assert (spec.query_pre_attn_scalar, spec.head_dim, spec.embedding_scale) == (32, 16, 8)
+    path = write_gguf(path, model, changes={**left_out, "gemma3.attention.sliding_window": None})
+    assert set(load_decoder_spec(path).sliding_windows) == {None}
 
 
 def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
@@ -244,7 +279,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
     "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),
     "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be a whole"),
-    "another architecture": ({"general.architecture": "gemma3"}, "architecture='gemma3' is not supported.*qwen3"),
+    "another architecture": ({"general.architecture": "gemma2"}, "architecture='gemma2' is not supported.*qwen3"),
     "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id=999: must be one of the 262"),
 }
 
@@ -257,11 +292,24 @@ def test_a_network_that_is_not_supported_is_refused(tmp_path: Path) -> None:
             LLM(path)
 
 
+def test_experts_that_the_metadata_do_not_count_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", vocab=VOCAB, intermediate=128)
+    for changes, message in (
+        ({"qwen3moe.expert_count": 4}, r"ffn_gate_exps.weight has shape \[5, 64, 64\]; it should have .* 4 experts"),
+        ({"qwen3moe.expert_used_count": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
+        ({"qwen3moe.expert_count": None}, "has no qwen3moe.expert_count, which its network needs"),
+        ({"qwen3moe.expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 may change what the model computes"),
+        ({"qwen3moe.attention.sliding_window": 8}, "qwen3moe.attention.sliding_window=8 may change what"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            LLM(write_gguf(tmp_path / "model.gguf", model, changes=changes))
+
+
 def test_an_architecture_is_named_before_the_types_of_tensors(tmp_path: Path) -> None:
     """A file of another architecture may have other types too: to read them would not help."""
     model = make_checkpoint(tmp_path / "model", vocab=VOCAB)
     for architecture, message in (
-        ("gemma3", "general.architecture='gemma3' is not supported"),
+        ("gemma2", "general.architecture='gemma2' is not supported"),
         ("qwen3", "tensor 'token_embd.weight' is of type Q2_K, which is not supported; supported: F32, .*Q5_0, Q5_1,"),
     ):
         path = write_gguf(tmp_path / "model.gguf", model, changes={"general.architecture": architecture})

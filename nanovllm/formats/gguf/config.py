@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,17 +16,10 @@ import numpy as np
 from nanovllm.data.json_fields import TEXT, integer
 from nanovllm.errors import MOST_QUOTED, ModelError, one_line, quoted
 from nanovllm.formats.config_fields import NETWORK_FIELDS, ROPE_FIELDS
+from nanovllm.formats.gguf.architectures import architecture_of
 from nanovllm.formats.gguf.header import GgufHeader
 from nanovllm.formats.gguf.tokenizer import end_token_ids
 
-# Architectures in GGUF, with their name and model type in Transformers. Mistral is stored as llama.
-ARCHITECTURES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "llama": ("LlamaForCausalLM", "llama"),
-        "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-        "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    }
-)
 SIZES = {  # the key without the architecture, and the field of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -44,12 +37,19 @@ ROPE_KEYS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")  # the older name and the newer one
-OTHER_KEYS = ("rope.freq_base", "rope.scaling.type", "attention.sliding_window", *ATTENTION_FACTORS)
+OTHER_KEYS = ("rope.freq_base", "rope.scaling.type", *ATTENTION_FACTORS)
 WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned")
 OFF_VALUES: Mapping[str, object] = MappingProxyType(
     {
         "expert_count": 0,
         "expert_used_count": 0,
+        "expert_shared_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1,
+        "expert_gating_func": 1,  # softmax
+        "attention.sliding_window": 0,
+        "attn_logit_softcapping": 0,
+        "final_logit_softcapping": 0,
         "attention.causal": True,
         "attention.max_alibi_bias": 0,
         "attention.clamp_kqv": 0,
@@ -73,39 +73,27 @@ DTYPES = {"F32": "float32", "F16": "float16"}  # of all other types: bfloat16
 
 def config_fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of config.json. Raises ModelError for an architecture or a feature that is not supported."""
-    name = header.get("general.architecture", TEXT)
-    if name not in ARCHITECTURES:
-        raise ModelError(
-            f"{header.path}: general.architecture={quoted(name)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}."
-        )
-    _refuse_unread(header, name)
+    name, architecture = architecture_of(header)
+    _refuse_unread(header, name, architecture.keys)
     tensors = header.tensors
     if EMBEDDING not in tensors:
         raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
-    architecture, model_type = ARCHITECTURES[name]
     fields = {field: header.need(f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in SIZES.items()}
     fields |= {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
         "vocab_size": tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": HEAD not in tensors,
         "hidden_act": "silu",
         "dtype": _dtype(header),
         **_heads(header, name, fields),
         **_rope(header, name, fields["max_position_embeddings"]),
+        **{field: f"blk.0.{tensor}" in tensors for field, tensor in architecture.biases.items()},
     }
-    window = header.get(f"{name}.attention.sliding_window", integer(0))
-    if window and name == "llama":
-        architecture, model_type = "MistralForCausalLM", "mistral"
-        fields["sliding_window"] = window
-    elif window:
-        fields |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    if model_type in ("llama", "qwen3"):
-        fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if model_type == "llama":
-        fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    architecture.adjust(header, fields)
     if ends := end_token_ids(header):
         fields["eos_token_id"] = ends
-    return {"architectures": [architecture], "model_type": model_type, **fields}
+    return fields
 
 
 def generation_fields(header: GgufHeader) -> dict[str, Any]:
@@ -132,18 +120,19 @@ def rope_factors(header: GgufHeader) -> tuple[float, ...]:
 
 def rotated_heads(header: GgufHeader) -> dict[str, int]:
     """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
-    if header.get("general.architecture", TEXT) != "llama":
+    name, architecture = architecture_of(header)
+    if not architecture.pairs_heads:
         return {}
-    num_heads = header.need("llama.attention.head_count", integer(1))
-    return {"attn_q": num_heads, "attn_k": header.get("llama.attention.head_count_kv", integer(1)) or num_heads}
+    num_heads = header.need(f"{name}.attention.head_count", integer(1))
+    return {"attn_q": num_heads, "attn_k": header.get(f"{name}.attention.head_count_kv", integer(1)) or num_heads}
 
 
 # ---- helpers
 
 
-def _refuse_unread(header: GgufHeader, name: str) -> None:
+def _refuse_unread(header: GgufHeader, name: str, own_keys: Collection[str]) -> None:
     """Raise ModelError for a value of the network that is not read, since it may change what the model computes."""
-    read = {*SIZES, *HEAD_KEYS, *ROPE_KEYS, *OTHER_KEYS, *WITHOUT_EFFECT}
+    read = {*SIZES, *HEAD_KEYS, *ROPE_KEYS, *OTHER_KEYS, *WITHOUT_EFFECT, *own_keys}
     for key, value in header.metadata.items():
         short = key.removeprefix(f"{name}.")
         if short == key or short in read:
@@ -197,6 +186,6 @@ def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
 
 def _dtype(header: GgufHeader) -> str:
     """What the network computes in by default: the type of most matrices; bfloat16 if they are quantized."""
-    matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) == 2]
+    matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
     counts = Counter(tensor.type.name for tensor in matrices)
     return DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "bfloat16")

@@ -17,8 +17,9 @@ from torch import Tensor
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.checkpoint import StoredTensor
 from nanovllm.formats.gguf import config
+from nanovllm.formats.gguf.architectures import architecture_of
 from nanovllm.formats.gguf.header import TENSOR_TYPES, GgufTensor, TensorType, read_header
-from nanovllm.formats.gguf.names import hugging_face_name
+from nanovllm.formats.gguf.names import named_tensors
 from nanovllm.layers import linear_method as seam
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
@@ -132,8 +133,8 @@ def read_config(path: Path) -> GgufConfig:
     fields = config.config_fields(header)  # first: of another architecture, the tensors' types do not matter
     header.check_types()
     types = {
-        hugging_face_name(name).removesuffix(".weight"): tensor.type.name
-        for name, tensor in header.tensors.items()
+        name.removesuffix(".weight"): tensor.type.name
+        for name, tensor in named_tensors(header)
         if tensor.type.name not in PLAIN
     }
     method = GgufMethod(types) if types else None
@@ -146,16 +147,23 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises ModelError for a file that is damaged or not supported.
     """
     header = read_header(path)
-    heads = config.rotated_heads(header)
+    heads, (_, architecture) = config.rotated_heads(header), architecture_of(header)
     found = {}
-    for name, tensor in header.tensors.items():
+    for name, tensor in named_tensors(header):
         if name == config.ROPE_FACTORS:
             continue
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        found[hugging_face_name(name)] = StoredTensor(
-            tensor.file, tensor.shape, tensor.type.name, partial(read_tensor, tensor, heads.get(module))
-        )
+        module = tensor.name.rpartition(".")[0].rpartition(".")[2]
+        if architecture.adds_one and module.endswith("norm"):
+            read = partial(_read_minus_one, tensor)
+        else:
+            read = partial(read_tensor, tensor, heads.get(module))
+        found[name] = StoredTensor(tensor.file, tensor.shape, tensor.type.name, read)
     return found
+
+
+def _read_minus_one(tensor: GgufTensor, part: tuple[slice, ...] = ()) -> Tensor:
+    """As `read_tensor`, of the weights of a norm to which llama.cpp has added 1."""
+    return read_tensor(tensor, None, part).float() - 1
 
 
 def read_tensor(tensor: GgufTensor, heads: int | None, part: tuple[slice, ...] = ()) -> Tensor:

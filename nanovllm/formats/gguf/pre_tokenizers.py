@@ -13,6 +13,7 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 THREE_DIGITS, ONE_DIGIT = rf"{CASELESS}\p{{N}}{{1,3}}{REST}", rf"{CASELESS}\p{{N}}{REST}"
+SEED_CODER = rf"{CASELESS}\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|"
@@ -48,6 +49,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((THREE_DIGITS,))),
         "qwen2": PreTokenizer((ONE_DIGIT,), nfc=True),
         **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN),
+        "seed-coder": PreTokenizer((SEED_CODER,)),
         "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
         "deepseek-coder": PreTokenizer(
             (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
