@@ -31,7 +31,7 @@ OPTIMISATION = (
 )
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CPU_KERNELS = ("cpu_kernels", "cpu_threads", "cpu_linear", "cpu_rows", "cpu_packed")
+CPU_KERNELS = ("cpu_kernels", "cpu_threads", "cpu_linear", "cpu_rows", "cpu_packed", "cpu_delta")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cpu_delta_bindings.h"
 #include "cpu_isa.h"
 #include "cpu_layer_bindings.h"
 #include "cpu_linear_bindings.h"
@@ -16,6 +17,7 @@ PYBIND11_MODULE(_cpu_kernels, m) {
     m.def("instruction_sets", &nanovllm::instruction_sets, "Instruction sets that this machine runs, best first.");
     nanovllm::define_linear(m);
     nanovllm::define_rows(m);
+    nanovllm::define_delta(m);
     nanovllm::define_packed(m);
     nanovllm::define_layer(m);
     // One set of threads for all modules: two would take the cores from each other.

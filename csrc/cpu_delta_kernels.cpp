@@ -1,0 +1,272 @@
+// The gated delta rule in plain loops.
+//
+// The columns of a state are independent of each other, given k, q, beta and the decay. So a thread takes a tile of columns
+// through all tokens of a run, and the tile stays in its first-level cache.
+#include "cpu_delta.h"
+
+#include <algorithm>
+
+#include "cpu_rows_common.h"
+#include "cpu_scratch.h"
+
+namespace nanovllm::delta {
+namespace {
+
+using rows::for_each;
+using rows::narrow_result;
+using rows::rounded;
+using rows::sigmoid_of;
+using rows::silu_of;
+
+constexpr int kBlock = 256;         // channels of a convolution whose sums stay in registers and the cache
+constexpr int kTile = 32;           // columns of a state: four vectors of AVX2 hide the latency of a sum
+constexpr float kNormEps = 1e-6f;   // of the norms of q and k
+constexpr int64_t kElementsOfPiece = 8192;
+
+// log(1 + e) for e in [0, 1]: 2 atanh(s) with s = e / (2 + e), at most 1 / 3.
+INLINE float log1p_of(float e) {
+    const float s = e / (2.0f + e), z = s * s;
+    float series = 1.0f / 15.0f;
+    series = series * z + 1.0f / 13.0f;
+    series = series * z + 1.0f / 11.0f;
+    series = series * z + 1.0f / 9.0f;
+    series = series * z + 1.0f / 7.0f;
+    series = series * z + 1.0f / 5.0f;
+    series = series * z + 1.0f / 3.0f;
+    return 2.0f * s * (series * z + 1.0f);
+}
+
+// log(1 + e^x).
+INLINE float softplus_of(float x) {
+    return (x > 0.0f ? x : 0.0f) + log1p_of(rows::exponential(x > 0.0f ? -x : x));
+}
+
+// sums (+)= x * weight for inputs that lie `stride` apart.
+template <class T>
+INLINE void add_tap(const T* __restrict__ x, int64_t stride, const T* __restrict__ weight, float* __restrict__ sums,
+                    int64_t size, bool first) {
+    if (first)
+        for (int64_t i = 0; i < size; ++i) sums[i] = 0.0f;
+    if (stride == 1)
+        for (int64_t i = 0; i < size; ++i) sums[i] += widen_scalar(x[i]) * widen_scalar(weight[i]);
+    else
+        for (int64_t i = 0; i < size; ++i) sums[i] += widen_scalar(x[i * stride]) * widen_scalar(weight[i]);
+}
+
+// The convolution of a row's channels from `first` on, up to kBlock of them, oldest input first. Inputs from before the
+// run are in its slot.
+template <class T>
+INLINE void convolve(const Inputs<T>& in, int64_t row, int64_t first, int64_t size, float* sums) {
+    const int64_t run = in.runs.of_row[row], index = row - in.runs.starts[run], kept = in.sizes.kernel - 1;
+    const T* slot = in.conv.at(in.runs.slots[run]) + first * kept;
+    for (int64_t tap = 0; tap <= kept; ++tap) {
+        const T* weight = in.weight + tap * in.sizes.channels() + first;
+        if (index + tap >= kept)
+            add_tap(in.x.at(row + tap - kept) + first, 1, weight, sums, size, tap == 0);
+        else
+            add_tap(slot + index + tap, kept, weight, sums, size, tap == 0);
+    }
+}
+
+template <class T>
+INLINE void query_or_key(const Inputs<T>& in, int64_t row, int64_t head) {
+    const Sizes& sizes = in.sizes;
+    const int64_t size = sizes.key_dim, first = head * size;
+    float *y = in.qk + row * 2 * sizes.key_size() + first, sums[kBlock];
+    for (int64_t i = 0; i < size; i += kBlock) {
+        const int64_t count = std::min<int64_t>(kBlock, size - i);
+        convolve(in, row, first + i, count, sums);
+        for (int64_t c = 0; c < count; ++c) y[i + c] = rounded<T>(silu_of(sums[c]));
+    }
+    const float scale = 1.0f / std::sqrt(rows::sum_of_squares(y, size) + kNormEps);
+    const float factor = head < sizes.key_heads ? 1.0f / std::sqrt(float(size)) : 1.0f;
+    for (int64_t i = 0; i < size; ++i) y[i] = y[i] * scale * factor;
+}
+
+template <class T>
+INLINE void value_and_gates(const Inputs<T>& in, int64_t row, int64_t head) {
+    const Sizes& sizes = in.sizes;
+    const int64_t size = sizes.value_dim, first = 2 * sizes.key_size() + head * size;
+    T* y = in.v + row * sizes.value_size() + head * size;
+    float sums[kBlock];
+    for (int64_t i = 0; i < size; i += kBlock) {
+        const int64_t count = std::min<int64_t>(kBlock, size - i);
+        convolve(in, row, first + i, count, sums);
+        for (int64_t c = 0; c < count; ++c) y[i + c] = narrow_result<T>(silu_of(sums[c]));
+    }
+    const float step = softplus_of(widen_scalar(in.a.at(row)[head]) + in.dt_bias[head]);
+    in.decay[row * sizes.value_heads + head] = rows::exponential(-in.rate[head] * step);
+    in.beta[row * sizes.value_heads + head] = rounded<T>(sigmoid_of(widen_scalar(in.b.at(row)[head])));
+}
+
+// Keeps the last inputs of a run, of channels from `first` on.
+template <class T>
+void keep(const Inputs<T>& in, int64_t run, int64_t first, int64_t size) {
+    const int64_t begin = in.runs.starts[run], count = in.runs.starts[run + 1] - begin, kept = in.sizes.kernel - 1;
+    T* slot = in.conv.at(in.runs.slots[run]) + first * kept;
+    for (int64_t i = 0; i < kept; ++i) {  // what is overwritten has been read
+        const int64_t from = count + i;
+        if (from < kept)
+            for (int64_t c = 0; c < size; ++c) slot[c * kept + i] = slot[c * kept + from];
+        else
+            for (int64_t c = 0; c < size; ++c) slot[c * kept + i] = in.x.at(begin + from - kept)[first + c];
+    }
+}
+
+// Some columns of a head's state, [key_dim, kTile], through tokens.
+template <class T>
+struct Tile {
+    float* state;
+    const float *q, *k;
+    int64_t qk_stride;
+    const T* v;
+    T* y;
+    int64_t v_stride;
+    const float *decay, *beta;
+    int64_t gate_stride, tokens, key_dim, columns;
+};
+
+template <class T>
+INLINE void run_through(const Tile<T>& t) {
+    float* __restrict__ state = t.state;
+    for (int64_t token = 0; token < t.tokens; ++token) {
+        const float *__restrict__ q = t.q + token * t.qk_stride, *__restrict__ k = t.k + token * t.qk_stride;
+        const float decay = t.decay[token * t.gate_stride], beta = t.beta[token * t.gate_stride];
+        // Two sums of every second key element each, since an addition waits for the one before.
+        float even[kTile] = {}, odd[kTile] = {}, delta[kTile] = {}, out[kTile] = {};
+        int64_t i = 0;
+        for (; i + 1 < t.key_dim; i += 2) {
+            const float first = k[i], second = k[i + 1];
+            for (int c = 0; c < kTile; ++c) even[c] += state[i * kTile + c] * first;
+            for (int c = 0; c < kTile; ++c) odd[c] += state[(i + 1) * kTile + c] * second;
+        }
+        for (; i < t.key_dim; ++i)
+            for (int c = 0; c < kTile; ++c) even[c] += state[i * kTile + c] * k[i];
+        const T* v = t.v + token * t.v_stride;
+        for (int64_t c = 0; c < t.columns; ++c) delta[c] = widen_scalar(v[c]);
+        for (int c = 0; c < kTile; ++c) delta[c] = beta * (delta[c] - decay * (even[c] + odd[c]));
+        for (i = 0; i < t.key_dim; ++i) {
+            const float key = k[i], query = q[i];
+            for (int c = 0; c < kTile; ++c) {
+                const float next = state[i * kTile + c] * decay + key * delta[c];
+                state[i * kTile + c] = next;
+                out[c] += next * query;
+            }
+        }
+        T* y = t.y + token * t.v_stride;
+        for (int64_t c = 0; c < t.columns; ++c) y[c] = narrow_result<T>(out[c]);
+    }
+}
+
+template <class T>
+INLINE void norm_and_gate(const T* __restrict__ x, const T* __restrict__ z, const T* __restrict__ weight,
+                          T* __restrict__ y, int64_t size, float eps) {
+    const float scale = rows::norm_scale(x, size, eps);
+    for (int64_t i = 0; i < size; ++i) {
+        const float normed = rounded<T>(rounded<T>(widen_scalar(x[i]) * scale) * widen_scalar(weight[i]));
+        y[i] = narrow_result<T>(normed * silu_of(widen_scalar(z[i])));
+    }
+}
+
+template <class T>
+INLINE void gate_elements(T* __restrict__ x, const T* __restrict__ gate, int64_t size) {
+    for (int64_t i = 0; i < size; ++i)
+        x[i] = narrow_result<T>(widen_scalar(x[i]) * rounded<T>(sigmoid_of(widen_scalar(gate[i]))));
+}
+
+// target_clones takes no templates: one function for each element type.
+#define DELTA_FUNCTIONS(T)                                                                                    \
+    FOR_EACH_ISA void query_or_key_head(const Inputs<T>& in, int64_t row, int64_t head) {                     \
+        query_or_key<T>(in, row, head);                                                                       \
+    }                                                                                                         \
+    FOR_EACH_ISA void value_head(const Inputs<T>& in, int64_t row, int64_t head) {                            \
+        value_and_gates<T>(in, row, head);                                                                    \
+    }                                                                                                         \
+    FOR_EACH_ISA void tile_of_head(const Tile<T>& tile) { run_through<T>(tile); }                             \
+    FOR_EACH_ISA void gated_head(const T* x, const T* z, const T* weight, T* y, int64_t size, float eps) {    \
+        norm_and_gate<T>(x, z, weight, y, size, eps);                                                         \
+    }                                                                                                         \
+    FOR_EACH_ISA void gate_row(T* x, const T* gate, int64_t size) { gate_elements<T>(x, gate, size); }
+DELTA_FUNCTIONS(Bf16)
+DELTA_FUNCTIONS(Fp16)
+DELTA_FUNCTIONS(float)
+
+// Copies of a tile's columns, with zeros beyond them, and back.
+void load_tile(const float* state, int64_t stride, float* tile, int64_t key_dim, int64_t columns) {
+    for (int64_t i = 0; i < key_dim; ++i) {
+        std::copy_n(state + i * stride, columns, tile + i * kTile);
+        std::fill(tile + i * kTile + columns, tile + (i + 1) * kTile, 0.0f);
+    }
+}
+
+void store_tile(const float* tile, float* state, int64_t stride, int64_t key_dim, int64_t columns) {
+    for (int64_t i = 0; i < key_dim; ++i) std::copy_n(tile + i * kTile, columns, state + i * stride);
+}
+
+}  // namespace
+
+template <class T>
+void prepare(const Inputs<T>& in, int threads) {
+    const int64_t keys = 2 * in.sizes.key_heads, heads = keys + in.sizes.value_heads;
+    const int64_t elements = 2 * in.sizes.kernel * std::max(in.sizes.key_dim, in.sizes.value_dim);
+    for_each(in.runs.rows * heads, elements, threads, [&](int64_t piece) {
+        const int64_t row = piece / heads, head = piece % heads;
+        if (head < keys)
+            query_or_key_head(in, row, head);
+        else
+            value_head(in, row, head - keys);
+    });
+    const int64_t channels = in.sizes.channels(), blocks = (channels + kBlock - 1) / kBlock;
+    for_each(in.runs.count * blocks, kBlock * in.sizes.kernel, threads, [&](int64_t piece) {
+        const int64_t first = piece % blocks * kBlock;
+        keep(in, piece / blocks, first, std::min<int64_t>(kBlock, channels - first));
+    });
+}
+
+template <class T>
+void recur(const Recurrence<T>& r, int threads) {
+    const Sizes& sizes = r.sizes;
+    const int64_t tiles = (sizes.value_dim + kTile - 1) / kTile, state = sizes.key_dim * sizes.value_dim;
+    const int64_t elements = r.runs.rows * sizes.value_heads * state;
+    const int used = int(std::min<int64_t>(threads, 1 + elements / (4 * kElementsOfPiece)));
+    for_pieces(r.runs.count * sizes.value_heads * tiles, used, Order::in_turn, [&](int64_t piece, int) {
+        thread_local Scratch scratch;
+        const int64_t tile = piece % tiles, head = piece / tiles % sizes.value_heads, run = piece / tiles / sizes.value_heads;
+        const int64_t column = tile * kTile, columns = std::min<int64_t>(kTile, sizes.value_dim - column);
+        const int64_t row = r.runs.starts[run], key_head = head / (sizes.value_heads / sizes.key_heads);
+        float* held = r.states.at(r.runs.slots[run]) + head * state + column;
+        float* own = reinterpret_cast<float*>(scratch.words(sizes.key_dim * kTile));
+        const float* q = r.qk + row * 2 * sizes.key_size() + key_head * sizes.key_dim;
+        const int64_t at = row * sizes.value_size() + head * sizes.value_dim + column;
+        const int64_t gates = row * sizes.value_heads + head;
+        load_tile(held, sizes.value_dim, own, sizes.key_dim, columns);
+        tile_of_head(Tile<T>{own, q, q + sizes.key_size(), 2 * sizes.key_size(), r.v + at, r.y + at, sizes.value_size(),
+                             r.decay + gates, r.beta + gates, sizes.value_heads, r.runs.starts[run + 1] - row,
+                             sizes.key_dim, columns});
+        store_tile(own, held, sizes.value_dim, sizes.key_dim, columns);
+    });
+}
+
+template <class T>
+void gated_norm(const GatedNorm<T>& n, int threads) {
+    for_each(n.rows * n.heads, 2 * n.size, threads, [&](int64_t piece) {
+        const int64_t row = piece / n.heads, first = piece % n.heads * n.size;
+        gated_head(n.x.at(row) + first, n.z.at(row) + first, n.weight, n.y.at(row) + first, n.size, n.eps);
+    });
+}
+
+template <class T>
+void gate(const Gate<T>& g, int threads) {
+    for_each(g.rows, 2 * g.size, threads, [&](int64_t row) { gate_row(g.x.at(row), g.gate.at(row), g.size); });
+}
+
+#define INSTANTIATE(T)                                 \
+    template void prepare<T>(const Inputs<T>&, int);   \
+    template void recur<T>(const Recurrence<T>&, int); \
+    template void gated_norm<T>(const GatedNorm<T>&, int); \
+    template void gate<T>(const Gate<T>&, int);
+INSTANTIATE(Bf16)
+INSTANTIATE(Fp16)
+INSTANTIATE(float)
+
+}  // namespace nanovllm::delta
