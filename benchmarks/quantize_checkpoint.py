@@ -30,7 +30,7 @@ FORMATS = (
     "gptq", "gptq_v2", "awq", "pack-quantized", "float-quantized", "fp8", "fp8-channel", "fp8-tensor",
 )  # fmt: skip
 PROJECTION = re.compile(
-    r"(model\.layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+)?)\.\w+_proj|block_sparse_moe\.experts\.\d+\.w[123]))\.weight"
+    r"(model\.layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+|\.shared_experts?)?)\.\w+_proj|block_sparse_moe\.experts\.\d+\.w[123]))\.weight"
 )
 BLOCK = 128
 FP8_MAX = 448.0

@@ -112,6 +112,13 @@ struct Softmax {
     bool log;
 };
 
+// y = 1 / (1 + e^-x) over rows of `size`.
+struct Sigmoid {
+    Rows<const float> x;
+    Rows<float> y;
+    int64_t rows, size;
+};
+
 // The index of each row's largest score plus Gumbel noise, as nanovllm/layers/sampler.py defines the noise.
 struct Draw {
     Rows<const float> scores;
@@ -156,6 +163,7 @@ void copy(Rows<const char> x, Rows<char> y, int64_t rows, int64_t row_bytes, int
 void cos_sin(const Angles& angles, int threads);
 void powers(const Powers& powers, int threads);
 void softmax(const Softmax& softmax, int threads);
+void sigmoid(const Sigmoid& sigmoid, int threads);
 void draw(const Draw& draw, int threads);
 template <class T>
 void likeliest(const Likeliest<T>& likeliest, int threads);

@@ -137,6 +137,13 @@ void softmax(const Address& x, const Address& y, int64_t count, int64_t size, bo
     rows::softmax(all, threads);
 }
 
+void sigmoid(const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    const rows::Sigmoid all{rows_at<const float>(x), rows_at<float>(y), count, size};
+    const py::gil_scoped_release release;
+    rows::sigmoid(all, threads);
+}
+
 void likeliest(const std::string& dtype, const Address& logits, uintptr_t tokens, int64_t count, int64_t size,
                int threads) {
     check_threads(threads);
@@ -202,6 +209,8 @@ void define_rows(py::module_& m) {
           py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("softmax", &softmax, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
           py::arg("log"), py::arg("threads"));
+    m.def("sigmoid", &sigmoid, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
+          py::arg("threads"));
     m.def("likeliest", &likeliest, py::kw_only(), py::arg("dtype"), py::arg("logits"), py::arg("tokens"),
           py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("draw", &draw, py::kw_only(), py::arg("scores"), py::arg("tokens"), py::arg("starts"), py::arg("drawn"),

@@ -153,6 +153,10 @@ void softmax_row(const float* x, float* y, int64_t size, bool log) {
     }
 }
 
+FOR_EACH_ISA void sigmoid_row(const float* __restrict__ x, float* __restrict__ y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) y[i] = 1.0f / (1.0f + exponential(-x[i]));
+}
+
 template <class T>
 INLINE int64_t likeliest_element(const T* x, int64_t size) {
     float most[kLanes];
@@ -306,6 +310,10 @@ void powers(const Powers& p, int threads) {
 
 void softmax(const Softmax& s, int threads) {
     for_each(s.rows, s.size, threads, [&](int64_t row) { softmax_row(s.x.at(row), s.y.at(row), s.size, s.log); });
+}
+
+void sigmoid(const Sigmoid& s, int threads) {
+    for_each(s.rows, s.size, threads, [&](int64_t row) { sigmoid_row(s.x.at(row), s.y.at(row), s.size); });
 }
 
 void draw(const Draw& d, int threads) {

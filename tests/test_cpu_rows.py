@@ -249,6 +249,12 @@ def test_softmax_is_torchs(seed: int, rows: int, width: int, size: float, log: b
     torch.testing.assert_close(cpu_kernels.softmax(x, log=log).double(), exact, rtol=1e-5, atol=1e-5 if log else 1e-37)
 
 
+def test_sigmoid_is_torchs() -> None:
+    extremes = torch.tensor([-torch.inf, -1e30, -90.0, 90.0, 1e30, torch.inf])
+    x = torch.cat((torch.linspace(-20, 20, 999), extremes)).view(3, -1)
+    torch.testing.assert_close(cpu_kernels.sigmoid(x).double(), x.double().sigmoid(), rtol=1e-6, atol=1e-37)
+
+
 def test_a_draw_takes_the_largest_score_with_its_noise() -> None:
     rows = [Row(seed=index * 7919, index=index) for index in range(50)]
     scores = torch.randn(50, 333)
@@ -335,6 +341,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
     found: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "angles": (lambda x: torch.cat(cpu_kernels.cos_sin(x, 1.5), dim=1), [100 * wide]),
         "softmax": (cpu_kernels.softmax, [wide]),
+        "sigmoid": (cpu_kernels.sigmoid, [wide]),
         "log softmax": (lambda x: cpu_kernels.softmax(x, log=True), [wide]),
         "draw": (lambda x, starts: cpu_kernels.draw(x, tokens, starts), [wide, starts]),
     }
@@ -367,7 +374,7 @@ def test_a_row_depends_on_itself_alone(name: str, count: int) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
     for name, (function, tensors) in work(6, 3).items():
-        if name == "draw":
+        if name == "draw" or (name == "sigmoid" and value == torch.inf):  # of which the sigmoid is 1
             continue
         tensors[0][1].view(-1)[3] = value
         finite = function(*tensors).flatten(1).isfinite()
@@ -416,6 +423,7 @@ def test_refuses_what_does_not_fit() -> None:
         (place_heads, (heads, None, EPS, cos, cos, q, k, v), "torch.float32 (2, 1, 8)"),
         (place_heads, (heads, bf16(0, 4, 8), EPS, cos, sin, q, k, v), "weight torch.bfloat16 (4, 8)"),
         (cpu_kernels.silu_and_mul, (bf16(0, 2, 7),), "(2, 7)"),
+        (cpu_kernels.sigmoid, (x,), "torch.bfloat16 (2, 8)"),
         (cpu_kernels.softmax, (x,), "torch.bfloat16 (2, 8)"),
         (cpu_kernels.draw, (x.float(), torch.zeros(8), slots), "tokens torch.float32"),
         (cpu_kernels.draw, (x.float(), torch.arange(8), slots[:1]), "starts torch.int64 (1,)"),

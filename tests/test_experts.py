@@ -17,12 +17,15 @@ from lora_helpers import adapter_tensors, write_adapter
 from safetensors.torch import load_file
 from test_models import assert_same_logits, random_prompts, reference, run
 from torch import Tensor
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.data.network import ExpertSpec
+from nanovllm.data.network import ExpertSpec, SharedExpert
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
@@ -35,13 +38,37 @@ CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
 
 
+SHARED, GATED = SharedExpert(2 * INNER), SharedExpert(16, "shared_expert", "shared_expert_gate")
+SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "correction_bias": "gate.e_score_correction_bias"}
+GROUPED: dict[str, Any] = {**SIGMOID, "num_groups": 4, "chosen_groups": 2, "weight_scale": 2.5, "shared": SHARED}
+# Facts of layers with experts, and Transformers' class with the further fields of its config.
+BLOCKS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    "glm": (
+        {**GROUPED, "fp32_router": True},
+        Glm4MoeMoE,
+        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    ),
+    "glm, one group": (
+        {**SIGMOID, "shared": SHARED, "norm_topk_prob": False},
+        Glm4MoeMoE,
+        {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 2, "norm_topk_prob": False},
+    ),
+    "minimax": (
+        {**SIGMOID, "correction_bias": "e_score_correction_bias"},
+        MiniMaxM2SparseMoeBlock,
+        {"router_jitter_noise": 0.0, "intermediate_size": INNER},
+    ),
+    "qwen3_next": ({"shared": GATED}, Qwen3NextSparseMoeBlock, {"shared_expert_intermediate_size": 16}),
+}
+
+
 def layer(dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Experts:
     """One with random weights."""
     spec = dataclasses.replace(ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,)), **fields)
     made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for _, slot in made.slots():
-        slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5)
+        slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[-1] ** 0.5)
     return made
 
 
@@ -70,10 +97,46 @@ def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
     assert ((ties > 0) & (ties < 4)).any()
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_layer_is_that_of_transformers(name: str) -> None:
+    facts, block, fields = BLOCKS[name]
+    made, x = layer(**facts), rows(200)
+    config = {
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INNER,
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "_experts_implementation": "eager",
+        **fields,
+    }
+    theirs = block(SimpleNamespace(**config))
+    theirs.load_state_dict(fused(made))
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), theirs(x[None])[0], atol=2e-6, rtol=1e-5)
+    if made.correction_bias is not None:  # it matters for the choice, and for nothing else
+        weights, chosen = made.route(x)
+        made.correction_bias.zero_()
+        others, otherwise = made.route(x)
+        same = (chosen == otherwise).all(1)
+        assert 0 < same.sum() < len(x) and torch.equal(weights[same], others[same])
+
+
+def fused(made: Experts) -> dict[str, Tensor]:
+    """The weights of a layer under the names of Transformers' block."""
+    named = {name: slot.view for name, slot in made.slots()}
+    prefix = f"model.layers.0.{made.spec.block}."
+    found = {name.removeprefix(prefix): tensor for name, tensor in named.items() if ".experts." not in name}
+    return found | {"experts.gate_up_proj": made.gate_up.dense, "experts.down_proj": made.down.dense}
+
+
 @pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("facts", [{}, {**GROUPED, "shared": GATED}], ids=["softmax", "sigmoid, groups, shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
-    made, x = layer(dtype), rows(70, dtype)
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, facts: dict[str, Any]) -> None:
+    made, x = layer(dtype, **facts), rows(70, dtype)
     together = made(x)
     alone = torch.cat([made(row[None]) for row in x])
     assert torch.equal(together, alone)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
-from nanovllm.data.network import ExpertSpec
+from nanovllm.data.network import ExpertSpec, SharedExpert
 from nanovllm.layers import experts as experts_module
 from nanovllm.layers.experts import Experts
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
@@ -50,11 +53,23 @@ def test_weighted_sums(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=BOUNDS[dtype] / 4, rtol=0)
 
 
-def test_a_layer_computes_the_same_at_once_as_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ExpertSpec(6, 3, 40, True, (True,))
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"scoring": "sigmoid", "correction_bias": "bias", "num_groups": 3, "chosen_groups": 2, "weight_scale": 2.5},
+        {"shared": SharedExpert(24)},
+        {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
+    ],
+    ids=["softmax", "sigmoid, groups", "shared", "shared, gated"],
+)
+def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    spec = replace(ExpertSpec(6, 3, 40, True, (True,)), **facts)
     layer = Experts(spec, 0, 48, activation="silu", method=None, dtype=torch.float32, device=torch.device(DEVICE))
     for seed, (_, slot) in enumerate(layer.slots()):
-        slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[1] ** 0.5)
+        slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[-1] ** 0.5)
     x = random(13, 48)
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
     expected = layer(x)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
+Scoring = Literal["softmax", "sigmoid"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -50,6 +52,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """A gated MLP beside the experts of a layer, through which every token passes.
+
+    module: its name within the block of the experts; gate: the name there of a matrix [1, hidden], by the sigmoid of
+    whose product its output is multiplied, or None.
+    """
+
+    intermediate_size: int
+    module: str = "shared_experts"
+    gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """Layers that have several MLPs ("experts"), of which a router chooses a few for each token.
 
@@ -64,6 +79,13 @@ class ExpertSpec:
     layers: tuple[bool, ...]  # per layer: whether it has experts and not one MLP
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    scoring: Scoring = "softmax"  # what makes scores of the router's logits
+    correction_bias: str | None = None  # a tensor [num_experts] of the block, added to the scores that choose
+    num_groups: int = 1  # equal parts of neighbouring experts
+    chosen_groups: int = 1  # of which a token's experts come: those whose two best scores have the largest sums
+    weight_scale: float = 1.0  # multiplies the weights of a token's experts
+    fp32_router: bool = False  # whether the router multiplies in fp32, whatever the dtype
+    shared: SharedExpert | None = None
 
     def router(self, layer: int) -> str:
         """The router's module, a matrix [num_experts, hidden] that is never quantized."""
@@ -74,6 +96,32 @@ class ExpertSpec:
         prefix = f"model.layers.{layer}.{self.block}.experts.{index}."
         gate, up, down = self.projections
         return f"{prefix}{gate}", f"{prefix}{up}", f"{prefix}{down}"
+
+    def routing_tensors(self, layer: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Name and shape of each tensor that decides about a layer's experts, and whether it is fp32 in any case."""
+        yield f"{self.router(layer)}.weight", (self.num_experts, hidden), self.fp32_router
+        prefix = f"model.layers.{layer}.{self.block}."
+        if self.correction_bias is not None:
+            yield f"{prefix}{self.correction_bias}", (self.num_experts,), True
+        if self.shared is not None and self.shared.gate is not None:
+            yield f"{prefix}{self.shared.gate}.weight", (1, hidden), False
+
+    def num_routing_weights(self, hidden: int, *, wide: bool = False) -> int:
+        """Number of weights in a layer's `routing_tensors`; wide: of those that are fp32 in any case."""
+        return sum(prod(shape) for _, shape, is_wide in self.routing_tensors(0, hidden) if is_wide or not wide)
+
+    def shared_matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
+        """Module, output features and input features of each matrix of a layer's shared expert, if there is one."""
+        if self.shared is not None:
+            prefix, inner = self.shared_prefix(layer), self.shared.intermediate_size
+            yield f"{prefix}gate_proj", inner, hidden
+            yield f"{prefix}up_proj", inner, hidden
+            yield f"{prefix}down_proj", hidden, inner
+
+    def shared_prefix(self, layer: int) -> str:
+        """What the names of the shared expert's projections begin with."""
+        assert self.shared is not None, "these layers have no shared expert"
+        return f"model.layers.{layer}.{self.block}.{self.shared.module}."
 
     def matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
         """Module, output features and input features of each matrix of a layer's experts."""

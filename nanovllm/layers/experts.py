@@ -1,25 +1,30 @@
 """Mixture of experts: a router chooses a few MLPs for each row. Sources: Jiang et al., "Mixtral of Experts" (2024);
-Yang et al., "Qwen3 Technical Report" (2025)."""
+Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from nanovllm.data.network import ExpertSpec
-from nanovllm.layers.linear import DenseWeight, RowAdapters, linear
+from nanovllm.data.network import ExpertSpec, Scoring
+from nanovllm.layers.linear import DenseWeight, GatedMLP, RowAdapters, linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops.cpu_kernels import use_huge_pages
-from nanovllm.ops.row_kernels import GATED_UNITS, softmax
+from nanovllm.ops.row_kernels import GATED_UNITS, sigmoid, softmax, widened
 from nanovllm.ops.triton_support import use_triton
 
 Group = tuple[int, Tensor, Tensor]  # expert, its rows int64 [n], and their weights fp32 [n]
+SCORES: Mapping[Scoring, Callable[[Tensor], Tensor]] = MappingProxyType({"softmax": softmax, "sigmoid": sigmoid})
+LEAST_SUM = 1e-20  # added to a sum of scores, of which it changes only those of which nothing else is left
 
 
 class Experts:
     """The MLP of a layer with experts: the weighted sum of those that the router chooses for a row.
+
+    In some families also of one that all rows share.
 
     The rows are grouped by expert. On the CPU the bits of a row do not depend on the other rows: products compute each
     row alone, and its experts are added in the order of their numbers.
@@ -38,41 +43,83 @@ class Experts:
         """activation: one of GATED_UNITS; method: how the matrices of the experts are stored."""
         self.spec = spec
         self._gated_unit = GATED_UNITS[activation]
-        self._router = spec.router(layer)
-        self.gate = torch.empty(spec.num_experts, hidden_size, dtype=dtype, device=device)
+        self._routing = {
+            name: torch.empty(shape, dtype=torch.float32 if wide else dtype, device=device)
+            for name, shape, wide in spec.routing_tensors(layer, hidden_size)
+        }
+        self.gate, *others = self._routing.values()
+        self.correction_bias = None if spec.correction_bias is None else others[0]
         modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
         inner = spec.intermediate_size
         gate_up = [{gate: inner, up: inner} for gate, up, _ in modules]
         self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device)
         self.down = ExpertWeights([{down: hidden_size} for _, _, down in modules], inner, method, dtype, device)
+        self.shared: GatedMLP | None = None
+        self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others[-1]
+        if spec.shared is not None:
+            inner = spec.shared.intermediate_size
+            parts, prefix = {"gate_proj": inner, "up_proj": inner}, spec.shared_prefix(layer)
+            stored = (activation, method, dtype, device)
+            self.shared = GatedMLP(hidden_size, inner, parts, prefix, (False, False), *stored)
 
     def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]. Outputs of experts are added in fp32 and rounded once.
 
-        adapters: have nothing for experts; an adapter with tensors for them is refused when it is loaded.
+        adapters: of the shared expert; an adapter with tensors for the others is refused when it is loaded.
         """
         weights, chosen = self.route(x)
+        shared = None if self.shared is None else (self.shared(x, adapters), self._share(x))
         if self.gate_up.dense is not None and self.down.dense is not None and use_triton(x):
-            return self._all_at_once(x, weights, chosen, self.gate_up.dense, self.down.dense)
+            return self._all_at_once(x, weights, chosen, shared, self.gate_up.dense, self.down.dense)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in _groups(weights, chosen):
             inner = self._gated_unit(self.gate_up[expert].apply(x[rows], None))
             out.index_add_(0, rows, self.down[expert].apply(inner, None).float() * of_rows[:, None])
+        if shared is not None:
+            out += shared[0].float() * shared[1]
         return out.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights fp32 [rows, k] and the numbers int64 [rows, k] of each row's k experts.
 
-        As Transformers computes them: softmax in fp32 over all experts, then torch's top k, also among equal ones. The
-        weights stay in fp32, where Transformers rounds those of Qwen3-MoE to the dtype of x.
+        As Transformers computes them: scores in fp32, then torch's top k, also among equal ones. The weights stay in
+        fp32, where Transformers rounds those of Qwen3-MoE to the dtype of x.
         """
-        weights, chosen = softmax(linear(x, self.gate).float()).topk(self.spec.num_experts_per_tok, dim=-1)
+        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate)
+        scores = SCORES[self.spec.scoring](logits.float())
+        choosing = scores if self.correction_bias is None else scores + self.correction_bias
+        if self.spec.num_groups > 1:
+            choosing = self._in_chosen_groups(choosing)
+        chosen = choosing.topk(self.spec.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, chosen)
         if self.spec.norm_topk_prob:
             # A running sum adds in order, so that the other rows have no influence, unlike torch's sum.
-            weights = weights / weights.cumsum(-1)[:, -1:]
-        return weights, chosen
+            weights = weights / (weights.cumsum(-1)[:, -1:] + LEAST_SUM)
+        return (weights if self.spec.weight_scale == 1.0 else weights * self.spec.weight_scale), chosen
 
-    def _all_at_once(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _in_chosen_groups(self, scores: Tensor) -> Tensor:
+        """The scores [rows, experts] with -inf for the experts of groups that are not chosen."""
+        grouped = scores.unflatten(-1, (self.spec.num_groups, self.spec.num_experts // self.spec.num_groups))
+        best = grouped.topk(2, dim=-1).values
+        groups = (best[..., 0] + best[..., 1]).topk(self.spec.chosen_groups, dim=-1).indices
+        hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, groups, value=False)
+        return grouped.masked_fill(hidden[..., None], -torch.inf).flatten(1)
+
+    def _share(self, x: Tensor) -> Tensor:
+        """What the output of the shared expert is multiplied by: fp32 [rows, 1]."""
+        if self.shared_gate is None:
+            return torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+        return sigmoid(linear(x, self.shared_gate).float())
+
+    def _all_at_once(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        shared: tuple[Tensor, Tensor] | None,
+        gate_up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
         """The same with a kernel that takes all experts, so that their numbers stay on the device."""
         from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
 
@@ -80,17 +127,30 @@ class Experts:
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(len(gate_up), device=x.device), right=True)
         inner = self._gated_unit(grouped_linear(x, gate_up, ends, order // k))
-        return weighted_sum(grouped_linear(inner, down, ends), order.argsort().view(-1, k), weights)
+        entries = order.argsort().view(-1, k)
+        if shared is None:
+            return weighted_sum(grouped_linear(inner, down, ends), entries, weights)
+        # The shared expert's rows come behind those of the others, as one more expert of each row.
+        y = x.new_empty(len(inner) + len(x), x.shape[1])
+        grouped_linear(inner, down, ends, out=y[: len(inner)])
+        y[len(inner) :] = shared[0]
+        own = torch.arange(len(inner), len(y), device=x.device)
+        return weighted_sum(y, torch.cat((entries, own[:, None]), 1), torch.cat((weights, shared[1]), 1))
 
     def slots(self) -> NamedSlots:
-        yield f"{self._router}.weight", slot_of(self.gate)
+        for name, tensor in self._routing.items():
+            yield name, slot_of(tensor)
         yield from self.gate_up.slots()
         yield from self.down.slots()
+        if self.shared is not None:
+            yield from self.shared.slots()
 
     def weights(self) -> Iterator[StoredWeight]:
         """The matrices of the experts, without the router's."""
         yield from self.gate_up
         yield from self.down
+        if self.shared is not None:
+            yield from self.shared.weights()
 
 
 class ExpertWeights:

@@ -44,7 +44,10 @@ Part = Sequence[Sequence[slice]]
 
 
 class Sizes(NamedTuple):
-    """The sizes of a decoder that ranks divide. expert_intermediate: the inner features of an expert, if there are."""
+    """The sizes of a decoder that ranks divide.
+
+    expert_intermediate, shared_intermediate: the inner features of an expert and of the shared one, if there are.
+    """
 
     heads: int
     kv_heads: int
@@ -52,6 +55,7 @@ class Sizes(NamedTuple):
     intermediate: int
     vocab: int
     expert_intermediate: int = 0
+    shared_intermediate: int = 0
 
     @property
     def q_rows(self) -> int:
@@ -83,6 +87,7 @@ class Sharding:
     kv_heads: range
     intermediate: range
     expert_intermediate: range
+    shared_intermediate: range
     vocab: range
     most_kv_heads: int  # of any rank
     vocab_widths: tuple[int, ...]  # of every rank
@@ -159,7 +164,7 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
         )
     parts = {
         thing: _parts(thing, getattr(sizes, thing), num_ranks, matrices)
-        for thing in ("intermediate", "expert_intermediate", "vocab")
+        for thing in ("intermediate", "expert_intermediate", "shared_intermediate", "vocab")
     }
     shardings = [
         Sharding(
@@ -170,6 +175,7 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
             kv_heads=held[each][1],
             intermediate=parts["intermediate"][each],
             expert_intermediate=parts["expert_intermediate"][each],
+            shared_intermediate=parts["shared_intermediate"][each],
             vocab=parts["vocab"][each],
             most_kv_heads=max(len(kv_heads) for _, kv_heads in held),
             vocab_widths=tuple(map(len, parts["vocab"])),
@@ -182,15 +188,15 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
     return shardings
 
 
-def is_expert(module: str) -> bool:
-    """Whether a module belongs to an expert."""
-    return ".experts." in module
+def kind_of_mlp(module: str) -> str:
+    """What the sizes of the MLP begin with to which a module belongs: an expert, the shared one or the only one."""
+    return "expert_" if ".experts." in module else "shared_" if ".shared_expert" in module else ""
 
 
 def _divided(module: str) -> tuple[int, Sequence[str]]:
     """Along which dimension a matrix is divided, and what; see `DIVIDED`."""
     dimension, things = DIVIDED.get(module.rpartition(".")[2], (ROWS, ()))
-    return dimension, [f"expert_{thing}" for thing in things] if is_expert(module) else things
+    return dimension, [f"{kind_of_mlp(module)}{thing}" for thing in things]
 
 
 def _parts(thing: str, total: int, num_ranks: int, matrices: Collection[DividedMatrix]) -> list[range]:

@@ -136,7 +136,8 @@ _RESULTS: Mapping[str, Callable[..., _Result]] = MappingProxyType(
         for make, names in (
             (_elementwise, ("add", "sub", "mul", "__and__", "__or__", "__xor__", "__rshift__")),
             (_comparison, ("gt", "ge", "lt", "le")),
-            (_like, ("square", "cos", "sin", "log", "neg", "silu", "gelu", "cumsum", "softmax", "log_softmax")),
+            (_like, ("square", "cos", "sin", "log", "neg", "silu", "gelu", "cumsum")),
+            (_like, ("sigmoid", "softmax", "log_softmax")),
             (_reduced, ("mean", "amax")),
             (_sum, ("sum",)),
             (_argmax, ("argmax",)),

@@ -130,9 +130,9 @@ class DecoderLayer:
 
     @property
     def linears(self) -> Sequence[Linear]:
-        """Those that adapters may add to: without the router and the experts."""
-        mlp = () if isinstance(self.mlp, Experts) else (self.mlp.gate_up, self.mlp.down)
-        return (self.qkv, self.o, *mlp)
+        """Those that adapters may add to: without the router and the experts that it chooses."""
+        mlp = self.mlp.shared if isinstance(self.mlp, Experts) else self.mlp
+        return (self.qkv, self.o) if mlp is None else (self.qkv, self.o, mlp.gate_up, mlp.down)
 
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""

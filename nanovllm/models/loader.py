@@ -41,7 +41,7 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
             bound = (3 / slot.shape[1]) ** 0.5
             slot.view.uniform_(-bound, bound, generator=generator)
         else:
-            centre, drawn = 0.0 if name.endswith(".bias") else 1.0, slot.view.new_empty(slot.shape)
+            centre, drawn = 0.0 if name.endswith("bias") else 1.0, slot.view.new_empty(slot.shape)
             slot.write(drawn.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
@@ -225,11 +225,12 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
         if f"{prefix}experts.gate_up_proj" not in stored:
             continue
         gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
-        router = f"{prefix}gate.weight"
         gate_up_tensor = _take(found, gate_up, (count, 2 * inner, hidden))
         down_tensor = _take(found, down, (count, hidden, inner))
-        if router in found:
-            found[f"{experts.router(layer)}.weight"] = part_of(found.pop(router), router, slice(None))
+        for name, _, _ in experts.routing_tensors(layer, hidden):
+            other = name.replace(f".{experts.block}.", ".mlp.", 1)
+            if other in found:
+                found[name] = part_of(found.pop(other), other, slice(None))
         for expert in range(count):
             modules = experts.expert(layer, expert)
             found[f"{modules[0]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(0, inner))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
-from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
+from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, kind_of_mlp, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
@@ -86,14 +86,18 @@ class DecoderSpec:
                 "among ranks; use tensor_parallel_size=1"
             )
         inner = 0 if self.experts is None else self.experts.intermediate_size
-        sizes = Sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size, inner)
+        shared = 0 if self.experts is None or self.experts.shared is None else self.experts.shared.intermediate_size
+        attention = (self.num_heads, self.num_kv_heads, self.head_dim)
+        sizes = Sizes(*attention, self.intermediate_size, self.vocab_size, inner, shared)
         form = "" if self.quantization is None else self.quantization.name
         return [self._part(sharding) for sharding in shard(sizes, num_ranks, self._divided_matrices(), form)]
 
     def _part(self, sharding: Sharding) -> DecoderSpec:
         experts = self.experts
         if experts is not None:
-            experts = replace(experts, intermediate_size=len(sharding.expert_intermediate))
+            inner = len(sharding.shared_intermediate)
+            shared = None if experts.shared is None else replace(experts.shared, intermediate_size=inner)
+            experts = replace(experts, intermediate_size=len(sharding.expert_intermediate), shared=shared)
         return replace(
             self,
             num_heads=len(sharding.heads),
@@ -111,7 +115,7 @@ class DecoderSpec:
         found: dict[tuple[object, ...], DividedMatrix] = {}
         for module, rows, columns in self.matrices():
             matrix = DividedMatrix(module, (rows, columns), self.quantization.units(module, rows, columns))
-            found[is_expert(module), module.rpartition(".")[2], matrix.units] = matrix
+            found[kind_of_mlp(module), module.rpartition(".")[2], matrix.units] = matrix
         return found.values()
 
     @property
@@ -199,15 +203,26 @@ class DecoderSpec:
     def num_layer_matrices(self) -> int:
         """Number of weights in the matrices of all layers: q, k, v, o, and gate, up and down or router and experts.
 
-        Of a recurrent layer its input and output projections in the place of q, k, v and o.
+        With the correction biases of the routers. A recurrent layer has its input and output projections in the place
+        of q, k, v and o.
         """
         attention = self.num_kv_layers * self.hidden_size * (self.gated_q_size + self.q_size + 2 * self.kv_size)
         if self.recurrent is not None:
             inputs = sum(self.recurrent.input_parts.values())
             attention += self.num_recurrent_layers * self.hidden_size * (inputs + self.recurrent.value_size)
         dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
-        routers = 0 if self.experts is None else self.num_expert_layers * self.experts.num_experts * self.hidden_size
-        return attention + dense + routers + self._expert_weights
+        return attention + dense + self._routing_weights() + self._shared_weights + self._expert_weights
+
+    def _routing_weights(self, *, wide: bool = False) -> int:
+        """Number of weights that decide about experts in all layers; wide: of those that are fp32 in any case."""
+        of_layer = 0 if self.experts is None else self.experts.num_routing_weights(self.hidden_size, wide=wide)
+        return self.num_expert_layers * of_layer
+
+    @property
+    def _shared_weights(self) -> int:
+        """Number of weights in the shared experts of all layers."""
+        shared = None if self.experts is None else self.experts.shared
+        return 0 if shared is None else self.num_expert_layers * 3 * self.hidden_size * shared.intermediate_size
 
     @property
     def _expert_weights(self) -> int:
@@ -249,9 +264,10 @@ class DecoderSpec:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
         layers = sum(self._vector_bytes(layer, itemsize) for layer in range(self.num_layers))
         final_norm = self.hidden_size * (WIDE_BYTES if self.zero_centered_norms else itemsize)
-        matrices = self.num_layer_matrices * itemsize - self._saved_bytes(self.matrices(), itemsize)
+        matrices = self.num_layer_matrices * itemsize + self._wide_routing(itemsize)
+        saved = self._saved_bytes(self.matrices(), itemsize)
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2) * itemsize
-        return matrices + tables + layers + final_norm
+        return matrices - saved + tables + layers + final_norm
 
     def layer_matrix_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """Bytes of the matrices of one layer in memory, the mean of all layers if they differ.
@@ -263,12 +279,16 @@ class DecoderSpec:
     def _layer_matrices_bytes(self, itemsize: int, rows: int | None) -> int:
         """Bytes of the matrices of all layers."""
         layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
-        total = self.num_layer_matrices * itemsize - self._saved_bytes(layers, itemsize)
+        total = self.num_layer_matrices * itemsize + self._wide_routing(itemsize) - self._saved_bytes(layers, itemsize)
         if self.experts is not None and rows is not None:
             experts = (matrix for index in range(self.num_layers) for matrix in self._expert_matrices(index))
             of_experts = self._expert_weights * itemsize - self._saved_bytes(experts, itemsize)
             total -= round((1.0 - self.experts.share_read(rows)) * of_experts)
         return total
+
+    def _wide_routing(self, itemsize: int) -> int:
+        """Bytes that routers in fp32 take beyond those that `itemsize` gives."""
+        return self._routing_weights(wide=True) * (ITEMSIZES["float32"] - itemsize)
 
     def layer_weight_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """`layer_matrix_bytes` with everything else of the layer."""
@@ -310,7 +330,8 @@ class DecoderSpec:
             for norm in self.layer_norms:
                 yield f"{prefix}{norm}.weight", CheckpointTensor((self.hidden_size,))
             if self.experts is not None and self.experts.layers[index]:
-                yield from dense_tensors(self.experts.router(index), self.experts.num_experts, self.hidden_size)
+                for name, shape, _ in self.experts.routing_tensors(index, self.hidden_size):
+                    yield name, CheckpointTensor(shape)
             for module, rows, _, bias in self._projections(index):
                 if bias:
                     yield f"{module}.bias", CheckpointTensor((rows,))
@@ -357,7 +378,7 @@ class DecoderSpec:
         return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
 
     def projections(self) -> Iterator[Matrix]:
-        """The matrices of all layers without routers and experts."""
+        """The matrices of all layers without routers and the experts that they choose."""
         for index in range(self.num_layers):
             for module, rows, columns, _ in self._projections(index):
                 yield module, rows, columns
@@ -374,7 +395,7 @@ class DecoderSpec:
     def _projections(self, index: int) -> Iterator[tuple[str, int, int, bool]]:
         """Module, output features, input features and whether there is a bias, of each projection of a layer.
 
-        Without the experts.
+        Without the experts that a router chooses.
         """
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
         if self.recurrent is not None and self.recurrent.layers[index]:
@@ -389,6 +410,9 @@ class DecoderSpec:
             for name, size in self.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
             yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
+        else:
+            for module, rows, columns in self.experts.shared_matrices(index, hidden):
+                yield module, rows, columns, False
 
     @property
     def yarn_positions(self) -> int | None:

@@ -319,6 +319,14 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return y
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape)
+    _cpu_kernels.sigmoid(
+        x=_rows(x, dtype=torch.float32), y=address(y), rows=x.shape[0], size=x.shape[1], threads=torch.get_num_threads()
+    )
+    return y
+
+
 def likeliest(logits: Tensor) -> Tensor:
     at, (rows, size) = _rows(logits), logits.shape
     if not size:

@@ -71,6 +71,7 @@ class RowKernels(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def softmax(self, x: Tensor, *, log: bool = False) -> Tensor: ...
+    def sigmoid(self, x: Tensor) -> Tensor: ...
     def draw(self, scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor: ...
     def store_kv(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
 
@@ -123,6 +124,11 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     """The softmax of each row of fp32 x [rows, size], or its natural logarithm."""
     return kernels_for(x, 2).softmax(x, log=log)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of fp32 x [rows, size]. On the CPU torch's bits depend on where in a tensor a number stands."""
+    return kernels_for(x, 2).sigmoid(x)
 
 
 def likeliest(logits: Tensor) -> Tensor:

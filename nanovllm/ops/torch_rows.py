@@ -83,6 +83,10 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return torch.log_softmax(x, dim=-1) if log else torch.softmax(x, dim=-1)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    return torch.sigmoid(x)
+
+
 def likeliest(logits: Tensor) -> Tensor:
     # NaN if any logit is NaN. The two calls take less time than aminmax.
     is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()

@@ -56,17 +56,19 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=has_entry[:, None] & (column < out_features)[None, :])
 
 
-def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weights: Tensor, ends: Tensor, rows: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Row i of the result is x[rows[i]] times the transposed matrix of its expert: [entries, out].
 
     x: [tokens, in], the elements of a row contiguous; weights: [experts, out, in], contiguous; ends: int64 [experts],
     for each expert where its rows of the result end, which begin where those of the expert before it end; rows: int64
-    [entries], None if x has the rows of the result. Sums are fp32.
+    [entries], None if x has the rows of the result; out: contiguous memory for the result. Sums are fp32.
     """
     assert weights.is_contiguous() and x.stride(1) == 1, "rows and weights must be contiguous"
     num_experts, out_features, in_features = weights.shape
     entries = len(x) if rows is None else len(rows)
-    y = x.new_empty(entries, out_features)
+    y = x.new_empty(entries, out_features) if out is None else out
     if not entries:
         return y
     few = entries <= WEIGHT_BOUND_ROWS * num_experts

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.torch_rows import add_, copy_, cos_sin, softmax
+from nanovllm.ops.torch_rows import add_, copy_, cos_sin, sigmoid, softmax
 
 __all__ = [
     "add_",
@@ -18,6 +18,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "place_heads",
     "rms_norm",
+    "sigmoid",
     "silu_and_mul",
     "softmax",
     "store_kv",
