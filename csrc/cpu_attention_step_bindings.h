@@ -60,13 +60,17 @@ class PagedStep {
         batch_.rows.lse = lse_.data();
     }
 
-    // q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], all dense.
-    void attend(int64_t layer, uintptr_t q, uintptr_t k, uintptr_t v) {
+    // q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], all dense. sinks: [heads] or null, from which the
+    // LSE of a row begins.
+    void attend(int64_t layer, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t sinks) {
         if (layer < 0 || layer >= pool_.layers)
             throw std::invalid_argument("There is no layer " + std::to_string(layer) + " in the pool.");
         const py::gil_scoped_release release;
         store(layer, pointer<const char>(k), pointer<const char>(v));
         std::fill(out_.begin(), out_.end(), 0.0f);  // what a row of no sequence attends to
+        batch_.carry = sinks != 0;
+        for (size_t i = 0; batch_.carry && i < lse_.size(); ++i)
+            lse_[i] = pointer<const float>(sinks)[i % size_t(batch_.heads)];
         batch_.rows.q = pointer<const void>(q);
         batch_.block_offset = layer * pool_.layer_stride;
         nanovllm::attention::attend(batch_, kernel_, threads_);
@@ -154,7 +158,7 @@ void bind_steps(py::module_& m) {
              py::arg("blocks"), py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"),
              py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
              py::arg("scale"), py::arg("threads"))
-        .def("attend", &PagedStep::attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
+        .def("attend", &PagedStep::attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("sinks"),
              "Write k and v into the layer's slots, attend, and write the outputs over q.");
 }
 

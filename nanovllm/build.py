@@ -141,7 +141,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, spec.kv_windows, dtype)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, spec.kv_windows, dtype, model.sinks)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
     if config.enable_cpu_offload:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
@@ -69,14 +68,19 @@ class Case:
         self.q = random(start, shape.heads, shape.head_dim).to(device)
         self.pool = self.pool.to(device)
 
-    def attend(self, backend: AttentionBackend, tables: list[list[SequenceMetadata]] | None = None) -> AttentionState:
+    def attend(
+        self,
+        backend: AttentionBackend,
+        tables: list[list[SequenceMetadata]] | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionState:
         """The state after one call for each list of sequences; by default all in one call."""
-        state = AttentionState.empty(self.q)
+        state = AttentionState.empty(self.q, sinks)
         for sequences in tables or [self.sequences]:
             backend.attend(self.q, self.pool, AttentionMetadata(sequences), state, self.shape.scale, self.shape.window)
         return state
 
-    def check(self, state: AttentionState) -> None:
+    def check(self, state: AttentionState, sinks: Tensor | None = None) -> None:
         """Every row of a sequence is what fp64 says, every other row is empty."""
         out_bound, lse_bound = BOUNDS[self.q.dtype]
         q, state = self.q.cpu(), AttentionState(state.out.cpu(), state.lse.cpu())
@@ -85,9 +89,13 @@ class Case:
             rows = slice(seq.query_start, seq.query_start + seq.query_len)
             unused[rows] = False
             out, lse = reference_attention(q[rows], k, v, self.shape.scale, seq.context_len, window=self.shape.window)
+            if sinks is not None:
+                with_sinks = torch.logaddexp(lse, sinks.cpu().double().unsqueeze(1))
+                out, lse = out * torch.exp(lse - with_sinks).T.unsqueeze(-1), with_sinks
             assert (state.out[rows] - out).abs().max() <= out_bound
             assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
-        assert (state.out[unused] == 0).all() and (state.lse[:, unused] == -math.inf).all()
+        empty = AttentionState.empty(q, None if sinks is None else sinks.cpu())
+        assert (state.out[unused] == 0).all() and torch.equal(state.lse[:, unused], empty.lse[:, unused])
 
 
 def quantised(shape: Shape, dtype: torch.dtype, stored: torch.dtype, seed: int = 2, device: str = "cpu") -> Case:

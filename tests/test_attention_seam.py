@@ -116,6 +116,18 @@ def fixed_cases() -> Iterator[Any]:
 # ---- exactness
 
 
+@EVERY_BACKEND
+@pytest.mark.parametrize("name", ["small heads", "window"])
+def test_sinks_take_a_share_of_every_row(backend: AttentionBackend, name: str) -> None:
+    """Sinks above, among and far below the scores; the bits do not depend on how the blocks are grouped."""
+    case = make_case(backend, FIXED[name], 1)
+    sinks = torch.tensor([8.0, 1.0, -60.0][: case.shape.heads], device=case.q.device)
+    together, size = case.attend(backend, sinks=sinks), case.shape.block_size
+    case.check(together, sinks)
+    blocks = [[part(seq, at, at + 1, size)] for seq in case.sequences for at in range(len(seq.block_table))]
+    assert same_bits(case.attend(backend, blocks, sinks), together)
+
+
 @pytest.mark.parametrize("backend, name, narrow", fixed_cases())
 def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> None:
     """Exact in one call, and the same bits one block at a time and one sequence at a time."""

@@ -29,9 +29,10 @@ PROMPT_LENGTHS = (1, 2, 37, 130)
 class DenseKVCache:
     """K and V of each sequence, whole and in order; attention in fp64. Sequences are told apart by their table."""
 
-    def __init__(self, windows: Sequence[int | None], scale: float) -> None:
+    def __init__(self, windows: Sequence[int | None], scale: float, sinks: Sequence[Tensor] = ()) -> None:
         self.windows = windows
         self.scale = scale
+        self.sinks = sinks
         self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -44,18 +45,25 @@ class DenseKVCache:
             keys, values = torch.cat((old[0], k[rows])), torch.cat((old[1], v[rows]))
             self.held[key] = keys, values
             assert len(keys) == piece.total_len
-            out[rows] = causal_attention(q[rows], keys, values, self.windows[layer], self.scale).to(q.dtype)
+            sinks = self.sinks[layer] if self.sinks else None
+            out[rows] = causal_attention(q[rows], keys, values, self.windows[layer], self.scale, sinks).to(q.dtype)
         return out
 
 
-def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
-    """Plain attention of the last len(q) positions over all of them, in fp64."""
+def causal_attention(
+    q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Plain attention of the last len(q) positions over all of them, in fp64, and over a sink for each head."""
     groups = q.shape[1] // keys.shape[1]
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
     hidden = (distance < 0) | (distance >= (window or len(keys)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    with_sinks = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], v)
 
 
 def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0) -> list[Tensor]:
@@ -64,7 +72,7 @@ def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], fo
     splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt represent
     generated ones: they come one per step and do not count as prompt.
     """
-    cache = DenseKVCache(decoder.spec.sliding_windows, decoder.spec.attention_scale)
+    cache = DenseKVCache(decoder.spec.sliding_windows, decoder.spec.attention_scale, decoder.sinks)
     starts = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for step in range(len(splits) + 1 + forced):

@@ -43,14 +43,16 @@ def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, window: int | None) -> None:
+    """The last layer with sinks."""
     pool, q, k, v = tensors(dtype)
     table, slots = table_and_slots()
     expected_pool, step = pool.clone(), step_of(pool, window)
     for layer in range(LAYERS):
-        queries, state = q.clone(), AttentionState.empty(q)
+        sinks = torch.linspace(-1, 3, HEADS) if layer == LAYERS - 1 else None
+        queries, state = q.clone(), AttentionState.empty(q, sinks)
         store_kv(expected_pool[layer], k, v, slots)
         NativeAttention().attend(q, expected_pool[layer], table, state, 0.2, window)
-        output = step.attend(layer, queries, k, v)
+        output = step.attend(layer, queries, k, v, sinks)
         assert output.data_ptr() == queries.data_ptr()
         assert torch.equal(output, q.clone().copy_(state.out))
     assert torch.equal(pool, expected_pool)

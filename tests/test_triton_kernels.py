@@ -131,7 +131,8 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     new = torch.tensor([s.query_start for s in case.sequences], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
-    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window), dtype)
+    sinks = random(2, shape.heads)
+    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window), dtype, tuple(sinks))
     tables = DecodeTables(pools, geometry, TritonAttention(), 9, 3000)
     tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
     tables.fill(sequences, rows)
@@ -149,8 +150,8 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
         keys[before.context_len], values[before.context_len] = k[row].cpu(), v[row].cpu()
     assert torch.equal(pools[1].nan_to_num(7.0), expected.nan_to_num(7.0))
     case.pool = expected
-    state = case.attend(TritonAttention())
-    case.check(state)
+    state = case.attend(TritonAttention(), sinks=sinks[1])
+    case.check(state, sinks[1])
     assert torch.equal(found[: len(new)], state.out[new].to(dtype))
     assert not found[len(new) :].any() and unused.any(), "a row of no sequence sees no key"
 

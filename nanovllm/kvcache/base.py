@@ -14,7 +14,7 @@ from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,14 @@ class AttentionGeometry:
     num_heads: int  # query heads
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
     dtype: torch.dtype  # of queries, keys and values; the KV cache may store 8 bits of them
+    sinks: tuple[Tensor, ...] = ()  # of each layer, see `AttentionState.empty`; (): the model has none
+
+    def sinks_of(self, layer: int) -> Tensor | None:
+        return self.sinks[layer] if self.sinks else None
+
+    def before_keys(self, layer: int, q: Tensor) -> AttentionState:
+        """The state of a layer's queries `[tokens, heads, head_dim]` before any key."""
+        return AttentionState.empty(q, self.sinks_of(layer))
 
 
 @dataclass(frozen=True, slots=True)

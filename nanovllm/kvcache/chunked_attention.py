@@ -131,7 +131,7 @@ class OffloadedKVCache(KVCacheBase):
         if self._stores_scales:
             k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
         window = self._geometry.windows[layer]
-        plan, state, cpu_attention = self._plans[window], AttentionState.empty(q), self.cpu_attention
+        plan, state, cpu_attention = self._plans[window], self._geometry.before_keys(layer, q), self.cpu_attention
         if cpu_attention is not None:
             cpu_attention.start(layer, plan, q)
         for group in plan.items:

@@ -14,7 +14,7 @@ from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import narrow_, store_kv
 from nanovllm.ops.upload import upload
@@ -61,12 +61,12 @@ class PagedKVCache(KVCacheBase):
         few_rows = self._few_rows.get(window)
         if few_rows is not None:
             self._device.declare_kernel("attend", reads=self._blocks(layer))
-            few_rows.attend(layer, q, k, v)
+            few_rows.attend(layer, q, k, v, self._geometry.sinks_of(layer))
             self._device.end_kernel()
             return q
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
         store_kv(pool, k, v, slots)
-        state = AttentionState.empty(q)
+        state = self._geometry.before_keys(layer, q)
         self._device.declare_kernel("attend", reads=self._blocks(layer))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()

@@ -34,6 +34,7 @@ DIVIDED: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
         "w1": (ROWS, ("intermediate",)),  # Mixtral's names of gate, up and down
         "w3": (ROWS, ("intermediate",)),
         "w2": (COLUMNS, ("intermediate",)),
+        "self_attn": (ROWS, ("heads",)),  # its own tensor, the sinks: one for each head
     }
 )
 

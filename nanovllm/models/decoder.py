@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
@@ -55,6 +55,7 @@ class DecoderLayer:
         self.qk_norm = weight(qk_norm_shape) if spec.qk_norm else None
         o_bias = spec.o_bias and spec.adds_biases
         self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
+        self.sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device) if spec.attention_sinks else None
         self.rope = spec.rope_of(index)
         rotary_dim = spec.ropes[self.rope].rotary_dim
         self.rotated = None if rotary_dim is None else rotated_order(rotary_dim, spec.head_dim, device)
@@ -141,6 +142,8 @@ class DecoderLayer:
             yield f"{prefix}{name}.weight", _norm_slot(self.spec, norm, norm.shape)
         for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
+        if self.sinks is not None:
+            yield f"{prefix}self_attn.sinks", slot_of(self.sinks)
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
             yield f"{prefix}self_attn.q_norm.weight", _norm_slot(self.spec, self.qk_norm[:heads], shape)
@@ -154,7 +157,7 @@ class DecoderLayer:
 
 def _norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     """1 plus a weight of 16 bits takes more than 16."""
-    return torch.float32 if spec.zero_centered_norms else dtype
+    return torch.float32 if spec.norms_in_fp32 else dtype
 
 
 def _norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int]) -> WeightSlot:
@@ -245,6 +248,11 @@ class Decoder:
             collected = self.group.gather_columns(logits, self.spec.sharding.vocab_widths)
             logits = logits.new_empty(0, self.spec.vocab_size) if collected is None else collected
         return widened(logits)
+
+    @property
+    def sinks(self) -> tuple[Tensor, ...]:
+        """Of each layer, fp32 [heads]; () if attention has none."""
+        return tuple(layer.sinks for layer in self.layers if layer.sinks is not None)
 
     @property
     def has_logits(self) -> bool:

@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
+from nanovllm.layers.linear_method import ROWS, Axis, CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, kind_of_mlp, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
-WIDE_BYTES = 4  # of a weight in fp32 whatever the dtype, such as a norm of Gemma 3
+WIDE_BYTES = 4  # of a weight in fp32 whatever the dtype, such as a norm of Gemma 3 or a sink
 EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
 EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
 
@@ -54,6 +54,8 @@ class DecoderSpec:
     embedding_scale: float = 1.0  # rounded to the dtype, multiplies the embedding; not the tied output projection
     output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream, too
     zero_centered_norms: bool = False  # norm weights are stored minus 1, and multiply in fp32, before the rounding
+    wide_norms: bool = False  # norm weights are as they are, and multiply in fp32 too
+    attention_sinks: bool = False  # every query head has a learned score beside those of its keys, with a value of 0
     whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
 
     @property
@@ -244,15 +246,27 @@ class DecoderSpec:
         return len(self.layer_norms) * self.hidden_size + heads * self.head_dim
 
     def _vectors(self, layer: int) -> int:
-        """Number of weights of a layer in memory beyond its matrices: norms, biases, what recurrent layers have."""
-        own = self.recurrent.num_vectors if self.recurrent is not None and self.is_recurrent(layer) else 0
+        """Number of weights of a layer in memory beyond its matrices, such as norms, biases and sinks."""
+        recurrent = self.recurrent if self.is_recurrent(layer) else None
+        own = self._sinks if recurrent is None else recurrent.num_vectors
         return self._norms(layer) + sum(rows for _, rows, _, bias in self._projections(layer) if bias) + own
 
     def _vector_bytes(self, layer: int, itemsize: int) -> int:
-        """Bytes of `_vectors`. Norms may be wider than the dtype, and what gives a recurrent layer's decay is."""
-        wide = self.recurrent.num_wide_vectors if self.recurrent is not None and self.is_recurrent(layer) else 0
-        wide += self._norms(layer) * self.zero_centered_norms
+        """Bytes of `_vectors`. Norms may be wider than the dtype; sinks and a recurrent layer's decay always are."""
+        recurrent = self.recurrent if self.is_recurrent(layer) else None
+        wide = self._sinks if recurrent is None else recurrent.num_wide_vectors
+        wide += self._norms(layer) * self.norms_in_fp32
         return self._vectors(layer) * itemsize + wide * (WIDE_BYTES - itemsize)
+
+    @property
+    def norms_in_fp32(self) -> bool:
+        """Whether norm weights are in fp32 in memory."""
+        return self.zero_centered_norms or self.wide_norms
+
+    @property
+    def _sinks(self) -> int:
+        """Number of sinks of one layer with attention."""
+        return self.attention_sinks * self.num_heads
 
     @property
     def num_weights(self) -> int:
@@ -263,7 +277,7 @@ class DecoderSpec:
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
         layers = sum(self._vector_bytes(layer, itemsize) for layer in range(self.num_layers))
-        final_norm = self.hidden_size * (WIDE_BYTES if self.zero_centered_norms else itemsize)
+        final_norm = self.hidden_size * (WIDE_BYTES if self.norms_in_fp32 else itemsize)
         matrices = self.num_layer_matrices * itemsize + self._wide_routing(itemsize)
         saved = self._saved_bytes(self.matrices(), itemsize)
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2) * itemsize
@@ -337,7 +351,10 @@ class DecoderSpec:
                     yield f"{module}.bias", CheckpointTensor((rows,))
             if self.recurrent is not None and self.recurrent.layers[index]:
                 yield from self._recurrent_tensors(index, self.recurrent)
-            elif self.qk_norm:
+                continue
+            if self.attention_sinks:
+                yield f"{prefix}self_attn.sinks", CheckpointTensor((self.num_heads,), axes=(Axis(ROWS),))
+            if self.qk_norm:
                 yield f"{prefix}self_attn.q_norm.weight", CheckpointTensor((self.head_dim,))
                 yield f"{prefix}self_attn.k_norm.weight", CheckpointTensor((self.head_dim,))
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))

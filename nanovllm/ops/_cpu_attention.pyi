@@ -126,5 +126,7 @@ class PagedStep:
         """Addresses of the pool, of int64 slots [tokens], blocks and sequences [sequence_count, 7], which are copied;
         strides are bytes. Raises ValueError for what lies outside of the pool or the rows."""
 
-    def attend(self, layer: int, q: int, k: int, v: int) -> None:
-        """Write k and v into the layer's slots, attend, and write the outputs over q. All are dense."""
+    def attend(self, layer: int, q: int, k: int, v: int, sinks: int) -> None:
+        """Write k and v into the layer's slots, attend, and write the outputs over q. All are dense.
+
+        sinks: the address of fp32 [heads], from which the LSE of a row begins, or 0."""

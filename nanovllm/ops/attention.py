@@ -151,8 +151,15 @@ class AttentionState:
     lse: Tensor  # [heads, tokens]
 
     @classmethod
-    def empty(cls, q: Tensor) -> AttentionState:
-        """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf."""
+    def empty(cls, q: Tensor, sinks: Tensor | None = None) -> AttentionState:
+        """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf.
+
+        sinks: fp32 [heads], a score that every row of the head has beside those of its keys, with a value of 0, so that
+        the LSE begins with it. Whatever is merged into the state is scaled by exp(lse - logaddexp(lse, sink)). Source:
+        Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023).
+        """
+        if sinks is not None:
+            return cls(filled(q.shape, 0.0, q.device), sinks.unsqueeze(1).repeat(1, q.shape[0]))
         lse = filled((q.shape[1], q.shape[0]), float("-inf"), q.device)
         return cls(filled(q.shape, 0.0, q.device), lse)
 

@@ -155,16 +155,19 @@ class PagedStep:
             threads=num_threads or torch.get_num_threads(),
         )  # fmt: skip
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store k and v [rows, kv_heads, head_dim], attend, and write the output into q [rows, heads, head_dim].
 
-        All three must be contiguous and of the queries' dtype.
+        All three must be contiguous and of the queries' dtype. sinks: fp32 [heads], see `AttentionState.empty`.
         """
         shapes = (self._shapes[0], self._shapes[1], self._shapes[1])
         dense = all(x.is_contiguous() and x.dtype == self._dtype for x in (q, k, v))
         if (q.shape, k.shape, v.shape) != shapes or not dense:
             raise ValueError(f"q, k and v must be contiguous of shapes {self._shapes} and {self._dtype}.")
-        self._step.attend(layer, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        if sinks is not None and (sinks.shape, sinks.dtype) != (self._shapes[0][1:2], torch.float32):
+            raise misfit(f"sinks are float32 {list(self._shapes[0][1:2])}", sinks=sinks)
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        self._step.attend(layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), sinks_at)
         return q
 
 

@@ -224,7 +224,8 @@ def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfi
     shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
+    windows = tuple(spec.sliding_windows)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, windows, model.dtype, model.sinks)
     return AttendedPool(pool, geometry, backend)
 
 

@@ -11,7 +11,6 @@ from nanovllm.device import Device
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.ops.attention import (
     METADATA_FIELDS,
-    AttentionState,
     DeviceMetadata,
     RowAttention,
     SequenceMetadata,
@@ -67,7 +66,7 @@ class DecodeTables:
         packed = self._tables[window]
         rows_metadata = packed[: rows * METADATA_FIELDS].view(rows, METADATA_FIELDS)
         table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
-        state = AttentionState.empty(q)
+        state = self._geometry.before_keys(layer, q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
         return q.copy_(state.out)
 

@@ -24,7 +24,6 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import (
     AttentionBackend,
     AttentionMetadata,
-    AttentionState,
     SequenceMetadata,
     first_visible_block,
 )
@@ -148,7 +147,7 @@ class LayerwiseKVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
-        state, window, total_len = AttentionState.empty(q), self._geometry.windows[layer], chunk.total_len
+        state, window, total_len = self._geometry.before_keys(layer, q), self._geometry.windows[layer], chunk.total_len
         visible = self._visible(chunk, window)
         self._acquire(visible)
         self._write(layer, chunk, as_stored(k, self._engine.ring.dtype), as_stored(v, self._engine.ring.dtype))
