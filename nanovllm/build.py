@@ -88,10 +88,11 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     manager = BlockManager(
         plan.split.resident_blocks,
         plan.num_cpu_blocks,
-        runner.sizing.layout.block_size,
+        runner.sizing.layout.groups,
         config.enable_prefix_caching,
         runner.num_swap_blocks,
         num_state_slots=None if states is None else (states.device, states.host),
+        chunk=limits.chunk,
     )
     features = EngineFeatures(
         request_factory=request_factory,
@@ -141,7 +142,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, spec.kv_windows, dtype, model.sinks)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, dtype, model.sinks)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
     if config.enable_cpu_offload:

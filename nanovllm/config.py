@@ -272,6 +272,11 @@ class EngineConfig:
         return self.served_model_name if isinstance(self.served_model_name, str) else self.served_model_name[0]
 
     @property
+    def chunk(self) -> int:
+        """Most tokens of one prompt in a step."""
+        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+
+    @property
     def num_cpu_loras(self) -> int:
         """Adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras

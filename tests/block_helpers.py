@@ -8,6 +8,7 @@ from itertools import count, islice
 from typing import Any
 
 from nanovllm.data.batch import Tier
+from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import AllocStatus, BlockManager, BlockState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
@@ -33,7 +34,14 @@ def check_blocks(manager: BlockManager) -> None:
     for block_id, block in manager._blocks.items():
         assert manager.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
         assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
-    assert {each: block for block in manager._blocks.values() for each in block.hashes} == cache._by_hash
+    for group, by_hash in enumerate(cache._by_hash):
+        blocks = [block for block in manager._blocks.values() if block.group == group]
+        assert {each: block for block in blocks for each in block.hashes} == by_hash
+
+
+def one_group(block_size: int, num_layers: int = 1) -> KVGroups:
+    """The groups of a model whose layers all keep every token."""
+    return kv_groups((None,) * num_layers, block_size)
 
 
 def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
@@ -85,12 +93,12 @@ def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> No
 
 def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:
     """How many blocks the prefix cache finds for these tokens and one more."""
-    return len(manager.prefix_cache.find(sequence([*tokens, 0], salt)))
+    return len(manager.prefix_cache.find(sequence([*tokens, 0], salt)).tables[0])
 
 
 def tiers(manager: BlockManager, seq: TokenSequence) -> str:
     """D or H for each of its blocks."""
-    return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_table)
+    return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_tables[0])
 
 
 def new_tokens(source: Iterator[int], blocks: int, extra: int = 0) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from random import Random
 
 from nanovllm.data.batch import (
@@ -26,6 +27,7 @@ from nanovllm.data.batch import (
     StepResult,
     TokenLogprobs,
 )
+from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroups
 from nanovllm.errors import Advice
 
 VOCAB = 50
@@ -119,22 +121,23 @@ class ContentExecutor:
         self,
         num_device_blocks: int,
         num_host_blocks: int,
-        block_size: int,
+        groups: KVGroups,
         num_swap_blocks: int = 0,
-        num_layers: int = 1,
         num_device_states: int = 0,
     ) -> None:
         self.num_device_states = num_device_states
         self.states: dict[int, bytes | None] = {}  # by slot; None while some layers are further than others
-        self.block_size = block_size
-        self.num_layers = num_layers
+        self.groups = groups
+        self.block_size = groups.common_block_size  # of all groups
+        self.num_layers = len(groups.of_layer)
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
         self.num_physical_ids = self.first_swap + num_swap_blocks
-        # (physical block id, offset) -> the digest of the history for each layer, None before the layer is computed
+        # (physical block id, offset) -> the digest of the history for each plane, None before the layer is computed
         self.entries: dict[tuple[int, int], list[bytes | None]] = {}
         self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # seq_id, part, its next (layer, chunk)
-        self.num_layerwise = 0
+        self.buffered: dict[tuple[int, int], bytes] = {}  # (layer, position) -> digest, in the layer buffer alone
+        self.num_layerwise = self.num_holes = 0
         self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, set by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
@@ -215,18 +218,31 @@ class ContentExecutor:
         """No physical block is written by one sequence and used by another in the same step."""
         users: dict[int, int] = {}
         for seq in batch.sequences:
-            for physical_id in seq.block_table:
+            for physical_id in chain.from_iterable(seq.block_tables):
                 users[physical_id] = users.get(physical_id, 0) + 1
         for seq in batch.sequences:
-            for physical_id in seq.block_table[seq.context_len // self.block_size :]:
-                assert users[physical_id] == 1, f"block {physical_id} is written while another sequence uses it"
+            for table in seq.block_tables:
+                for physical_id in set(table[seq.context_len // self.block_size :]) - {HOLE}:
+                    assert users[physical_id] == 1, f"block {physical_id} is written while another sequence uses it"
+
+    def _check_tables(self, seq: ScheduledSequence, total: int) -> None:
+        """A sequence holds what it sees and writes, once each, and nothing that lies behind a window."""
+        held = [block for table in seq.block_tables for block in table if block != HOLE]
+        assert len(seq.block_tables) == len(self.groups) and len(set(held)) == len(held)
+        assert max(held) < self.first_swap, "swapped blocks are not attended"
+        for group, table in zip(self.groups, seq.block_tables, strict=True):
+            first = group.first_visible(seq.context_len)
+            assert len(table) == -(-total // self.block_size)
+            assert table[:first] == [HOLE] * first, "released"
+            needed = table[first : -(-seq.context_len // self.block_size)]
+            needed += table[max(first, group.first_visible(total)) :] if seq.layerwise else table[first:]
+            assert HOLE not in needed, "a hole is seen or written"
+            self.num_holes += first
 
     def _compute(self, seq: ScheduledSequence) -> list[Sample]:
         assert len(seq.token_ids) > 0, "zero-length query"
         total = seq.context_len + len(seq.token_ids)
-        assert len(seq.block_table) == -(-total // self.block_size)
-        assert len(set(seq.block_table)) == len(seq.block_table)
-        assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
+        self._check_tables(seq, total)
         tokens, salt = self.histories[seq.seq_id], self.salts[seq.seq_id]
         assert list(seq.token_ids) == list(tokens[seq.context_len : total])
         digest = b""
@@ -234,12 +250,13 @@ class ContentExecutor:
             if position == seq.context_len:
                 self._check_state(seq, digest)
             digest = history_digest(digest, tokens[position], salt)
-            where = (seq.block_table[position // self.block_size], position % self.block_size)
-            if position < seq.context_len:
-                entry = self.entries.get(where)
-                assert entry == [digest] * self.num_layers, f"wrong KV at position {position} of {seq.seq_id}"
-            else:
-                self.entries[where] = [digest] * self.num_layers
+            for group, table in zip(self.groups, seq.block_tables, strict=True):
+                where = (table[position // self.block_size], position % self.block_size)
+                if position >= seq.context_len:
+                    self.entries[where] = [digest] * len(group.layers)
+                elif position > seq.context_len - (group.window or ANY_LENGTH):
+                    entry = self.entries.get(where)
+                    assert entry == [digest] * len(group.layers), f"wrong KV at position {position} of {seq.seq_id}"
         if seq.state_slot is not None:
             self.states[seq.state_slot] = digest
         return [self._sample(digest, row) for row in seq.samples]
@@ -248,14 +265,13 @@ class ContentExecutor:
         """Part of a layer-by-layer prefill: each chunk reads its layer up to its own end, and writes its own part."""
         layerwise = part.layerwise
         if part.first_layer_chunk == 0:
-            self.layerwise = (seq.seq_id, layerwise, 0)
+            self.layerwise, self.buffered = (seq.seq_id, layerwise, 0), {}
             self.num_layerwise += 1
         assert self.layerwise == (seq.seq_id, layerwise, part.first_layer_chunk), (
             "the hidden states are those of another layer or chunk"
         )
         assert seq.context_len == layerwise.begin and layerwise.begin + len(seq.token_ids) == layerwise.end
-        assert len(seq.block_table) == len(set(seq.block_table)) == -(-layerwise.end // self.block_size)
-        assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
+        self._check_tables(seq, layerwise.end)
         tokens, digests = self.histories[seq.seq_id][: layerwise.end], [b""]
         assert list(seq.token_ids) == list(tokens[layerwise.begin :])
         for token in tokens:
@@ -263,9 +279,9 @@ class ContentExecutor:
         if part.first_layer_chunk == 0:
             self._check_state(seq, digests[layerwise.begin])
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
-            self._run_layer_chunk(
-                layerwise.layer(layer_chunk), layerwise.positions(layer_chunk), seq.block_table, digests[1:]
-            )
+            layer = layerwise.layer(layer_chunk)
+            table = seq.block_tables[self.groups.of_layer[layer][0]]
+            self._run_layer_chunk(layer, layerwise.positions(layer_chunk), table, digests[1:])
         self.layerwise = (seq.seq_id, layerwise, part.end_layer_chunk)
         is_last = part.end_layer_chunk == self.num_layers * layerwise.num_chunks
         if seq.state_slot is not None:
@@ -275,14 +291,22 @@ class ContentExecutor:
 
     def _run_layer_chunk(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
         assert layer < self.num_layers and len(chunk) > 0
-        for position in range(chunk.stop):
+        index, plane = self.groups.of_layer[layer]
+        group = self.groups[index]
+        for position in range(max(0, chunk.start + 1 - (group.window or ANY_LENGTH)), chunk.stop):
             where = (block_table[position // self.block_size], position % self.block_size)
-            if position in chunk and layer == 0:
-                self.entries[where] = [None] * self.num_layers
-            entry = self.entries[where]
-            if position in chunk:
-                entry[layer] = digests[position]
-            assert entry[layer] == digests[position], f"wrong KV at position {position} in layer {layer}"
+            if where[0] == HOLE:
+                if position in chunk:
+                    self.buffered[layer, position] = digests[position]
+                found: bytes | None = self.buffered[layer, position]
+            else:
+                if position in chunk and plane == 0:
+                    self.entries[where] = [None] * len(group.layers)
+                entry = self.entries[where]
+                if position in chunk:
+                    entry[plane] = digests[position]
+                found = entry[plane]
+            assert found == digests[position], f"wrong KV at position {position} in layer {layer}"
 
     def _sample(self, digest: bytes, row: SamplingRow) -> Sample:
         token = sampled_token(digest, None if row.temperature == 0 else (row.seed, row.index))

@@ -11,6 +11,7 @@ from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Adapter, Adapters, Batch, ScheduledSequence, StepResult
+from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
@@ -44,8 +45,8 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
 class WatchedExecutor(ContentExecutor):
     """Records the batches, checks the budgets, and counts 10 h2d and 20 d2h bytes per token."""
 
-    def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0, block_size: int = BLOCK) -> None:
-        super().__init__(device, host, block_size, swap, limits.num_layers)
+    def __init__(self, device: int, host: int, limits: SchedulerLimits, groups: KVGroups, swap: int = 0) -> None:
+        super().__init__(device, host, groups, swap)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -105,14 +106,17 @@ class Bench:
         layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
         block_size: int = BLOCK,
         hash_block_size: int | None = None,
+        windows: Sequence[int | None] = (),
         max_loras: int = 0,
     ) -> None:
-        self.manager = BlockManager(device, host, block_size, caching, swap, hash_block_size)
-        length = max_model_len or self.manager.max_sequence_tokens
+        groups, chunk = kv_groups(windows or (None,) * num_layers, block_size), min(budget, chunk_cap or budget)
+        num_layers = len(groups.of_layer)
+        self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, chunk=chunk)
+        length = max_model_len or self.manager.capacity.max_sequence_tokens
         self.limits = SchedulerLimits(
             max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras
         )
-        self.executor = WatchedExecutor(device, host, self.limits, swap, block_size)
+        self.executor = WatchedExecutor(device, host, self.limits, groups, swap)
         self.engine = LLMEngine(
             self.limits,
             ModelFacts(VOCAB),

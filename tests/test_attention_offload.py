@@ -66,7 +66,7 @@ def offloaded_cache(backend: AttentionBackend, block_size: int) -> Iterator[Offl
     device = OrderingCheck(CpuDevice()) if block_size < FULL_CHUNK else CpuDevice()  # the check would weigh on times
     split = split_device(DEVICE_BLOCKS, LAYERS)
     engine = OffloadEngine(device, layout, torch.float32, split, CHUNKS - split.resident_blocks)
-    geometry = AttentionGeometry(SCALE, HEADS, (None,) * LAYERS, torch.float32)
+    geometry = AttentionGeometry(SCALE, HEADS, torch.float32)
     try:
         yield OffloadedKVCache(engine, geometry, backend, DEVICE_BLOCKS)
     finally:

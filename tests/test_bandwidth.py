@@ -19,7 +19,7 @@ from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import select_cpu_backend
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=64, itemsize=2)
-GEOMETRY = AttentionGeometry(scale=1.0, num_heads=4, windows=(None, None), dtype=torch.bfloat16)
+GEOMETRY = AttentionGeometry(scale=1.0, num_heads=4, dtype=torch.bfloat16)
 
 
 @pytest.fixture

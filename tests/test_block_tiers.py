@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from block_helpers import BLOCK, cache, found, new_tokens, running, sequence, tiers
+from block_helpers import BLOCK, cache, found, new_tokens, one_group, running, sequence, tiers
 
 from nanovllm.data.batch import BlockMove
 from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
@@ -13,7 +13,7 @@ from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
 
 
 def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
-    manager = BlockManager(3, 0, BLOCK)
+    manager = BlockManager(3, 0, one_group(BLOCK))
     a, b, c, d = (new_tokens(fresh, 1) for _ in range(4))
     for prompt in (a, b, c):
         cache(manager, prompt)
@@ -26,7 +26,7 @@ def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
 
 
 def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None:
-    manager = BlockManager(4, 0, BLOCK)
+    manager = BlockManager(4, 0, one_group(BLOCK))
     prompt = new_tokens(fresh, 4)
     cache(manager, prompt)
     for left in (3, 2, 1):
@@ -35,7 +35,7 @@ def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None
 
 
 def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 3, BLOCK)
+    manager = BlockManager(2, 3, one_group(BLOCK))
     prompt = new_tokens(fresh, 2)
     cache(manager, prompt)
     seq = running(manager, new_tokens(fresh, 2))
@@ -46,12 +46,12 @@ def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh:
     hit = sequence([*prompt, 1])
     manager.allocate(hit)
     assert tiers(manager, hit) == "HHH" and hit.num_computed == 2 * BLOCK
-    assert manager.physical_ids(hit, len(hit)) == [3, 2, 4]
+    assert manager.physical_ids(hit, len(hit))[0] == [3, 2, 4]
 
 
 def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> None:
     """The start of a long prefix is on the device and its end on the host: the end is still evicted first."""
-    manager = BlockManager(4, 4, BLOCK)
+    manager = BlockManager(4, 4, one_group(BLOCK))
     prompt = new_tokens(fresh, 8)
     cache(manager, prompt)
     for left in (7, 6, 5, 4, 3, 2, 1, 0):
@@ -60,7 +60,7 @@ def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> 
 
 
 def test_an_old_device_block_goes_before_a_younger_host_block(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 1, BLOCK)
+    manager = BlockManager(1, 1, one_group(BLOCK))
     old, young = new_tokens(fresh, 1), new_tokens(fresh, 1)
     on_device, on_host = running(manager, old), running(manager, young)
     manager.free(on_device)
@@ -71,7 +71,7 @@ def test_an_old_device_block_goes_before_a_younger_host_block(fresh: Iterator[in
 
 
 def test_a_block_that_moved_to_the_host_is_as_old_as_before(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 3, BLOCK)
+    manager = BlockManager(1, 3, one_group(BLOCK))
     prompts = [new_tokens(fresh, 1) for _ in range(3)]
     for seq in [running(manager, prompt) for prompt in prompts]:
         manager.free(seq)
@@ -85,7 +85,7 @@ def test_a_block_that_moved_to_the_host_is_as_old_as_before(fresh: Iterator[int]
 
 
 def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 4, BLOCK, enable_prefix_caching=False)
+    manager = BlockManager(2, 4, one_group(BLOCK), enable_prefix_caching=False)
     filler = running(manager, new_tokens(fresh, 2))
     seq = running(manager, [*new_tokens(fresh, 2), 1])
     assert tiers(manager, seq) == "HHH"
@@ -100,7 +100,7 @@ def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: 
 
 
 def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 8, BLOCK, enable_prefix_caching=False)
+    manager = BlockManager(8, 8, one_group(BLOCK), enable_prefix_caching=False)
     filler = running(manager, new_tokens(fresh, 8))
     seq = running(manager, new_tokens(fresh, 8))
     manager.free(filler)

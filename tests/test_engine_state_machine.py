@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Tier
+from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import LLMEngine
@@ -38,6 +39,17 @@ PROMPTS = st.one_of(
     ),
 )
 LENGTH_DEPENDENT_ABOVE = 30
+LONGEST = 160  # where every layer has a window, any length fits
+# Of each layer: alike, with one other kind, with several windows that share or fill groups.
+WINDOWS = [
+    *[(None,) * layers for layers in range(1, 5)],
+    (None, 5),
+    (1, None, 3, None),
+    (7, 7, None, 7, 7),
+    (None, 2, 12, 2),
+    (9, 9),
+    (4, 30),
+]
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ class CountingManager(BlockManager):
         copied = self.stats.copied_blocks
         super().allocate(seq)
         self.num_snapshot_hits += self.states is not None and seq.num_computed > 0
-        self.num_continued += seq.num_computed % self.block_size > 0 and self.stats.copied_blocks == copied
+        is_part = seq.num_computed % self.groups[0].block_size > 0
+        self.num_continued += is_part and self.stats.copied_blocks == copied
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
@@ -133,8 +146,8 @@ class EngineMachine(RuleBasedStateMachine):
         cap=st.sampled_from([0, 0, 3]),
         mode=st.sampled_from([None, "swap", None, "recompute"]),
         caching=st.booleans(),
-        num_layers=st.integers(1, 4),
         layerwise_memory=st.builds(LayerwiseMemory, st.integers(0, 20), st.integers(0, 60)),
+        windows=st.sampled_from(WINDOWS),
         snapshot_slots=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 4))),
     )
     def start(
@@ -149,18 +162,19 @@ class EngineMachine(RuleBasedStateMachine):
         cap: int,
         mode: PreemptionMode | None,
         caching: bool,
-        num_layers: int,
         layerwise_memory: LayerwiseMemory,
+        windows: tuple[int | None, ...],
         snapshot_slots: tuple[int, int] | None,
     ) -> None:
-        num_device = max(num_device, 2 - num_host)
+        groups, chunk = kv_groups(windows, block_size), min(budget, cap or budget)
+        num_device = max(num_device, 2 * len(groups) - num_host)
         hash_block_size = 1 if block_size % hash_block_size else hash_block_size
         slots = None if snapshot_slots is None else (max_num_seqs + snapshot_slots[0], snapshot_slots[1])
-        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap, hash_block_size, slots)
-        states = 0 if slots is None else slots[0]
-        self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers, states)
-        length = self.manager.max_sequence_tokens
-        limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
+        sizes = (num_device, num_host, groups)
+        self.manager = CountingManager(*sizes, caching, num_swap, hash_block_size, slots, chunk)
+        self.executor = ContentExecutor(*sizes, num_swap, 0 if slots is None else slots[0])
+        length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
+        limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
         self.engine = LLMEngine(limits, facts, self.manager, self.executor, features(self.manager, limits))
         self.names = (f"r{i}" for i in itertools.count())
@@ -255,6 +269,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "recomputed": stats.recomputed,
                 "moves": self.executor.num_moves,
                 "layerwise": self.executor.num_layerwise,
+                "holes": self.executor.num_holes,
+                "buffered": len(self.executor.buffered),
                 "hits": self.manager.stats.hit_tokens,
                 "copied parts": self.manager.stats.copied_blocks,
                 "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
@@ -272,18 +288,18 @@ class EngineMachine(RuleBasedStateMachine):
         check_blocks(self.manager)
         check_states(self.manager, self._live())
         scheduler = self.engine.scheduler
-        held = Counter(block for seq in self._live() for block in seq.block_table)
+        held = Counter(block for seq in self._live() for block in seq.blocks)
         assert self.manager.num_used + self.manager.num_swapped == len(held)
         for block_id, count in held.items():
             assert self.manager._blocks[block_id].ref_count == count
         for request in scheduler.waiting:
             for seq in request.sequences:
-                assert not seq.block_table and seq.num_computed == 0
+                assert not seq.block_tables and seq.num_computed == 0
         assert sum(seq.layerwise is not None for request in scheduler.running for seq in request.live) <= 1
         assert not any(
             seq.layerwise for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences
         )
-        swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.block_table}
+        swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.blocks}
         assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
         assert self.manager.num_swapped == len(swapped)
         assert sum(request.num_seqs for request in scheduler.running) <= self.engine.limits.max_num_seqs
@@ -322,6 +338,8 @@ TROUBLE = (
     "beam steps",
     "moves",
     "layerwise",
+    "holes",
+    "buffered",
     "hits",
     "copied parts",
     "moved parts",

@@ -80,7 +80,7 @@ def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
     for _ in range(3):
         bench.step()
     request, manager = bench.scheduler.running[0], bench.manager
-    held = {block for seq in request.sequences for block in seq.block_table}
+    held = {block for seq in request.sequences for block in seq.block_tables[0]}
     assert len(held) == 2 + 3
     physical_ids = {manager.tiers.physical_ids[block] for block in held}
     out = manager.swap_out(request.sequences)
@@ -103,14 +103,14 @@ def test_blocks_that_others_hold_stay_and_are_copied() -> None:
     bench.step()
     first, group = bench.scheduler.running
     manager = bench.manager
-    shared = first.sequences[0].block_table[:2]
-    assert group.sequences[0].block_table[:2] == shared
+    shared = first.sequences[0].block_tables[0][:2]
+    assert group.sequences[0].block_tables[0][:2] == shared
     out = manager.swap_out(group.sequences)
     moves = manager._moves
     assert out is not None and [move.keeps_source for move in moves] == [True, True, False]
-    assert first.sequences[0].block_table[:2] == shared and manager.num_swapped == 3
+    assert first.sequences[0].block_tables[0][:2] == shared and manager.num_swapped == 3
     manager.swap_in(group.sequences)
-    assert not set(shared) & set(group.sequences[0].block_table)
+    assert not set(shared) & set(group.sequences[0].block_tables[0])
     bench.run()
     assert bench.tokens("first") == expected_output([*prompt, 1], 12)
     assert outputs(bench, "group") == expected_group([*prompt, 2], 2, 12)

@@ -32,13 +32,13 @@ def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     bench = Bench(device, host)
     sampled(bench, "a", prompt_of(BLOCK + 2), 2, n=2)
     bench.step()
-    tables = [list(seq.block_table) for seq in bench.scheduler.running[0].sequences]
+    tables = [list(seq.block_tables[0]) for seq in bench.scheduler.running[0].sequences]
     assert tables[0] == tables[1] and bench.manager.num_used == 2, (
         "all blocks are shared, including the partly filled one"
     )
     bench.step()
     (move,) = bench.executor.batches[-1].moves
-    first, second = (row.block_table for row in bench.executor.batches[-1].sequences)
+    first, second = (row.block_tables[0] for row in bench.executor.batches[-1].sequences)
     assert move == BlockMove(second[1], first[1], keeps_source=True), "the last sequence to write needs no copy"
     assert first[0] == second[0] and bench.executor.num_copies == bench.manager.num_copied_blocks == 1
     assert outputs(bench, "a") == expected_group(prompt_of(BLOCK + 2), 2, 2)
@@ -54,8 +54,8 @@ def test_finished_siblings_free_their_blocks_at_once() -> None:
     for _ in range(ended):
         bench.step()
     first, second, third = bench.scheduler.running[0].sequences
-    assert second.finish_reason == "stop" and not second.block_table
-    assert bench.manager.num_used == len({*first.block_table, *third.block_table})
+    assert second.finish_reason == "stop" and not second.block_tables
+    assert bench.manager.num_used == len({*first.block_tables[0], *third.block_tables[0]})
     bench.run()
     assert outputs(bench, "a") == [group[0], group[1][:ended], group[2]]
     assert [output.finish_reason for output in bench.finished["a"].outputs] == ["length", "stop", "length"]

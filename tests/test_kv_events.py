@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from block_helpers import BLOCK, cache, running
+from block_helpers import BLOCK, cache, one_group, running
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, set_prefill
 from hypothesis import given
@@ -37,10 +37,10 @@ def applied(runs: list[list[int]], before: bytes) -> bytes:
 
 
 def test_states_are_in_the_order_of_the_physical_ids() -> None:
-    manager = BlockManager(2, 3, BLOCK, num_swap_blocks=2)
+    manager = BlockManager(2, 3, one_group(BLOCK), num_swap_blocks=2)
     cache(manager, range(BLOCK))
     seq = running(manager, range(100, 100 + 2 * BLOCK))
-    assert manager.physical_ids(seq, 2 * BLOCK) == [1, 0] and manager.num_cached == 1
+    assert manager.physical_ids(seq, 2 * BLOCK)[0] == [1, 0] and manager.num_cached == 1
     free, cached, used = BlockState.FREE, BlockState.CACHED, BlockState.USED
     assert list(manager.block_states()) == [used, used, cached, free, free, free, free]
     manager.swap_out([seq])

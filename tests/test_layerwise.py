@@ -57,7 +57,7 @@ def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
         moved, stats = llm.kv_stats().transfers - before, llm.kv_stats()
     assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 6 * BLOCK
     assert len(layerwise) == 5 and layerwise[0].context_len == 6 * BLOCK
-    on_host = [physical_id >= stats.resident_blocks for physical_id in layerwise[0].block_table]
+    on_host = [physical_id >= stats.resident_blocks for physical_id in layerwise[0].block_tables[0]]
     assert sum(on_host[:6]) >= 4, "most of the document is on the host"
     assert moved.h2d_copies == LAYERS * sum(on_host[:6])
     assert moved.h2d_bytes == sum(on_host[:6]) * stats.bytes_per_block
@@ -79,7 +79,7 @@ def test_a_layer_waits_once_for_each_load(model_dir: Path, monkeypatch: pytest.M
         watched = watch_layerwise(llm)
         token_ids(llm, random_prompt(200, VOCAB, 1), greedy(1))
         resident = llm.kv_stats().resident_blocks
-    on_host = [index for index, physical_id in enumerate(watched[-1].block_table) if physical_id >= resident]
+    on_host = [index for index, physical_id in enumerate(watched[-1].block_tables[0]) if physical_id >= resident]
     assert len(on_host) > 8 and waits == LAYERS * on_host
 
 
@@ -173,7 +173,7 @@ def test_a_prefix_block_may_move_to_the_device_during_the_prefill(model_dir: Pat
             resident = llm.kv_stats().resident_blocks
             if batch.layerwise is not None and batch.layerwise.layerwise.first_layer_chunk > 0:
                 moved_in += sum(
-                    move.src >= resident and move.dst in batch.layerwise.block_table for move in batch.moves
+                    move.src >= resident and move.dst in batch.layerwise.block_tables[0] for move in batch.moves
                 )
             return execute(batch)
 
@@ -235,7 +235,7 @@ def run_layerwise(model_dir: Path) -> None:
 def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
     if (layer + 1) * cache._part.layerwise.num_chunks < cache._part.end_layer_chunk:
         cache._fill(layer + 1)
-    cache._release()
+    cache._release(layer)
 
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {

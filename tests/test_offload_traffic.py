@@ -112,8 +112,9 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
         layout, resident = kv_cache(llm).layout, llm.kv_stats().resident_blocks
     ((batch, result, moved),) = batches
     assert [output.num_cached_tokens for output in outputs] == [6 * BLOCK] * 5
-    shared = {physical_id for seq in batch.sequences for physical_id in seq.block_table[:6] if physical_id >= resident}
-    tails = [physical_id for seq in batch.sequences for physical_id in seq.block_table[6:] if physical_id >= resident]
+    tables = [seq.block_tables[0] for seq in batch.sequences]
+    shared = {physical_id for table in tables for physical_id in table[:6] if physical_id >= resident}
+    tails = [physical_id for table in tables for physical_id in table[6:] if physical_id >= resident]
     assert 0 < len(shared) <= 6
     moved_blocks = len(batch.moves)
     promoted = sum(move.src >= resident for move in batch.moves)
@@ -149,8 +150,8 @@ def test_a_step_announces_its_host_blocks_once_for_all_layers(model_dir: Path, m
         stream.close()
         resident = llm.kv_stats().resident_blocks
     ((batch, _, moved),) = batches
-    on_host = sum(physical_id >= resident for physical_id in batch.sequences[0].block_table)
-    assert len(reads) == len(batch.sequences[0].block_table) and moved.h2d_copies == LAYERS * on_host > 8
+    on_host = sum(physical_id >= resident for physical_id in batch.sequences[0].block_tables[0])
+    assert len(reads) == len(batch.sequences[0].block_tables[0]) and moved.h2d_copies == LAYERS * on_host > 8
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
@@ -171,7 +172,7 @@ def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, pr
         (last,) = batches[-1][0].sequences
         assert not any(batch.moves for batch, _, _ in batches)
         for position in range(last.context_len + len(last.token_ids)):
-            physical_id = last.block_table[position // BLOCK]
+            physical_id = last.block_tables[0][position // BLOCK]
             if physical_id >= resident:
                 written[physical_id - resident, position % BLOCK] = True
         touched = host != sentinel

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from block_helpers import check_blocks, compute, running, sequence
+from block_helpers import check_blocks, compute, one_group, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
@@ -21,7 +21,7 @@ EDGES = sorted({edge + d for edge in (0, HASH, 2 * HASH, BLOCK, 2 * BLOCK, 3 * B
 
 
 def make_manager(device: int, host: int = 0, swap: int = 0) -> BlockManager:
-    return BlockManager(device, host, BLOCK, True, swap, HASH)
+    return BlockManager(device, host, one_group(BLOCK), True, swap, HASH)
 
 
 def admitted(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -122,7 +122,7 @@ def test_a_running_sequence_keeps_its_block(fresh: Iterator[int]) -> None:
     first = running(manager, prompt)
     second = admitted(manager, prompt)
     assert manager.take_moves() == [BlockMove(0, 1, keeps_source=True, num_tokens=2 * HASH)]
-    assert second.block_table != first.block_table and second.num_computed == 2 * HASH
+    assert second.block_tables[0] != first.block_tables[0] and second.num_computed == 2 * HASH
     assert (manager.stats.copied_blocks, manager.stats.copied_tokens) == (1, 2 * HASH)
 
 

@@ -179,7 +179,7 @@ def test_hits_within_blocks_on_both_tiers_move_what_the_formula_says(
                         kind = f"{'h' if move.src >= resident else 'd'}2{'h' if move.dst >= resident else 'd'}"
                         expected[kind] += (move.num_tokens or block_size) * token_bytes
                     part = seq.layerwise
-                    for index, physical_id in enumerate(seq.block_table):
+                    for index, physical_id in enumerate(seq.block_tables[0]):
                         if physical_id < resident or (part is not None and part.first_layer_chunk > 0):
                             continue
                         stored = min(max(seq.context_len - index * block_size, 0), block_size)

@@ -98,11 +98,9 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
         assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
         assert plan.network.weight_bytes == parameter_bytes(llm._runner.model)
-    resident = plan.kv.split.resident_blocks
     chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
-    steps = [*chunks, *((context, 1) for context in range(prompt_len, prompt_len + output_len - 1))]
-    seen = sum(plan.network.num_block_reads(BLOCK, resident, *step) for step in steps)
-    assert len(block_reads) + stats.transfers.cpu_attention_blocks == seen
+    steps = (plan._dry_run if windows != "none" else plan._by_formula)(plan._step_model, prompt_len, output_len).steps
+    assert len(block_reads) == sum(moves.block_reads for step, moves in steps if step.num_chunks == 1)
     assert cpu_attention or not stats.transfers.cpu_attention_blocks
     assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
 
@@ -348,7 +346,7 @@ def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderS
         chunk, step = model.prefill(CHUNK, samples=True), model.decode(100)
         assert chunk.missing == ((unknown,) if prefill else ()) and (chunk.seconds is None) == prefill
         assert step.missing == ((unknown,) if decode else ()) and (step.seconds is None) == decode
-        assert model.transfers(100, 40) == known.transfers(100, 40)
+        assert model.moves(100, 40).transfers == known.moves(100, 40).transfers
     resident = step_model(spec, 99, 0, replace(RATES, link=None))
     assert resident.decode(100).seconds is not None, "nothing is streamed: no link is needed"
 
@@ -386,13 +384,13 @@ def test_the_share_is_the_one_that_the_engine_takes(
 ) -> None:  # fmt: skip
     """Block by block, as the engine counts them."""
     layout, rates = KVLayout(3, 2, 16, BLOCK, 4), Bandwidths(link, host, device, one_processor=one_processor)
-    share = cpu_share(layout, resident, context, window, weights, rates)
     first = 0 if window is None else max(0, context - window + 1) // BLOCK
     stored = {index: min(BLOCK, context - index * BLOCK) for index in range(first, -(-context // BLOCK))}
     token = layout.token_layer_bytes
     reads = [HostRead(size * token) for index, size in stored.items() if index >= resident and size == BLOCK]
     tail = sum(size for index, size in stored.items() if index >= resident and size < BLOCK) * token
     on_device = sum(size for index, size in stored.items() if index < resident) * token + tail
+    share = cpu_share(tail + BLOCK * token * len(reads), on_device - tail, BLOCK * token, weights, rates)
     taken = blocks_for_cpu_attention(LayerLoad(reads, tail, on_device, weights), rates)
     planned = blocks_of_share(len(reads), share)
 
@@ -404,9 +402,10 @@ def test_the_share_is_the_one_that_the_engine_takes(
 
     # The same number, but where rounding decides between two that are equally good.
     assert planned == taken or seconds(planned) == pytest.approx(seconds(taken), rel=1e-12)
-    moved = predict_transfers(layout, resident, context, 1, window, CpuAttentionUse(share, 8))
-    assert moved.cpu_attention_blocks == 3 * planned
-    assert moved.without_cpu_attention == predict_transfers(layout, resident, context, 1, window)
+    if window is None:
+        moved = predict_transfers(layout, resident, context, 1, CpuAttentionUse(share, 8))
+        assert moved.cpu_attention_blocks == 3 * planned
+        assert moved.without_cpu_attention == predict_transfers(layout, resident, context, 1)
 
 
 @pytest.mark.parametrize("chunk", [7, 33])
@@ -427,7 +426,7 @@ def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
     """98 tokens on the host, 6 full blocks and 2 tokens: at twice the link's rate the CPU takes two thirds."""
     model = shared_model(spec, CPU_ATTENTION_RATES)
     token = model.layout.token_bytes
-    moved = model.transfers(2 * BLOCK + 98, 1)
+    moved = model.moves(2 * BLOCK + 98, 1).transfers
     assert moved.cpu_attention_blocks == LAYERS * 4 and moved.cpu_attention_bytes == 4 * BLOCK * token
     weights = LAYERS * spec.layer_weight_bytes(4) / 4e8
     device = weights + (2 * BLOCK + 98 + 1 - 4 * BLOCK) * token / 4e8
@@ -444,7 +443,7 @@ def test_one_processor_reads_in_turn(spec: DecoderSpec) -> None:
     model = shared_model(
         spec, replace(CPU_ATTENTION_RATES, link=Link(1e6, 1e6, duplex=False, overlap=0.0)), one_processor=True
     )
-    moved = model.transfers(100, 1)
+    moved = model.moves(100, 1).transfers
     step = model.decode(100)
     assert step.seconds == pytest.approx(sum(step.terms.values()))
     assert step.terms[HOST] == pytest.approx(moved.cpu_attention_bytes / 2e6) and step.limit == HOST
@@ -456,7 +455,7 @@ def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -
         model = shared_model(spec, rates)
         assert model.no_cpu_attention == (rate,)
         without = replace(model, cpu_attention=False)
-        assert model.transfers(130, 1) == without.transfers(130, 1) and model.decode(130) == without.decode(130)
+        assert model.moves(130, 1) == without.moves(130, 1) and model.decode(130) == without.decode(130)
         assert shared_model(spec, rates, one_processor=True).no_cpu_attention == ()
 
 

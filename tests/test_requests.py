@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from block_helpers import request
+from block_helpers import one_group, request
 from content_model import VOCAB, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
@@ -21,8 +21,8 @@ from nanovllm.outputs import RequestOutput
 
 
 def test_a_request_that_never_fits_is_refused_at_once_and_others_go_on() -> None:
-    manager = BlockManager(200, 50, BLOCK)  # the watermark keeps 2 blocks
-    scheduler = Scheduler(SchedulerLimits(8, 24, manager.max_sequence_tokens), manager)
+    manager = BlockManager(200, 50, one_group(BLOCK))  # the watermark keeps 2 blocks
+    scheduler = Scheduler(SchedulerLimits(8, 24, manager.capacity.max_sequence_tokens), manager)
     fits = request(prompt_of(248 * BLOCK), "fits")
     scheduler.add(fits)
     with pytest.raises(RequestError) as refusal:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from block_helpers import one_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -293,9 +294,9 @@ def test_the_longest_sequence_is_the_block_managers(gpu: int, cpu: int, layers: 
     except ConfigError as error:
         assert offload and gpu == 4 and cpu == 0 and layers == 1 and "num_cpu_blocks" in str(error)
         return
-    manager = BlockManager(made.split.resident_blocks, made.num_cpu_blocks, layout.block_size)
+    manager = BlockManager(made.split.resident_blocks, made.num_cpu_blocks, one_group(layout.block_size))
     assert made.num_sequence_blocks == manager.num_blocks
-    assert made.max_model_len == manager.max_sequence_tokens >= layout.block_size
+    assert made.max_model_len == manager.capacity.max_sequence_tokens >= layout.block_size
 
 
 def test_max_model_len_is_the_models_or_what_the_cache_holds() -> None:

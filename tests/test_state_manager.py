@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from block_helpers import BLOCK, check_states, new_tokens, sequence
+from block_helpers import BLOCK, check_states, new_tokens, one_group, sequence
 
 from nanovllm.data.batch import StateMove
 from nanovllm.engine.block_manager import BlockManager
@@ -17,7 +17,7 @@ from nanovllm.engine.state_manager import StateManager, planned_snapshots
 
 
 def manager_of(device: int = 4, host: int = 0) -> BlockManager:
-    return BlockManager(60, 0, BLOCK, num_state_slots=(device, host))
+    return BlockManager(60, 0, one_group(BLOCK), num_state_slots=(device, host))
 
 
 def states_of(manager: BlockManager) -> StateManager:

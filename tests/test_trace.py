@@ -119,7 +119,7 @@ def test_events_name_their_layer_blocks_and_requests(
         inside = [s for s in rows["compute"] if step["ts"] <= s["ts"] < step["ts"] + step["dur"] and s is not step]
         assert all(s["args"]["requests"] for s in inside)
         assert all("layer" in s["args"] for s in inside if s["name"] not in (*LINEAR[2:], "wait"))
-        tables = {seq.request_id: set(seq.block_table) for seq in batch.sequences}
+        tables = {seq.request_id: set(seq.block_tables[0]) for seq in batch.sequences}
         if batch.layerwise is not None:  # such a step runs a few of its layers, and a few chunks in these
             read = [numbers(s["args"]["blocks"]) for s in inside if s["name"].startswith("attend")]
             assert read and all(blocks and blocks <= set().union(*tables.values()) for blocks in read)

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from benchmarks.kernel_variants import decode_variants, prefill_variants
+from nanovllm.data.kv_groups import kv_groups
 from nanovllm.data.network import RopeSpec
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
@@ -132,8 +133,8 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
     sinks = random(2, shape.heads)
-    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window), dtype, tuple(sinks))
-    tables = DecodeTables(pools, geometry, TritonAttention(), 9, 3000)
+    geometry = AttentionGeometry(shape.scale, shape.heads, dtype, tuple(sinks))
+    tables = DecodeTables(pools, kv_groups((window, window), 16), geometry, TritonAttention(), 9, 3000)
     tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
     tables.fill(sequences, rows)
     q = random(rows, shape.heads, 32, dtype=dtype, seed=5)

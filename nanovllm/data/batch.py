@@ -85,7 +85,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """A copy of all layers of a block between two physical block ids. Moves of a step are carried out in order.
+    """A copy of all planes of a block between two physical block ids. Moves of a step are carried out in order.
 
     `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
     `num_tokens`: copy only the first tokens of the block; None copies it whole.
@@ -248,7 +248,8 @@ class ScheduledSequence:
     context_len: int
     prompt_len: int
     rope_len: int  # that dynamic RoPE and longrope count, where the sequence up to the token is not longer
-    block_table: Sequence[int]  # physical block ids, covering every position up to the last computed one
+    # Of each KV group the physical block ids up to the last computed position, with HOLE for blocks not held.
+    block_tables: Sequence[Sequence[int]]
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
     layerwise: LayerwiseStep | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import Tensor
 
@@ -71,7 +71,8 @@ class TracedBlocks:
         self._pools: list[Pool] = []  # by address
         self._num_blocks = 0
         self._readers: dict[int, list[str]] = {}  # of the step, by physical block id
-        self._buffered: Sequence[int] = ()  # block table of the sequence that is prefilled layer by layer
+        # Block table of the sequence that is prefilled layer by layer; () where its layers have several.
+        self._buffered: Sequence[int] = ()
         self._held: dict[int, int] = {}  # physical block id by the address of the ring slot
         self._unknown: dict[int, list[Uses]] = {}  # events with a slot whose first copy has not come yet
 
@@ -91,8 +92,8 @@ class TracedBlocks:
         for seq in sequences:
             step.requests[seq.request_id] = None
             if seq.layerwise is not None:
-                self._buffered = seq.block_table
-            for block in seq.block_table:
+                self._buffered = seq.block_tables[0] if len(seq.block_tables) == 1 else ()
+            for block in chain.from_iterable(seq.block_tables):
                 self._readers.setdefault(block, []).append(seq.request_id)
         return step
 

@@ -6,27 +6,30 @@ preempted sequences reference them, and they are swapped in before attention rea
 
 Sequences share full blocks only. Of a block that begins with a sequence's next tokens and then differs, or is not full,
 the sequence gets a copy of that part (`_continue_block`).
+
+A sequence has a block table for each KV group. In groups without a window it holds blocks for all its tokens, from its
+admission on. In groups with a window it holds those that the next step sees and writes: `grow` adds blocks for a chunk,
+and after the step `release_hidden` lets go of those that lie behind the window.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, IntEnum
+from itertools import islice
 
 from nanovllm.data.batch import BlockMove, Tier
-from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
+from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
+from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.state_manager import StateManager, planned_snapshots
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
 MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes
-
-
-Prefix = tuple[list[int], tuple[Block, int] | None]  # full blocks, and one that begins with so many tokens of the next
 
 
 class AllocStatus(Enum):
@@ -43,6 +46,11 @@ class BlockState(IntEnum):
     USED = 2
 
 
+def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
+    """The block ids in block tables, without holes."""
+    return [block_id for table in tables for block_id in table if block_id != HOLE]
+
+
 class BlockManager:
     """Allocates KV blocks to sequences, shares full blocks by content, and prefers the device tier for active blocks.
 
@@ -54,21 +62,24 @@ class BlockManager:
         self,
         num_device_blocks: int,
         num_host_blocks: int,
-        block_size: int,
+        groups: KVGroups,
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
         hash_block_size: int | None = None,
         num_state_slots: tuple[int, int] | None = None,
+        chunk: int | None = None,
     ) -> None:
         """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`.
 
         num_state_slots: on the device and on the host, for a model with recurrent layers; None for other models.
+        chunk: most tokens of a sequence in a step, which bounds the blocks of windows; None: any number.
         """
-        self.block_size = block_size
+        self.groups = groups
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
         self.num_blocks = num_device_blocks + num_host_blocks
         self.watermark = int(WATERMARK * self.num_blocks)
-        self.prefix_cache = PrefixCache(block_size, enable_prefix_caching, hash_block_size)
+        self.capacity = KVCapacity(groups, chunk, self.num_blocks, self.watermark)
+        self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
         self.num_copied_blocks = 0  # by copy-on-write
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
@@ -113,75 +124,144 @@ class BlockManager:
         """Blocks that can be allocated now: free blocks, and cached ones after their eviction."""
         return self.num_free + self.num_cached
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Length of the longest sequence that can be admitted."""
-        return (self.num_blocks - self.watermark) * self.block_size
-
     # ---- allocation
 
     def can_allocate(self, seq: Sequence, extra_blocks: int = 0) -> AllocStatus:
-        """Whether a waiting sequence's blocks and `extra_blocks` more fit, with the watermark left free."""
-        needed = seq.num_blocks(self.block_size) + extra_blocks
+        """Whether what a waiting sequence holds at once and `extra_blocks` more fit, with the watermark left free."""
+        needed = self.capacity.most_blocks(seq.end) + extra_blocks
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
-        hits, _ = self._prefix(seq)
+        hits = held_blocks(self._find(seq).tables)
         unused_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
         left = self.num_allocatable - unused_hits - (needed - len(hits))
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
-        """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
-        hits, part = self._prefix(seq)
+        """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed."""
+        hit = self._find(seq)
         if self.states is not None:
-            self._start_state(seq, self.states, hits, part)
-        for block_id in hits:
+            self._start_state(seq, self.states, hit.num_tokens)
+        for block_id in held_blocks(hit.tables):
             self._acquire(block_id)
-        seq.block_table = hits
-        shared = seq.num_computed = len(hits) * self.block_size
-        if part is not None:
-            num_needed = seq.num_blocks(self.block_size) - len(hits)
-            seq.block_table.append(self._continue_block(*part, num_needed))
-            seq.num_computed += part[1]
-            self.register_computed(seq, shared)
+        seq.block_tables, seq.num_computed = hit.tables, hit.num_tokens
+        seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
+        if any(hit.parts):
+            self._continue_parts(seq, hit)
         self.stats.queried_tokens += seq.end
         self.stats.hit_tokens += seq.num_computed
-        while len(seq.block_table) < seq.num_blocks(self.block_size):
-            seq.block_table.append(self._new_block())
+        self._extend(seq)
+
+    def _continue_parts(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Add to each group's table the block that begins with the cached tokens after its full blocks."""
+        unreferenced = [part is not None and part.ref_count == 0 for part in hit.parts]
+        for part in hit.parts:
+            if part is not None:
+                self._acquire(part.block_id)  # so that it is not evicted for the copy of another
+        for index, (part, group) in enumerate(zip(hit.parts, self.groups, strict=True)):
+            if part is not None:
+                num_tokens = hit.num_tokens % group.block_size
+                needed = self._num_lacking(seq)
+                seq.block_tables[index].append(self._continue_block(part, unreferenced[index], num_tokens, needed))
+        shared = min(hit.num_tokens // group.block_size * group.block_size for group in self.groups)
+        self.register_computed(seq, shared)
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
         needed, writers = 0, dict[int, int]()
         for seq in sequences:
-            table, written = seq.block_table, seq.num_computed // self.block_size
-            needed += max(0, seq.num_blocks(self.block_size) - len(table))
-            if written < len(table) and self._blocks[table[written]].ref_count > 1:
-                writers[table[written]] = writers.get(table[written], 0) + 1
+            needed += self._num_lacking(seq)
+            for _, _, block_id in self._shared_and_written(seq):
+                writers[block_id] = writers.get(block_id, 0) + 1
         for block_id, count in writers.items():  # the last sequence to write needs no copy
             needed += min(count, self._blocks[block_id].ref_count - 1)
         return needed
 
     def grow(self, sequences: Iterable[Sequence]) -> None:
-        """Give running sequences the blocks of all their tokens, and copy shared blocks that they write next.
+        """Give running sequences the blocks of their next step, and copy shared blocks that they write next.
 
         The caller has checked that `num_to_grow` blocks can be allocated.
         """
         for seq in sequences:
-            index = seq.num_computed // self.block_size
-            if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
-                seq.block_table[index] = self._copy(seq.block_table[index])
+            for table, index, block_id in self._shared_and_written(seq):
+                table[index] = self._copy(block_id)
                 self.num_copied_blocks += 1
-                self.register_computed(seq, index * self.block_size)
-            while len(seq.block_table) < seq.num_blocks(self.block_size):
-                seq.block_table.append(self._new_block())
+                block_size = self._group_of(table[index]).block_size
+                self.register_computed(seq, index * block_size)
+            self._extend(seq)
+
+    def _shared_and_written(self, seq: Sequence) -> list[tuple[list[int], int, int]]:
+        """The blocks that others use too and the sequence writes next: each with its block table and index."""
+        found = []
+        for table, group in zip(seq.block_tables, self.groups, strict=True):
+            index = seq.num_computed // group.block_size
+            if index < len(table) and table[index] != HOLE and self._blocks[table[index]].ref_count > 1:
+                found.append((table, index, table[index]))
+        return found
+
+    def _wanted(self, seq: Sequence, group: KVGroup) -> int:
+        """Where a sequence's block table of the group must end before the next step."""
+        if group.window is None or self.capacity.chunk is None:
+            return group.num_blocks(seq.end)
+        if seq.layerwise is not None:
+            return group.num_blocks(seq.layerwise.end)
+        return group.num_blocks(min(seq.end, seq.num_computed + self.capacity.chunk))
+
+    def _num_lacking(self, seq: Sequence) -> int:
+        """Blocks that `_extend` allocates."""
+        tables = zip(seq.block_tables, self.groups, strict=True)
+        return sum(max(0, self._wanted(seq, group) - len(table)) for table, group in tables)
+
+    def _extend(self, seq: Sequence) -> None:
+        for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
+            while len(table) < self._wanted(seq, group):
+                table.append(self._new_block(index))
+
+    # ---- windows
+
+    def release_hidden(self, seq: Sequence) -> None:
+        """Release the blocks that no token still to be computed sees. Those with hashes stay cached."""
+        for index, table in enumerate(seq.block_tables):
+            first = self.groups[index].first_visible(seq.num_computed)
+            self._punch(table, range(seq.first_held[index], min(first, len(table))))
+            seq.first_held[index] = max(first, seq.first_held[index])
+
+    def hold_part(self, seq: Sequence, end: int) -> bool:
+        """Give a sequence the blocks of a layer-by-layer prefill up to `end`. If there are too few: False, no change.
+
+        Of groups with a window these are the blocks that later tokens see: the layer buffer has the others.
+        """
+        spans = []
+        for table, group in zip(seq.block_tables, self.groups, strict=True):
+            filled = group.num_blocks(seq.num_computed) if group.window is not None else len(table)
+            spans.append((table, filled, max(filled, group.first_visible(end))))
+        wanted = sum(
+            max(0, group.num_blocks(end) - first) for (_, _, first), group in zip(spans, self.groups, strict=True)
+        )
+        if wanted > self.num_allocatable + sum(len(table) - filled for table, filled, _ in spans):
+            return False
+        for table, filled, first in spans:
+            self._punch(table, range(filled, len(table)))
+            table[filled:] = [HOLE] * (first - filled)
+        for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
+            table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
+        return True
+
+    def _punch(self, table: list[int], indices: range) -> None:
+        """Leave holes at these indices."""
+        for index in indices:
+            if table[index] != HOLE:
+                self._drop_reference(table[index])
+                table[index] = HOLE
 
     def free(self, seq: Sequence) -> None:
         """Release a sequence's blocks. Those that the prefix cache can find stay cached."""
-        # In reverse order, so that the end of a prefix is evicted before its start.
-        for block_id in reversed(seq.block_table):
-            self._drop_reference(block_id)
-        seq.block_table = []
-        seq.num_computed = 0
+        tables = zip(seq.block_tables, self.groups, strict=False)
+        blocks = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
+        # From the last token to the first, so that the end of a prefix is evicted before its start.
+        for _, block_id in sorted(blocks, key=lambda block: block[0], reverse=True):
+            if block_id != HOLE:
+                self._drop_reference(block_id)
+        seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
         seq.layerwise, seq.layerwise_done = None, 0
         if self.states is not None:
             self.states.free(seq)
@@ -190,10 +270,10 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all computed blocks of the parent with the child, including a partly filled last block."""
-        child.block_table = list(parent.block_table)
+        child.block_tables, child.first_held = list(map(list, parent.block_tables)), list(parent.first_held)
         child.num_computed = parent.num_computed
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
-        for block_id in child.block_table:
+        for block_id in child.blocks:
             self._blocks[block_id].ref_count += 1
         if self.states is not None:
             self.states.fork(parent, child)
@@ -205,30 +285,35 @@ class BlockManager:
         {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full or
         the states cannot be swapped.
         """
-        computed = [seq.block_table[: -(-seq.num_computed // self.block_size)] for seq in sequences]
-        holders = Counter(block_id for table in computed for block_id in table)
+        holders = Counter(block_id for seq in sequences for block_id in held_blocks(self._computed(seq)))
         if len(holders) > self.tiers.pools[Tier.SWAP].num_free:
             return None
         if self.states is not None and not self._swap_states(sequences, self.states):
             return None
         moves: list[BlockMove] = []
         swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
-        for seq, table in zip(sequences, computed, strict=True):
-            for block_id in seq.block_table[len(table) :]:
-                self._drop_reference(block_id)
-            seq.block_table = [swapped[block_id] for block_id in table]
+        for seq in sequences:
+            computed = self._computed(seq)
+            for table, kept in zip(seq.block_tables, computed, strict=True):
+                self._punch(table, range(len(kept), len(table)))
+            seq.block_tables = [[swapped.get(block_id, HOLE) for block_id in table] for table in computed]
             seq.layerwise, seq.layerwise_done = None, 0
         self._moves += moves
         return {move.src: move.dst for move in moves}
 
+    def _computed(self, seq: Sequence) -> list[list[int]]:
+        """Its block tables without the blocks that have no content."""
+        tables = zip(seq.block_tables, self.groups, strict=True)
+        return [table[: group.num_blocks(seq.num_computed)] for table, group in tables]
+
     def num_swapped_blocks(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `swap_in` allocates on the device and host tiers."""
-        return len({block_id for seq in sequences for block_id in seq.block_table})
+        return len({block_id for seq in sequences for block_id in seq.blocks})
 
     def swap_in(self, sequences: Seq[Sequence]) -> dict[int, int]:
         """Undo `swap_out`, and return as it does. The caller has checked that enough blocks can be allocated."""
         moved: dict[int, int] = {}
-        for block_id in dict.fromkeys(block_id for seq in sequences for block_id in seq.block_table):
+        for block_id in dict.fromkeys(block_id for seq in sequences for block_id in seq.blocks):
             move = self.tiers.move(block_id, self._tier_for_new_block())
             self._moves.append(move)
             moved[move.src] = move.dst
@@ -243,7 +328,7 @@ class BlockManager:
             self.prefix_cache.forget(block)  # swapped blocks cannot be attended
             moves.append(self.tiers.move(block_id, Tier.SWAP))
             return block_id
-        copy = self._add_block(Tier.SWAP)
+        copy = self._add_block(Tier.SWAP, block.group)
         self._blocks[copy].ref_count = holders
         block.ref_count -= holders
         moves.append(BlockMove(self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy], keeps_source=True))
@@ -253,7 +338,7 @@ class BlockManager:
 
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens at the start of a waiting sequence that the prefix cache holds."""
-        return self._num_tokens(*self._prefix(seq))
+        return self._find(seq).num_tokens
 
     def next_hash(self, running: Sequence) -> bytes | None:
         """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
@@ -265,7 +350,7 @@ class BlockManager:
         If a running sequence is going to compute it, it computes it next: what it has computed is cached.
         """
         return self.prefix_cache.hash_after(
-            waiting, self._num_tokens(*self._cached_blocks(waiting)), waiting.num_cacheable
+            waiting, self.prefix_cache.find(waiting).num_tokens, waiting.num_cacheable
         )
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
@@ -284,37 +369,17 @@ class BlockManager:
         if self.states is not None:
             self.states.forget_all()
 
-    def _cached_blocks(self, seq: Sequence) -> Prefix:
-        """The cached blocks that a waiting sequence starts with."""
-        hits = self.prefix_cache.find(seq)
-        return hits, self.prefix_cache.find_part(seq, len(hits))
-
-    def _prefix(self, seq: Sequence) -> Prefix:
-        """What a waiting sequence need not compute: its cached blocks, with recurrent layers up to a snapshot."""
-        hits, part = self._cached_blocks(seq)
-        if self.states is None:
-            return hits, part
-        end = self.prefix_cache.longest(seq, self._num_tokens(hits, part), self.states.has_snapshot)
-        num_blocks, rest = divmod(end, self.block_size)
-        if not rest:
-            return hits[:num_blocks], None
-        last = self._blocks[hits[num_blocks]] if num_blocks < len(hits) else part[0] if part is not None else None
-        assert last is not None
-        return hits[:num_blocks], (last, rest)
-
-    def _num_tokens(self, hits: list[int], part: tuple[Block, int] | None) -> int:
-        return len(hits) * self.block_size + (0 if part is None else part[1])
+    def _find(self, seq: Sequence) -> PrefixHit:
+        """What a waiting sequence need not compute; with recurrent layers up to a snapshot."""
+        return self.prefix_cache.find(seq, None if self.states is None else self.states.has_snapshot)
 
     # ---- recurrent states
 
-    def _start_state(
-        self, seq: Sequence, states: StateManager, hits: list[int], part: tuple[Block, int] | None
-    ) -> None:
-        """Begin at the snapshot where the prefix ends, and plan the snapshots of the rest."""
-        begin, branch = self._num_tokens(hits, part), self._num_tokens(*self._cached_blocks(seq))
+    def _start_state(self, seq: Sequence, states: StateManager, begin: int) -> None:
+        """Begin at the snapshot where the prefix of `begin` tokens ends, and plan the snapshots of the rest."""
         states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
-        interval, unit = states.snapshot_interval(seq.end), self.prefix_cache.hash_block_size
-        seq.snapshots_due = planned_snapshots(begin, seq.end, branch, interval, unit)
+        branch, unit = self.prefix_cache.find(seq).num_tokens, self.prefix_cache.hash_block_size
+        seq.snapshots_due = planned_snapshots(begin, seq.end, branch, states.snapshot_interval(seq.end), unit)
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
         """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""
@@ -337,9 +402,17 @@ class BlockManager:
 
     # ---- physical blocks and tiers
 
-    def physical_ids(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Physical ids of the blocks that hold the sequence's first `num_tokens` tokens."""
-        return [self.tiers.physical_ids[block_id] for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
+    def physical_ids(self, seq: Sequence, num_tokens: int) -> list[list[int]]:
+        """Of each group the physical ids of the blocks up to the sequence's token `num_tokens`, with HOLE as there."""
+        physical_ids, tables = self.tiers.physical_ids, zip(seq.block_tables, seq.first_held, self.groups, strict=True)
+        return [
+            [HOLE] * min(first, group.num_blocks(num_tokens))
+            + [
+                HOLE if block_id == HOLE else physical_ids[block_id]
+                for block_id in table[first : group.num_blocks(num_tokens)]
+            ]
+            for table, first, group in tables
+        ]
 
     def block_states(self) -> bytes:
         """The `BlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
@@ -356,14 +429,20 @@ class BlockManager:
         if self.tiers.pools[Tier.HOST].num_free == self.tiers.num_host_blocks:
             return
         promoted = 0
-        for seq in sequences:
-            for block_id in seq.block_table[: seq.num_computed // self.block_size]:
-                if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block:
-                    return
-                if self.tiers.tier_of(block_id) is Tier.HOST:
-                    self._vacate_device_block()
-                    self._move(block_id, Tier.DEVICE, self.block_size)
-                    promoted += 1
+        for block_id in (block_id for seq in sequences for block_id in self._full(seq)):
+            if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block:
+                return
+            if self.tiers.tier_of(block_id) is Tier.HOST:
+                self._vacate_device_block()
+                self._move(block_id, Tier.DEVICE)
+                promoted += 1
+
+    def _full(self, seq: Sequence) -> Iterator[int]:
+        """The blocks of a sequence that it has filled."""
+        for table, first, group in zip(seq.block_tables, seq.first_held, self.groups, strict=True):
+            for block_id in islice(table, first, seq.num_computed // group.block_size):
+                if block_id != HOLE:
+                    yield block_id
 
     def take_moves(self) -> list[BlockMove]:
         """The moves decided since the last call, in the order in which they must be carried out."""
@@ -393,9 +472,12 @@ class BlockManager:
 
     # ---- single blocks
 
-    def _new_block(self) -> int:
-        """A block for new content, on the device if possible."""
-        return self._add_block(self._tier_for_new_block())
+    def _group_of(self, block_id: int) -> KVGroup:
+        return self.groups[self._blocks[block_id].group]
+
+    def _new_block(self, group: int) -> int:
+        """A block for new content of a group, on the device if possible."""
+        return self._add_block(self._tier_for_new_block(), group)
 
     def _tier_for_new_block(self) -> Tier:
         """The tier for the next block; frees a block there if it is full."""
@@ -406,29 +488,29 @@ class BlockManager:
             self._evict(self._evictors[Tier.HOST].oldest()[1])
         return Tier.HOST
 
-    def _add_block(self, tier: Tier) -> int:
+    def _add_block(self, tier: Tier, group: int) -> int:
         block_id = self._ids.allocate()
-        self._blocks[block_id] = Block(block_id)
+        self._blocks[block_id] = Block(block_id, group)
         self.tiers.assign(block_id, tier)
         return block_id
 
     def _copy(self, block_id: int, num_tokens: int | None = None) -> int:
         """A new block with the same content, or its first `num_tokens` tokens; drops one reference to the old one."""
-        copy = self._new_block()
+        copy = self._new_block(self._blocks[block_id].group)
         src, dst = self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy]
         self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens))
         self._drop_reference(block_id)
         return copy
 
-    def _continue_block(self, cached: Block, num_tokens: int, num_needed: int) -> int:
+    def _continue_block(self, cached: Block, was_unreferenced: bool, num_tokens: int, num_needed: int) -> int:
         """A block that begins with the first `num_tokens` tokens of `cached`, for one sequence to write on.
 
-        A copy if another sequence uses `cached`, or if it holds more tokens and there are enough blocks for the
-        `num_needed` that the sequence still needs. Otherwise `cached` itself, whose further tokens are forgotten.
+        The sequence has a reference to `cached`. A copy if another sequence uses it, or if it holds more tokens and
+        there are enough blocks for the `num_needed` that the sequence still needs. Otherwise `cached` itself, whose
+        further tokens are forgotten.
         """
-        is_unreferenced, has_more = cached.ref_count == 0, cached.num_cached_tokens > num_tokens
-        self._acquire(cached.block_id)  # so that it is not evicted for the copy
-        if not is_unreferenced or (has_more and self.num_allocatable >= num_needed):
+        has_more = cached.num_cached_tokens > num_tokens
+        if not was_unreferenced or (has_more and self.num_allocatable >= num_needed):
             self.stats.copied_blocks += 1
             self.stats.copied_tokens += num_tokens
             return self._copy(cached.block_id, num_tokens)
@@ -439,10 +521,11 @@ class BlockManager:
             self._move(cached.block_id, Tier.DEVICE, num_tokens)
         return cached.block_id
 
-    def _move(self, block_id: int, tier: Tier, num_tokens: int) -> None:
-        """Move the first `num_tokens` tokens of a block to another tier, and the block with them."""
+    def _move(self, block_id: int, tier: Tier, num_tokens: int | None = None) -> None:
+        """Move a block to another tier, with all its tokens or the first `num_tokens`."""
         move = self.tiers.move(block_id, tier)
-        self._moves.append(move if num_tokens == self.block_size else replace(move, num_tokens=num_tokens))
+        is_full = num_tokens in (None, self._group_of(block_id).block_size)
+        self._moves.append(move if is_full else replace(move, num_tokens=num_tokens))
 
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]

@@ -139,7 +139,7 @@ class ChunkedPass:
         self._sequences = batch.chunked
         starts = accumulate((len(seq.token_ids) for seq in self._sequences), initial=0)  # in the flat batch
         self._metadata = tuple(
-            SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table)
+            SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, *seq.block_tables)
             for start, seq in zip(starts, self._sequences, strict=False)
         )
         traffic = self._kv_cache.begin_step(self._metadata, batch.moves, batch.state_moves)

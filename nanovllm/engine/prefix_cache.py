@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import xxhash
 
+from nanovllm.data.kv_groups import HOLE, KVGroups
 from nanovllm.engine.request import Sequence
 
 MAX_HASH_BLOCK_SIZE = 256  # tokens; small beside a prompt that is worth caching, and many for one hash
@@ -57,13 +59,14 @@ class Evictor:
 
 @dataclass(slots=True)
 class Block:
-    """A block that is not free.
+    """A block that is not free. `group`: the index of its KV group.
 
     `tokens`: the content of its complete hash blocks, from the start of the block. `hashes`: those of its hash blocks
     that the prefix cache finds here.
     """
 
     block_id: int
+    group: int = 0
     ref_count: int = 1
     tokens: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
@@ -91,61 +94,136 @@ class PrefixCacheStats:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
-class PrefixCache:
-    """Blocks by the hashes of their content and of everything before it.
+@dataclass(slots=True)
+class PrefixHit:
+    """The cached start of a sequence, in whole hash blocks.
 
-    A block consists of hash blocks of `hash_block_size` tokens, so that a sequence also finds the first part of a block
-    that differs later, or that is not full yet. The hash is xxh3-128 of (hash of the previous hash block, tokens); the
-    chain starts from the request's salt. A hit also compares the tokens, so a hash collision is not a hit.
+    tables: of each KV group the ids of the full blocks by index, with HOLE for those that no later token sees; parts:
+    the block that begins with the tokens after these, None if there are none.
     """
 
-    def __init__(self, block_size: int, enabled: bool, hash_block_size: int | None = None) -> None:
-        self.block_size = block_size
-        self.hash_block_size = hash_block_size or hash_block_size_of(block_size)
+    num_tokens: int
+    tables: list[list[int]]
+    parts: list[Block | None]
+
+
+class PrefixCache:
+    """Blocks of each KV group by the hashes of their content and of everything before it.
+
+    A hit ends where every group has what later tokens see: all tokens before it, or those of its window. A block
+    consists of hash blocks of `hash_block_size` tokens, so that a sequence also finds the first part of a block that
+    differs later, or that is not full yet. The hash is xxh3-128 of (hash of the previous hash block, tokens); the chain
+    starts from the request's salt. A hit also compares the tokens, so a hash collision is not a hit.
+    """
+
+    def __init__(self, groups: KVGroups, enabled: bool, hash_block_size: int | None = None) -> None:
+        self.groups = groups
+        self.hash_block_size = hash_block_size or hash_block_size_of(groups.common_block_size)
         self.enabled = enabled
         self.stats = PrefixCacheStats()
-        self._hashes_per_block = block_size // self.hash_block_size
-        self._by_hash: dict[bytes, Block] = {}
+        self._by_hash: list[dict[bytes, Block]] = [{} for _ in groups]
         self._num_removals = 0
         self._removed_at: dict[int, int] = {}  # by block id: `_num_removals` after its content was last forgotten
         self._cleared_at = 0  # `_num_removals` after the last `clear`
 
-    def find(self, seq: Sequence) -> list[int]:
-        """The cached full blocks that `seq` starts with, at most those of its `num_cacheable` tokens.
+    def find(self, seq: Sequence, is_kept: Callable[[bytes], bool] | None = None) -> PrefixHit:
+        """The longest cached start of `seq`, at most its `num_cacheable` tokens.
+
+        is_kept: whether there is a snapshot of the recurrent state after the tokens of a hash; None: none is needed.
+        """
+        if not self.enabled:
+            return PrefixHit(0, [[] for _ in self.groups], [None] * len(self.groups))
+        found = self._find_from_start(seq)
+        end = self._longest(seq, found, is_kept)
+        tables: list[list[int]] = []
+        parts: list[Block | None] = []
+        for index, group in enumerate(self.groups):
+            full, rest = divmod(end, group.block_size)
+            if group.window is None:
+                tables.append(found[index][:full])
+            else:
+                first = min(group.first_visible(end), full)
+                blocks = (self._find_full(seq, index, block_index) for block_index in range(first, full))
+                tables.append([HOLE] * first + [block.block_id for block in blocks if block is not None])
+            is_known = rest > 0 and full < len(found[index])
+            parts.append(self._find_full(seq, index, full) if is_known else self._find_part(seq, index, full, rest)[0])
+        return PrefixHit(end, tables, parts)
+
+    def _longest(self, seq: Sequence, found: list[list[int]], is_kept: Callable[[bytes], bool] | None) -> int:
+        """Tokens of the longest start for which every group has what later tokens see; found: `_find_from_start`."""
+        end = seq.num_cacheable // self.hash_block_size * self.hash_block_size
+        while True:
+            before = end
+            for index, group in enumerate(self.groups):
+                if group.window is None:
+                    end = self._reach_from_start(seq, index, end, len(found[index]))
+                else:
+                    end = self._reach_of_window(seq, index, end)
+            if is_kept is not None:
+                end = self._longest_kept(seq, end, is_kept)
+            if end == before or (len(self.groups) == 1 and is_kept is None):  # all agree
+                return end
+
+    def _longest_kept(self, seq: Sequence, num_tokens: int, is_kept: Callable[[bytes], bool]) -> int:
+        """Of the first `num_tokens` tokens, the most whole hash blocks whose hash `is_kept`."""
+        ends = range(num_tokens, 0, -self.hash_block_size)
+        return next((end for end in ends if is_kept(self.hash_before(seq, end))), 0)
+
+    def _find_from_start(self, seq: Sequence) -> list[list[int]]:
+        """Of each group without a window the ids of the cached full blocks that `seq` starts with; others: none.
 
         The result is kept on the sequence, so that a waiting sequence is not looked up again in every step.
         """
-        if not self.enabled:
-            return []
-        limit = seq.num_cacheable // self.block_size
-        found = self._still_cached(seq.found_prefix, seq.prefix_age)
-        while len(found) < limit:
-            block = self._find_block(seq, (len(found) + 1) * self._hashes_per_block - 1)
-            if block is None:
-                break
-            found.append(block.block_id)
+        known = seq.found_prefix or [[] for _ in self.groups]
+        found = [self._still_cached(blocks, seq.prefix_age) for blocks in known]
+        for index, group in enumerate(self.groups):
+            limit = 0 if group.window is not None else seq.num_cacheable // group.block_size
+            while len(found[index]) < limit:
+                block = self._find_full(seq, index, len(found[index]))
+                if block is None:
+                    break
+                found[index].append(block.block_id)
         seq.found_prefix, seq.prefix_age = found, self._num_removals
-        return found[:limit]
+        return found
 
-    def find_part(self, seq: Sequence, index: int) -> tuple[Block, int] | None:
-        """The block that begins with the most tokens of the block `index` of `seq`, and their number.
+    def _reach_from_start(self, seq: Sequence, group: int, end: int, num_full: int) -> int:
+        """How many of the first `end` tokens of `seq` a group has, of which it has `num_full` blocks."""
+        size = self.groups[group].block_size
+        index = min(end // size, num_full)
+        if index < num_full:
+            return end
+        return index * size + self._find_part(seq, group, index, min(size, end - index * size))[1]
 
-        They are whole hash blocks, at most those of the sequence's `num_cacheable` tokens. None if there are none.
+    def _reach_of_window(self, seq: Sequence, group: int, end: int) -> int:
+        """The longest start of up to `end` tokens of which a group has what later tokens see in its window."""
+        size = self.groups[group].block_size
+        while end > 0:
+            for index in reversed(range(self.groups[group].first_visible(end), -(-end // size))):
+                wanted = min(size, end - index * size)
+                num_tokens = self._find_part(seq, group, index, wanted)[1]
+                if num_tokens < wanted:
+                    end = index * size + num_tokens
+                    break
+            else:
+                break
+        return end
+
+    def _find_full(self, seq: Sequence, group: int, index: int) -> Block | None:
+        """The cached block of the group with all tokens of the block `index` of `seq`."""
+        hashes_per_block = self.groups[group].block_size // self.hash_block_size
+        return self._find_block(seq, group, (index + 1) * hashes_per_block - 1)
+
+    def _find_part(self, seq: Sequence, group: int, index: int, most: int) -> tuple[Block | None, int]:
+        """The block that begins with the most tokens of the block `index` of `seq`, up to `most`, and their number.
+
+        They are whole hash blocks.
         """
-        if not self.enabled:
-            return None
-        first, limit = index * self._hashes_per_block, seq.num_cacheable // self.hash_block_size
-        for last in reversed(range(first, min(first + self._hashes_per_block, limit))):
-            block = self._find_block(seq, last)
+        first = index * self.groups[group].block_size // self.hash_block_size
+        for last in reversed(range(first, first + most // self.hash_block_size)):
+            block = self._find_block(seq, group, last)
             if block is not None:
                 return block, (last + 1 - first) * self.hash_block_size
-        return None
-
-    def longest(self, seq: Sequence, num_tokens: int, is_kept: Callable[[bytes], bool]) -> int:
-        """Of the first `num_tokens` tokens, the most whole hash blocks whose hash `is_kept`."""
-        size = self.hash_block_size
-        ends = range(num_tokens // size * size, 0, -size)
-        return next((end for end in ends if is_kept(self.hash_before(seq, end))), 0)
+        return None, 0
 
     def hash_after(self, seq: Sequence, num_tokens: int, end: int) -> bytes | None:
         """The hash of the hash block that follows the first `num_tokens` tokens, if it ends by `end`."""
@@ -165,20 +243,29 @@ class PrefixCache:
             return
         size = self.hash_block_size
         for index in range(previously_computed // size, seq.num_computed // size):
-            block_index, offset = divmod(index * size, self.block_size)
-            block = blocks[seq.block_table[block_index]]
-            if block.num_cached_tokens != offset:
-                continue  # it is known already, or the cache was emptied when the block was partly filled
-            block.tokens += self._content(seq, index * size, (index + 1) * size)
-            content_hash = self._hash_of(seq, index)
-            if content_hash not in self._by_hash:
-                block.hashes.append(content_hash)
-                self._by_hash[content_hash] = block
+            for group, table in enumerate(seq.block_tables):
+                self._register_hash_block(seq, group, index, table, blocks)
+
+    def _register_hash_block(
+        self, seq: Sequence, group: int, index: int, table: Seq[int], blocks: Mapping[int, Block]
+    ) -> None:
+        size, block_size = self.hash_block_size, self.groups[group].block_size
+        block_index, offset = divmod(index * size, block_size)
+        if table[block_index] == HOLE:
+            return
+        block = blocks[table[block_index]]
+        if block.num_cached_tokens != offset:
+            return  # it is known already, or the cache was emptied when the block was partly filled
+        block.tokens += self._content(seq, index * size, (index + 1) * size)
+        content_hash = self._hash_of(seq, index)
+        if content_hash not in self._by_hash[group]:
+            block.hashes.append(content_hash)
+            self._by_hash[group][content_hash] = block
 
     def forget(self, block: Block) -> None:
         """Forget the content of a block; does nothing if it is not in the cache."""
         for content_hash in block.hashes:
-            del self._by_hash[content_hash]
+            del self._by_hash[block.group][content_hash]
         if block.hashes:
             self._num_removals += 1
             self._removed_at[block.block_id] = self._num_removals
@@ -186,7 +273,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all blocks. The caller gives up their records, or forgets each of them too."""
-        self._by_hash.clear()
+        for by_hash in self._by_hash:
+            by_hash.clear()
         self._removed_at.clear()
         self._num_removals += 1
         self._cleared_at = self._num_removals
@@ -199,13 +287,13 @@ class PrefixCache:
         removed = (index for index, block_id in enumerate(found) if removed_at.get(block_id, cleared_at) > age)
         return found[: next(removed, len(found))]
 
-    def _find_block(self, seq: Sequence, index: int) -> Block | None:
-        """The block that holds hash block `index` of the sequence, and the sequence's tokens before it in the block."""
-        block = self._by_hash.get(self._hash_of(seq, index))
+    def _find_block(self, seq: Sequence, group: int, index: int) -> Block | None:
+        """The group's block that holds hash block `index` of the sequence, and its tokens before it in the block."""
+        block = self._by_hash[group].get(self._hash_of(seq, index))
         if block is None:
             return None
-        end = (index + 1) * self.hash_block_size
-        begin = (end - 1) // self.block_size * self.block_size
+        end, block_size = (index + 1) * self.hash_block_size, self.groups[group].block_size
+        begin = (end - 1) // block_size * block_size
         return block if block.tokens.startswith(self._content(seq, begin, end)) else None
 
     def _content(self, seq: Sequence, begin: int, end: int) -> bytes:

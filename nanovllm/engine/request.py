@@ -25,6 +25,7 @@ from nanovllm.data.batch import (
     TokenMask,
     token_array,
 )
+from nanovllm.data.kv_groups import HOLE, KVCapacity
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
@@ -155,12 +156,12 @@ class Request:
         chunk = min(seq.num_to_snapshot, tokens, longest)
         return [(seq, chunk)] if chunk else []
 
-    def num_extra_blocks(self, block_size: int) -> int:
+    def num_extra_blocks(self, capacity: KVCapacity) -> int:
         """Blocks that a waiting request needs in addition to those of `computing[0]`."""
         return 0
 
-    def check_fits(self, max_model_len: int, block_size: int, num_blocks: int, watermark: int) -> None:
-        """Raise RequestError if a cache of `num_blocks` blocks cannot hold its sequences until they end.
+    def check_fits(self, max_model_len: int, capacity: KVCapacity) -> None:
+        """Raise RequestError if a cache cannot hold its sequences until they end.
 
         A single sequence always fits: the scheduler refuses a larger max_model_len.
         """
@@ -222,14 +223,15 @@ class Sequence:
         self.cumulative_logprob = 0.0  # of the output tokens, where logprobs are computed
         self.logprobs: list[TokenLogprobs] = []  # one per output token, where logprobs are computed
         self.num_computed = 0
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []  # of each KV group, with HOLE for blocks not held; empty: no blocks
+        self.first_held: list[int] = []  # of each KV group: all before this index are holes
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
         self.state: State | None = None  # recurrent, after num_computed tokens; None before the first
         self.snapshots_due: Seq[int] = ()  # positions, ascending, at which the prefix cache keeps the state
         self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
-        self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
+        self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1  # removals from the prefix cache before that
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
@@ -294,9 +296,10 @@ class Sequence:
         self._output_array.extend(self.token_ids[self.prompt_len + len(self._output_array) :])
         return self._output_array
 
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks that hold all tokens up to its `end`."""
-        return -(-self.end // block_size)
+    @property
+    def blocks(self) -> list[int]:
+        """The ids of the blocks that it holds."""
+        return [block_id for table in self.block_tables for block_id in table if block_id != HOLE]
 
     def append(self, sample: Sample) -> None:
         self.token_ids.append(sample.token_id)

@@ -153,7 +153,7 @@ class Preemption:
     def recompute(self, request: Request) -> None:
         """Free all blocks. The request will compute its prompt and its generated tokens again."""
         lost = _computed_tokens(request)
-        blocks = len({block_id for seq in request.live for block_id in seq.block_table})
+        blocks = len({block_id for seq in request.live for block_id in seq.blocks})
         self.restart(request)
         self.stats.recomputed += 1
         self.stats.tokens_lost += lost
@@ -200,7 +200,8 @@ class Scheduler:
     """Continuous batching with chunked prefill: prefill and decode share a step.
 
     `schedule` lists the stages in which a step is filled. A request gets the blocks of its entire prompt when it is
-    admitted, and grows block by block after that. When a running request cannot grow, the last running request is
+    admitted, and grows block by block after that; in layers with a window it has the blocks of the window and of a
+    chunk, and grows chunk by chunk. When a running request cannot grow, the last running request is
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
     """
 
@@ -212,10 +213,11 @@ class Scheduler:
         layerwise: LayerwiseScheduling | None = None,
     ) -> None:
         """preemption: by recomputation if it is None; layerwise: None prefills every prompt chunk by chunk."""
-        if limits.max_model_len > block_manager.max_sequence_tokens:  # such a sequence could never be resumed
+        longest = block_manager.capacity.max_sequence_tokens
+        if limits.max_model_len > longest:  # such a sequence could never be resumed
             raise ConfigError(
-                f"max_model_len={limits.max_model_len}: the KV cache holds sequences of up to "
-                f"{block_manager.max_sequence_tokens} tokens; lower max_model_len or give the cache more blocks"
+                f"max_model_len={limits.max_model_len}: the KV cache holds sequences of up to {longest} tokens; lower "
+                "max_model_len or give the cache more blocks"
             )
         self.limits = limits
         self.block_manager = block_manager
@@ -235,15 +237,15 @@ class Scheduler:
 
         Preemption relies on this check: the last running request can always grow.
         """
-        manager, seq = self.block_manager, request.sequences[0]
-        if manager.can_allocate(seq) is AllocStatus.NEVER:
+        capacity, seq = self.block_manager.capacity, request.sequences[0]
+        if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
             raise RequestError(
                 f"request {request.request_id!r} has {request.prompt_len} tokens and needs "
-                f"{seq.num_blocks(manager.block_size)} KV blocks of {manager.block_size} tokens; the cache has "
-                f"{manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
-                f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
+                f"{capacity.most_blocks(seq.end)} KV blocks of {capacity.groups[0].block_size} tokens; the cache has "
+                f"{capacity.num_blocks} and keeps {capacity.watermark} free: shorten the prompt to "
+                f"{capacity.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
             )
-        request.check_fits(self.limits.max_model_len, manager.block_size, manager.num_blocks, manager.watermark)
+        request.check_fits(self.limits.max_model_len, capacity)
         _insert(self.waiting, request)
 
     # ---- one step
@@ -297,6 +299,7 @@ class Scheduler:
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
                 self.block_manager.keep_state(seq)
+            self.block_manager.release_hidden(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
             self.prompt_tokens_computed += prefilled
             seq.request.metrics.prefill_tokens += prefilled
@@ -406,7 +409,7 @@ class Scheduler:
         """Whether sequence slots and blocks suffice. No request overtakes a swapped one that precedes it."""
         if request.num_seqs > budget.free_seqs or (self.swapped and self.swapped[0].order < request.order):
             return False
-        extra_blocks = request.num_extra_blocks(self.block_manager.block_size)
+        extra_blocks = request.num_extra_blocks(self.block_manager.capacity)
         return self.block_manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK
 
     def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
@@ -446,7 +449,7 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             rope_len=seq.request.rope_len,
-            block_table=self.block_manager.physical_ids(seq, end),
+            block_tables=self.block_manager.physical_ids(seq, end),
             samples=[other.sampling_row() for other in seq.request.sampled_from(seq)] if end == seq.end else (),
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
@@ -500,7 +503,7 @@ class Scheduler:
         Swapped requests lose their blocks and wait to be recomputed. Returns the requests that were ended.
         """
         # An interrupted admission leaves a request that waits and holds blocks.
-        admitted = [r for r in self.waiting if r not in self.running and any(seq.block_table for seq in r.sequences)]
+        admitted = [r for r in self.waiting if r not in self.running and any(seq.block_tables for seq in r.sequences)]
         failed = [*self.running, *admitted]
         swapped = [request for request in self.swapped if request not in failed]
         self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
@@ -508,7 +511,7 @@ class Scheduler:
         self.block_manager.reset()
         for request in [*failed, *swapped]:
             for seq in request.live:
-                seq.block_table, seq.num_computed, seq.state = [], 0, None
+                seq.block_tables, seq.first_held, seq.num_computed, seq.state = [], [], 0, None
         for request in swapped:
             request.rewind()
             request.status = RequestStatus.WAITING

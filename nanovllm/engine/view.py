@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockState, PrefixCacheStats
 from nanovllm.engine.request import Request, Sequence
 
@@ -77,13 +78,18 @@ class EngineView:
 
     def block_states(self, step_share: float | None = None) -> bytes:
         """A `KVBlockState` for each physical block."""
-        states, block_size = bytearray(self._manager.block_states()), self._manager.block_size
+        states, groups = bytearray(self._manager.block_states()), self._manager.groups
         for seq in self._computing():
-            for block in self._physical(seq.block_table[seq.num_computed // block_size :]):
-                states[block] = KVBlockState.FILLING
+            for table, group in zip(seq.block_tables, groups, strict=True):
+                for block in self._physical(table[seq.num_computed // group.block_size :]):
+                    states[block] = KVBlockState.FILLING
+            if seq.layerwise is None:
+                continue
             # The tokens whose K/V is in the layer buffer, and is stored to the host.
-            chunk = seq.layerwise.positions(self._layer_chunk(seq, step_share)) if seq.layerwise else range(0)
-            for block in self._physical(seq.block_table[chunk.start // block_size : -(-chunk.stop // block_size)]):
+            layer_chunk = self._layer_chunk(seq, step_share)
+            index, _ = groups.of_layer[seq.layerwise.layer(layer_chunk)]
+            chunk, size = seq.layerwise.positions(layer_chunk), groups[index].block_size
+            for block in self._physical(seq.block_tables[index][chunk.start // size : -(-chunk.stop // size)]):
                 if block >= self.tiers["device"]:
                     states[block] = KVBlockState.IN_FLIGHT
         for block in self.kv_stats().blocks_in_flight:
@@ -103,11 +109,11 @@ class EngineView:
         return [seq for request in self._scheduler.running for seq in request.computing]
 
     def _physical(self, block_ids: Iterable[int]) -> list[int]:
-        return [self._manager.tiers.physical_ids[block_id] for block_id in block_ids]
+        return [self._manager.tiers.physical_ids[block_id] for block_id in block_ids if block_id != HOLE]
 
     def _request(self, request: Request) -> RequestView:
         computed = max((seq.num_computed for seq in request.live), default=0)
-        blocks = dict.fromkeys(block for seq in request.live for block in self._physical(seq.block_table))
+        blocks = dict.fromkeys(block for seq in request.live for block in self._physical(seq.blocks))
         output_tokens, prompt_len = sum(seq.num_output_tokens for seq in request.sequences), request.prompt_len
         return RequestView(request.request_id, prompt_len, min(computed, prompt_len), output_tokens, tuple(blocks))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import BlockMove, StateMove
+from nanovllm.data.kv_groups import KVGroups
 from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount
@@ -23,7 +24,6 @@ class AttentionGeometry:
 
     scale: float
     num_heads: int  # query heads
-    windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
     dtype: torch.dtype  # of queries, keys and values; the KV cache may store 8 bits of them
     sinks: tuple[Tensor, ...] = ()  # of each layer, see `AttentionState.empty`; (): the model has none
 
@@ -37,9 +37,10 @@ class AttentionGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AttendedPool:
-    """A pool `[layers, blocks, 2, kv_heads, block_size, head_dim]` of every KV block, and how layers attend over it."""
+    """A pool `[planes, blocks, 2, kv_heads, block_size, head_dim]` of every KV block, and how layers attend over it."""
 
     pool: Tensor
+    groups: KVGroups
     geometry: AttentionGeometry
     backend: AttentionBackend
 
@@ -57,7 +58,7 @@ class KVStats:
     """Sizes of the KV memory, and the copies between its tiers since the engine was created."""
 
     block_size: int  # tokens
-    bytes_per_block: int  # all layers
+    bytes_per_block: int  # all its layers
     num_gpu_blocks: int  # the device budget: resident blocks and ring together
     resident_blocks: int
     ring_slots: int  # each holds one layer of one block

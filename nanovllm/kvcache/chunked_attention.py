@@ -8,7 +8,7 @@ for CPU attention go to `CpuAttention`, if there is one: in order with the other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -44,13 +44,13 @@ class CpuAttention(Protocol):
     concurrent: bool  # whether it runs concurrently with the device, or in order with the other groups
 
     def choose(
-        self, reads: Mapping[int | None, Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
-    ) -> Mapping[int | None, Collection[int]]:
-        """Indices of the block reads that the CPU attends to. Both mappings are keyed by sliding window."""
+        self, reads: Sequence[Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
+    ) -> Sequence[Collection[int]]:
+        """Indices of the block reads that the CPU attends to. Reads and result are by KV group."""
         ...
 
-    def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
-        """Prepare the step's groups. Called after the block moves; `plans` is keyed by sliding window."""
+    def begin_step(self, plans: Sequence[LayerPlan]) -> None:
+        """Prepare the step's block groups. Called after the block moves; `plans` are by KV group."""
         ...
 
     def attend_in_order(self, layer: int, group: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
@@ -88,7 +88,7 @@ class OffloadedKVCache(KVCacheBase):
         self.engine = engine
         self.cpu_attention = cpu_attention
         self._stores_scales = has_scales(engine.ring.dtype)
-        self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window
+        self._plans: list[LayerPlan] = []  # of the current step, by KV group
 
     def begin_step(
         self,
@@ -97,29 +97,33 @@ class OffloadedKVCache(KVCacheBase):
         state_moves: Sequence[StateMove] = (),
     ) -> StepTraffic:
         """See `KVCacheBase`. Announces the ring groups of all layers: `attend` must use them up in this order."""
-        engine, windows, block_size = self.engine, self._geometry.windows, self.layout.block_size
-        reads = {window: plan_block_reads(sequences, block_size, window) for window in set(windows)}
-        chosen: Mapping[int | None, Collection[int]] = {}  # reads of the CPU
+        engine, groups = self.engine, self.layout.groups
+        of_groups = [[seq.of_group(index) for seq in sequences] for index in range(len(groups))]
+        reads = [
+            plan_block_reads(of_group, group.block_size, group.window)
+            for of_group, group in zip(of_groups, groups, strict=True)
+        ]
+        chosen: Sequence[Collection[int]] = [()] * len(groups)  # reads of the CPU
         concurrent = False
         if self.cpu_attention is not None:
             chosen, concurrent = self.cpu_attention.choose(reads, sequences), self.cpu_attention.concurrent
-        limits = (block_size, engine.split.resident_blocks, engine.group_slots)
-        self._plans = {
-            window: group_block_reads(of_window, sequences, *limits, chosen.get(window, ()), concurrent)
-            for window, of_window in reads.items()
-        }
+        limits = (engine.split.resident_blocks, engine.group_slots)
+        self._plans = [
+            group_block_reads(of_reads, of_group, group.block_size, *limits, by_cpu, concurrent)
+            for of_reads, of_group, group, by_cpu in zip(reads, of_groups, groups, chosen, strict=True)
+        ]
         engine.move_blocks(moves, state_moves)
         if self.cpu_attention is not None:
             self.cpu_attention.begin_step(self._plans)
         # A shared block is loaded once; its bytes count for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
-        ring = {window: [group.reads for group in plan.ring] for window, plan in self._plans.items()}
-        for window, groups in ring.items():
-            token_bytes = windows.count(window) * self.layout.token_layer_bytes
-            for read in chain.from_iterable(groups):
+        ring = [[block_group.reads for block_group in plan.ring] for plan in self._plans]
+        for group, of_group in zip(groups, ring, strict=True):
+            token_bytes = len(group.layers) * self.layout.token_layer_bytes
+            for read in chain.from_iterable(of_group):
                 traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
                 traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
-        engine.begin([(layer, reads) for layer, window in enumerate(windows) for reads in ring[window]])
+        engine.begin([(plane, uses) for index, plane in groups.of_layer for uses in ring[index]])
         return traffic
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -130,8 +134,9 @@ class OffloadedKVCache(KVCacheBase):
         """
         if self._stores_scales:
             k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
-        window = self._geometry.windows[layer]
-        plan, state, cpu_attention = self._plans[window], self._geometry.before_keys(layer, q), self.cpu_attention
+        index, plane = self.layout.groups.of_layer[layer]
+        window = self.layout.groups[index].window
+        plan, state, cpu_attention = self._plans[index], self._geometry.before_keys(layer, q), self.cpu_attention
         if cpu_attention is not None:
             cpu_attention.start(layer, plan, q)
         for group in plan.items:
@@ -140,7 +145,7 @@ class OffloadedKVCache(KVCacheBase):
                 cpu_attention.attend_in_order(layer, group, q, state)
                 continue
             in_ring = isinstance(group, RingGroup)
-            pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else self.engine.resident[layer]
+            pool = self.engine.acquire(plane, group.reads[0].physical_id) if in_ring else self.engine.resident[plane]
             for index, read in group.written:
                 self._write(read, pool[index], k, v, ctx.sequences)
             if in_ring and group.written:

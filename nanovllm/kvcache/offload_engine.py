@@ -39,7 +39,7 @@ class BlockTokens:
     new_tokens: int
 
 
-RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together; layers share these
+RingUses = tuple[int, Sequence[BlockTokens]]  # a layer's plane, and host blocks that it uses together
 
 
 class OffloadEngine(KVPools):
@@ -85,20 +85,20 @@ class OffloadEngine(KVPools):
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)
         self._groups, self._next = groups, 0
-        for group, (layer, uses) in enumerate(groups[: self._num_groups]):
-            self.load_to_slot_layer(group, layer, uses)
+        for group, (plane, uses) in enumerate(groups[: self._num_groups]):
+            self.load_to_slot_layer(group, plane, uses)
 
-    def acquire(self, layer: int, physical_id: int) -> Tensor:
+    def acquire(self, plane: int, physical_id: int) -> Tensor:
         """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
 
-        layer, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
+        plane, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
         order of `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
-        next_layer, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
-        if not uses or (next_layer, uses[0].physical_id) != (layer, physical_id):
-            announced = f"layer {next_layer} of block {uses[0].physical_id}" if uses else "no further group"
+        next_plane, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
+        if not uses or (next_plane, uses[0].physical_id) != (plane, physical_id):
+            announced = f"plane {next_plane} of block {uses[0].physical_id}" if uses else "no further group"
             raise EngineError(
-                f"the pass attends to a group that begins with layer {layer} of block {physical_id}, but announced "
+                f"the pass attends to a group that begins with plane {plane} of block {physical_id}, but announced "
                 f"{announced} next; attend to the groups in the order given to begin()"
             )
         group = self._next % self._num_groups
@@ -127,17 +127,17 @@ class OffloadEngine(KVPools):
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
-    def fill_buffer(self, index: int, layer: int, use: BlockTokens) -> None:
+    def fill_buffer(self, index: int, plane: int, use: BlockTokens) -> None:
         """Start a layer of the block: load its stored tokens once compute has released the slot."""
-        self.load_to_slot_layer(self._num_groups + index, layer, [use])
+        self.load_to_slot_layer(self._num_groups + index, plane, [use])
 
     def acquire_buffer(self, index: int) -> None:
         """Compute uses the block of `layer_buffer` from now on, after its load."""
         self.order.before_compute(self._num_groups + index)
 
-    def store_buffered(self, index: int, layer: int, use: BlockTokens) -> None:
+    def store_buffered(self, index: int, plane: int, use: BlockTokens) -> None:
         """Copy newly written tokens from the buffer to the host block."""
-        self.offload_slot_layer(self._num_groups + index, layer, [use])
+        self.offload_slot_layer(self._num_groups + index, plane, [use])
 
     def release_buffer(self, index: int) -> None:
         """All attention to the block's layer has been issued on the compute stream."""
@@ -145,17 +145,17 @@ class OffloadEngine(KVPools):
 
     # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
-    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
+    def load_to_slot_layer(self, group: int, plane: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
         stream = self.order.before_fill(group)
-        self._copy(group, layer, uses, "h2d", stream)
+        self._copy(group, plane, uses, "h2d", stream)
         self.order.after_fill(group, stream)
 
-    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
+    def offload_slot_layer(self, group: int, plane: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
-        self._copy(group, layer, uses, "d2h", self.order.before_store(group))
+        self._copy(group, plane, uses, "d2h", self.order.before_store(group))
 
-    def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
+    def _copy(self, group: int, plane: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
         """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""
         in_buffer = group - self._num_groups
         memory, first_slot = (self.layer_buffer, in_buffer) if in_buffer >= 0 else (self.ring, group * self.group_slots)
@@ -163,7 +163,7 @@ class OffloadEngine(KVPools):
         blocks = [use.physical_id - self.split.resident_blocks for use in uses]
         for first, count in self._runs(blocks, tokens):
             first_token = 0 if kind == "h2d" else uses[first].stored_tokens
-            host = self.host[blocks[first], layer]
+            host = self.host[blocks[first], plane]
             self._copy_run(memory[first_slot + first], host, first_token, tokens[first], count, kind, stream)
 
     def _runs(self, blocks: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:

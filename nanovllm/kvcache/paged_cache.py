@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, Sequence
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import narrow_, store_kv
 from nanovllm.ops.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """What the layers of a KV group share in a step."""
+
+    slots: Tensor  # the slot mapping
+    table: AttentionMetadata
+    few_rows: PagedStep | None  # faster attention for steps of few rows on the CPU
+
+    def blocks(self, pool: Tensor, block_size: int, *, written: bool = False) -> Iterator[Tensor]:
+        """One plane of the blocks that the step attends to, or only of those that it writes, once each."""
+        seen = {
+            block: None
+            for seq in self.table.sequences
+            for block in seq.block_table[(seq.context_len - seq.first_position) // block_size if written else 0 :]
+        }
+        yield from (pool[block] for block in seen)
 
 
 class PagedKVCache(KVCacheBase):
@@ -36,13 +55,9 @@ class PagedKVCache(KVCacheBase):
         pools = KVPools(device, layout, dtype, DeviceSplit(0, num_blocks), num_swap_blocks=num_swap_blocks)
         super().__init__(pools, geometry, backend, num_blocks)
         self._pool = pools.resident
-        self.attended_pool = AttendedPool(self._pool, geometry, backend)
+        self.attended_pool = AttendedPool(self._pool, self.layout.groups, geometry, backend)
         self._sequences: Sequence[SequenceMetadata] = ()  # of the current step
-        # Of the current step: the slot mapping, and the attention metadata by sliding window. Built by the first layer
-        # that attends, since a step with a CUDA graph needs neither.
-        self._slots: Tensor | None = None
-        self._tables: dict[int | None, AttentionMetadata] = {}
-        self._few_rows: dict[int | None, PagedStep] = {}  # faster attention for steps of few rows on the CPU
+        self._groups: list[GroupTables] = []  # of the current step, see `_make_tables`
 
     def begin_step(
         self,
@@ -51,53 +66,47 @@ class PagedKVCache(KVCacheBase):
         state_moves: Sequence[StateMove] = (),
     ) -> StepTraffic:
         self.pools.move_blocks(moves, state_moves)
-        self._sequences, self._slots = sequences, None
+        self._sequences, self._groups = sequences, []
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        slots = self._slots if self._slots is not None else self._make_tables()
-        self._device.declare_kernel("write K/V", writes=self._blocks(layer, written=True))
-        window = self._geometry.windows[layer]
-        few_rows = self._few_rows.get(window)
-        if few_rows is not None:
-            self._device.declare_kernel("attend", reads=self._blocks(layer))
-            few_rows.attend(layer, q, k, v, self._geometry.sinks_of(layer))
+        if not self._groups:
+            self._make_tables()
+        group, plane = self.layout.groups.of_layer[layer]
+        step, window, pool = self._groups[group], self.layout.groups[group].window, self._pool[plane]
+        block_size = self.layout.groups[group].block_size
+        self._device.declare_kernel("write K/V", writes=step.blocks(pool, block_size, written=True))
+        if step.few_rows is not None:
+            self._device.declare_kernel("attend", reads=step.blocks(pool, block_size))
+            step.few_rows.attend(plane, q, k, v, self._geometry.sinks_of(layer))
             self._device.end_kernel()
             return q
-        pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        store_kv(pool, k, v, slots)
+        store_kv(pool, k, v, step.slots)
         state = self._geometry.before_keys(layer, q)
-        self._device.declare_kernel("attend", reads=self._blocks(layer))
-        self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
+        self._device.declare_kernel("attend", reads=step.blocks(pool, block_size))
+        self._backend.attend(q, pool, step.table, state, self._geometry.scale, window)
         self._device.end_kernel()
         return narrow_(q, state.out)
 
-    def _make_tables(self) -> Tensor:
-        """Build the slot mapping and the attention metadata of the current step."""
-        block_size, slots = self.layout.block_size, []
-        for sequence in self._sequences:
-            positions = sequence.positions()
-            blocks = torch.tensor(sequence.block_table)[positions // block_size]
-            slots.append(blocks * block_size + positions % block_size)
-        self._slots = upload(torch.cat(slots), self._device.torch_device)
-        self._tables = {
-            window: AttentionMetadata([seq.visible(window, block_size) for seq in self._sequences])
-            for window in set(self._geometry.windows)
-        }
-        self._few_rows = {}
-        if isinstance(self._backend, NativeAttention) and len(self._slots) <= MAX_STEP_ROWS:
-            dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
-            for window, table in self._tables.items():
-                of_step = (self._slots, table, dtype, heads, scale, window)
-                self._few_rows[window] = PagedStep(self._pool, *of_step, self._backend.num_threads)
-        return self._slots
+    def _make_tables(self) -> None:
+        """Build what the layers of each group share in the current step.
 
-    def _blocks(self, layer: int, *, written: bool = False) -> Iterator[Tensor]:
-        """A layer of the blocks that the step attends to, or only of those that it writes, once each."""
-        block_size, pool = self.layout.block_size, self._pool[layer]
-        blocks = (
-            block
-            for seq in self._sequences
-            for block in seq.block_table[seq.context_len // block_size if written else 0 :]
-        )
-        yield from (pool[block] for block in dict.fromkeys(blocks))
+        The first layer that attends does it, since a step with a CUDA graph needs none of it.
+        """
+        for index, group in enumerate(self.layout.groups):
+            sequences = [sequence.of_group(index) for sequence in self._sequences]
+            visible = [seq.visible(group.window, group.block_size) for seq in sequences]
+            slots = upload(torch.cat([_slots(seq, group.block_size) for seq in sequences]), self._device.torch_device)
+            table, few_rows = AttentionMetadata(visible), None
+            if isinstance(self._backend, NativeAttention) and len(slots) <= MAX_STEP_ROWS:
+                dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
+                of_step = (slots, table, dtype, heads, scale, group.window)
+                few_rows = PagedStep(self._pool, *of_step, self._backend.num_threads)
+            self._groups.append(GroupTables(slots, table, few_rows))
+
+
+def _slots(sequence: SequenceMetadata, block_size: int) -> Tensor:
+    """The slot mapping of a sequence's rows, int64 [query_len]."""
+    first, positions = sequence.context_len // block_size, sequence.positions()
+    blocks = torch.tensor(sequence.block_table[first:])[positions // block_size - first]
+    return blocks * block_size + positions % block_size

@@ -69,20 +69,20 @@ class KVPools:
         layout, first_host = self.layout, self.split.resident_blocks
         dst, src = self._block(move.dst), self._block(move.src)
         kind = MOVE_KINDS[move.src >= first_host][move.dst >= first_host]
-        if move.num_tokens is None:  # one strided copy for all layers
+        if move.num_tokens is None:  # one strided copy for all planes
             dpitch, spitch = (block.stride(0) * block.element_size() for block in (dst, src))
-            width, height = layout.block_layer_bytes, layout.num_layers
+            width, height = layout.block_layer_bytes, layout.planes
             number = self.device.copy_2d(PitchedCopy(dst, src, dpitch, spitch, width, height, kind), stream)
             self.count(kind, number, width * height)
             return
-        # The heads of K and V are equally far apart within a layer only: one strided copy for each layer.
+        # The heads of K and V are equally far apart within a plane only: one strided copy for each of them.
         pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
-        for layer in range(layout.num_layers):
-            self.device.copy_2d(PitchedCopy(dst[layer], src[layer], pitch, pitch, width, height, kind), stream)
-        self.count(kind, 1, layout.num_layers * width * height)
+        for plane in range(layout.planes):
+            self.device.copy_2d(PitchedCopy(dst[plane], src[plane], pitch, pitch, width, height, kind), stream)
+        self.count(kind, 1, layout.planes * width * height)
 
     def _block(self, physical_id: int) -> Tensor:
-        """`[layers, 2, kv_heads, block_size, head_dim]`, each layer contiguous."""
+        """`[planes, 2, kv_heads, block_size, head_dim]`, each plane contiguous."""
         if physical_id < self.split.resident_blocks:
             return self.resident[:, physical_id]
         physical_id -= self.split.resident_blocks

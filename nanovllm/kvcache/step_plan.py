@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from nanovllm.data.kv_groups import first_visible_block
 from nanovllm.kvcache.offload_engine import BlockTokens
-from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata, first_visible_block
+from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class LayerPlan:
 
 def plan_block_reads(sequences: Sequence[SequenceMetadata], block_size: int, window: int | None) -> list[BlockRead]:
     """All block reads of one layer, ordered by the block's index in its sequence. A shared block is read once.
+
+    sequences: with the full block tables of the layer's KV group.
 
     Every sequence reads its blocks in order, whatever the other sequences are and on whichever tier the blocks are, so
     its result depends on neither. Sequences share a block at the same index only, and only a full one.

@@ -96,20 +96,19 @@ def predict_transfers(
     resident_blocks: int,
     context_len: int,
     query_len: int,
-    window: int | None = None,
     cpu_attention: CpuAttentionUse | None = None,
 ) -> TransferCount:
     """What a step copies for a sequence alone whose first `resident_blocks` blocks are on the device.
 
     Of the other blocks, every stored token is loaded once per layer, block by block, and every new token is stored once
-    per layer, with one copy for each block that gets new tokens. With a sliding window, blocks that no new token sees
-    are not loaded. CPU attention saves the loads of full blocks without new tokens.
+    per layer, with one copy for each block that gets new tokens. CPU attention saves the loads of full blocks without
+    new tokens. Of a model without windows: with windows a block's place depends on what was released before
+    (`features.planner.dry_run`).
     """
     block_size, layers = layout.block_size, layout.num_layers
     first = resident_blocks * block_size  # first position on the host
-    seen = 0 if window is None else max(0, context_len - window + 1) // block_size * block_size
     total = context_len + query_len
-    loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
+    loaded, stored = max(0, context_len - first), max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
     spared = 0
     if cpu_attention is not None and query_len <= cpu_attention.most_tokens:

@@ -68,7 +68,7 @@ class KVSizing:
 
     def longest_limit(self, plan: KVPlan) -> str:
         """The name of the limit that ends the longest prompt of `plan`."""
-        if plan.max_model_len == longest_sequence(plan.num_sequence_blocks, self.layout.block_size, self.watermark):
+        if plan.max_model_len == longest_sequence(self.config, self.layout, plan.num_sequence_blocks, self.watermark):
             return "KV memory"
         return "positions" if plan.max_model_len == self.model_max_len else "max_model_len"
 
@@ -101,17 +101,20 @@ class KVSizing:
             counts = free._counts()
             blocks = f"{counts.split.resident_blocks:,} on the device and {counts.num_cpu_blocks:,} on the host"
             needs = f"{free.blocks_for(tokens):,} blocks of {free.layout.block_size:,} tokens"
-            takes = f"its KV cache takes {gib(tokens * free.layout.token_bytes)}"
+            takes = f"its KV cache takes {gib(free.kv_bytes(tokens))}"
             found.append(Advice(f"{takes}: {needs}, and there are {blocks}", free.changes_for(tokens)))
         return found
 
     def blocks_for(self, tokens: int) -> int:
         """The fewest blocks that a sequence of `tokens` tokens fits."""
-        block_size = self.layout.block_size
-        blocks = -(-tokens // block_size)
-        while longest_sequence(blocks, block_size, self.watermark) < tokens:
+        blocks = needed = self.layout.groups.most_blocks(tokens, self.config.chunk)
+        while blocks - int(self.watermark * blocks) < needed:
             blocks += 1
         return blocks
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The most K and V that a sequence of `tokens` tokens keeps at once."""
+        return self.layout.held_bytes(tokens, self.config.chunk)
 
     def host_memory_for(self, tokens: int) -> int | None:
         """The bytes of host memory, in whole GB, with which offload holds `tokens` tokens; None if none do."""
@@ -186,7 +189,7 @@ class KVSizing:
             says = f"the model's positions end at {end}, so shorten the prompt{_extended(longer)}"
             return Advice(f"{says}; {fits}", longer)
         held = (
-            f"its KV cache takes {gib(tokens * self.layout.token_bytes)}, and the engine has "
+            f"its KV cache takes {gib(self.kv_bytes(tokens))}, and the engine has "
             f"{plan.split.resident_blocks} blocks of {self.layout.block_size} tokens on the device and "
             f"{plan.num_cpu_blocks} on the host"
         )
@@ -216,7 +219,7 @@ class KVSizing:
         config, old, memory = replace(self.config, **arguments), self.layout, self.memory
         if config.kv_cache_dtype != self.config.kv_cache_dtype:
             shape = (old.num_layers, old.num_kv_heads, old.head_dim, old.block_size, old.itemsize)
-            old = KVLayout.of(config.kv_cache_dtype, *shape)
+            old = replace(KVLayout.of(config.kv_cache_dtype, *shape), windows=old.windows)
         if self.memory_of is not None and any(name in arguments for name in MEMORY_TAKERS):
             memory = self.memory_of(config)
         block_size = block_size_of(config, old.token_layer_bytes, self.model_max_len)
@@ -293,7 +296,7 @@ class KVSizing:
         config, switch = self.config, {"enable_cpu_offload": True}
         if config.num_gpu_blocks == -1:
             return switch if self._holds(tokens, switch) else switch | {"kvcache_block_size": self.layout.block_size}
-        resident = split_device(config.num_gpu_blocks, self.layout.num_layers).resident_blocks
+        resident = split_device(config.num_gpu_blocks, self.layout.planes).resident_blocks
         counted = switch | {"num_cpu_blocks": self.blocks_for(tokens) - resident}
         return counted if config.kvcache_block_size else counted | {"kvcache_block_size": self.layout.block_size}
 

@@ -1,16 +1,19 @@
 """All shapes, byte sizes and pitches of KV memory, and the tokens in a block where the user names no number.
 
-A block is `[2, kv_heads, block_size, head_dim]` for each layer, K before V and heads before tokens. The device pool is
-layer-major, so that one layer's pool is one tensor; the host pool is block-major, so that one layer of one block is
-contiguous for streaming, and so are all layers of a block. A ring slot holds one layer of one block. In 8 bits a row of
+A block is `[2, kv_heads, block_size, head_dim]` for each of its layers, K before V and heads before tokens. Each layer
+of its KV group has a plane in it (`data.kv_groups`). The device pool is plane-major, so that one layer's pool is one
+tensor; the host pool is block-major, so that one layer of one block is contiguous for streaming, and so are all layers
+of a block. A ring slot holds one layer of one block. In 8 bits a row of
 head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies move it like any other bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nanovllm.config import EngineConfig
+from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.models.spec import DecoderSpec
 
 RESIDENT_BLOCK_SIZE = 256  # fine enough for short requests, coarse enough for the work per block
@@ -19,9 +22,12 @@ LINK_COPY_BYTES = 1 << 20  # a copy of that size takes several times as long as 
 BLOCKS_OF_LONGEST = 128  # a quarter of a request of 1/32 of the longest length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
-    """Geometry of the KV cache. Sizes are in bytes, pitches from the start of one row to the start of the next."""
+    """Geometry of the KV cache. Sizes are in bytes, pitches from the start of one row to the start of the next.
+
+    windows: the sliding window of each layer, None for full attention; () if all layers have that.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -29,6 +35,7 @@ class KVLayout:
     block_size: int
     itemsize: int  # bytes of one element
     scale_bytes: int = 0  # behind the elements of a row; a multiple of itemsize
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(
@@ -37,6 +44,21 @@ class KVLayout:
         """The layout for an engine argument; itemsize: bytes of one element of the model's dtype."""
         plain = cls(num_layers, num_kv_heads, head_dim, block_size, itemsize)
         return plain if kv_cache_dtype == "auto" else replace(plain, itemsize=1, scale_bytes=4)
+
+    @cached_property
+    def groups(self) -> KVGroups:
+        return kv_groups(self.windows or (None,) * self.num_layers, self.block_size)
+
+    @property
+    def planes(self) -> int:
+        """Layers of a block."""
+        return self.groups.planes
+
+    def held_bytes(self, tokens: int, chunk: int | None) -> int:
+        """The most K and V that a sequence of `tokens` tokens keeps at once; chunk: most tokens of it in a step."""
+        return sum(
+            len(group.layers) * self.token_layer_bytes * group.most_tokens(tokens, chunk) for group in self.groups
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -70,18 +92,18 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """One block over all layers."""
-        return self.num_layers * self.block_layer_bytes
+        """One block over all its planes."""
+        return self.planes * self.block_layer_bytes
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
         return (2, self.num_kv_heads, self.block_size, self.row_bytes // self.itemsize)
 
     def device_pool_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (self.num_layers, num_blocks, *self.block_shape)
+        return (self.planes, num_blocks, *self.block_shape)
 
     def host_pool_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (num_blocks, self.num_layers, *self.block_shape)
+        return (num_blocks, self.planes, *self.block_shape)
 
     def ring_shape(self, num_slots: int) -> tuple[int, ...]:
         return (num_slots, *self.block_shape)
@@ -93,7 +115,8 @@ def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayou
     itemsize: bytes of one element of the model's dtype.
     """
     layout = KVLayout.of(config.kv_cache_dtype, spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
-    return replace(layout, block_size=block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
+    block_size = block_size_of(config, layout.token_layer_bytes, spec.max_model_len)
+    return replace(layout, block_size=block_size, windows=spec.kv_windows)
 
 
 def block_size_of(config: EngineConfig, token_layer_bytes: int, model_max_len: int) -> int:

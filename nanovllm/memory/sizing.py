@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
+from nanovllm.data.kv_groups import ANY_LENGTH
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, split_device
@@ -122,9 +123,9 @@ def _plan_tiers(
     num_gpu_blocks, num_cpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout)), 0
     split = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks)
     if config.enable_cpu_offload:
-        split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
+        split = split_device(num_gpu_blocks, layout.planes, layout.block_layer_bytes)
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
-    longest = min(wanted_len, longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark))
+    longest = min(wanted_len, longest_sequence(config, layout, split.resident_blocks + num_cpu_blocks, watermark))
     used = NO_LAYERWISE
     if reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
         used = divide_memory(layout, token_bytes, reserved_bytes, longest, config.max_num_batched_tokens)
@@ -149,7 +150,7 @@ def _useful_blocks(
     """
 
     def blocks_of(sequences: int) -> int:
-        return int(sequences * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
+        return int(sequences * layout.groups.most_blocks(wanted_len, config.chunk) * (1 + 2 * watermark)) + 1
 
     useful = blocks_of(config.max_num_seqs)
     if memory.tiers_share_memory:
@@ -157,9 +158,9 @@ def _useful_blocks(
     return useful
 
 
-def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
+def longest_sequence(config: EngineConfig, layout: KVLayout, num_blocks: int, watermark: float) -> int:
     """Tokens of the longest sequence that fits `num_blocks` blocks, of which the share `watermark` stays free."""
-    return (num_blocks - int(watermark * num_blocks)) * block_size
+    return layout.groups.longest_sequence(num_blocks - int(watermark * num_blocks), config.chunk)
 
 
 def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> LayerwiseMemory:
@@ -224,7 +225,7 @@ def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 def _fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """The fewest blocks of the device: under offload the ring."""
-    return -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else MIN_GPU_BLOCKS
+    return -split_device(0, layout.planes).resident_blocks if config.enable_cpu_offload else MIN_GPU_BLOCKS
 
 
 def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
@@ -242,8 +243,9 @@ def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: i
         return blocks
     if config.enable_cpu_offload and -1 != config.num_gpu_blocks < fewest:
         raise ConfigError(
-            f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
-            f"layers takes {fewest} blocks; raise num_gpu_blocks to at least that, or use -1"
+            f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.planes} "
+            f"layers{'' if len(layout.groups) == 1 else ' in a block'} takes {fewest} blocks; raise num_gpu_blocks to "
+            "at least that, or use -1"
         )
     return config.num_gpu_blocks
 
@@ -294,7 +296,9 @@ def _check_blocks_fit(
     """size: `device_size` or `host_size`."""
     most = max(free, 0) // layout.block_bytes
     (name,) = smaller = size(config, layout, most)
-    remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {most * layout.block_size} tokens"
+    longest = layout.groups.longest_sequence(most, config.chunk)
+    tokens = f"{longest} tokens" if longest < ANY_LENGTH else "sequences of any length"
+    remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {tokens}"
     possible = most >= MIN_GPU_BLOCKS if size is device_size else most > 0 or name == "num_cpu_blocks"
     what = f"{name}={getattr(config, name)}: its KV cache takes"
     check_fits(what, blocks * layout.block_bytes, free, where, remedy, [smaller] if possible else [])
@@ -304,10 +308,9 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
     if plan.max_model_len < 1:
         names = [*device_size(config, layout, 0), *host_size(config, layout, 0)]
         given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-        raise CacheTooSmallError(
-            f"{given}: the ring takes all KV blocks and leaves none for a sequence",
-            plan,
-        )
+        left, least = plan.num_sequence_blocks, layout.groups.most_blocks(1, config.chunk)
+        leaves = f"{left}, and a sequence needs {least}" if left else "none for a sequence"
+        raise CacheTooSmallError(f"{given}: the ring takes all KV blocks and leaves {leaves}", plan)
     if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
         raise CacheTooSmallError(
             f"max_model_len={config.max_model_len}: the KV cache holds {plan.num_sequence_blocks} blocks of "
@@ -355,8 +358,9 @@ def check_step_fits(spec: DecoderSpec, itemsize: int, config: EngineConfig, free
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        block_size = layout_of(config, spec, itemsize).block_size
-        tokens, seqs = min(tokens, blocks * block_size), min(seqs, blocks)
+        layout = layout_of(config, spec, itemsize)
+        blocks //= len(layout.groups)  # each token is in a block of every group
+        tokens, seqs = min(tokens, blocks * layout.block_size), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
     least = least_step_bytes(spec, itemsize, tokens, seqs)
     check_fits(what, least, free, "next to the weights the device has", "lower them")

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from nanovllm.data.kv_groups import first_visible_block
 from nanovllm.ops.row_kernels import filled
 from nanovllm.ops.upload import upload
 
@@ -28,8 +29,8 @@ class SequenceMetadata:
     Rows `[query_start, query_start + query_len)` of the batch are the tokens at positions
     `[context_len, context_len + query_len)` of the sequence. The blocks of `block_table` follow each other in the
     sequence and hold its keys at positions `[first_position, kv_end)`; memory beyond `kv_end` is undefined and must not
-    influence the result. The engine describes a sequence by its full block table, whose ids are physical block ids. A
-    call to a kernel takes a part of it, with ids that index the kernel's pool
+    influence the result. The engine describes a sequence by its full block tables, one for each KV group, whose ids are
+    physical block ids. A call to a kernel takes a part of one of them, with ids that index the kernel's pool
     `[blocks, 2, kv_heads, block_size, head_dim]` (K, then V).
     """
 
@@ -39,11 +40,21 @@ class SequenceMetadata:
     first_position: int  # of the first block
     kv_end: int
     block_table: Sequence[int]
+    other_tables: Sequence[Sequence[int]] = ()  # full block tables of the KV groups after the first
 
     @classmethod
-    def full(cls, query_start: int, query_len: int, context_len: int, block_table: Sequence[int]) -> SequenceMetadata:
-        """Attention to all keys of the sequence, up to its last query row."""
-        return cls(query_start, query_len, context_len, 0, context_len + query_len, block_table)
+    def full(
+        cls, query_start: int, query_len: int, context_len: int, block_table: Sequence[int], *others: Sequence[int]
+    ) -> SequenceMetadata:
+        """Attention to all keys of the sequence, up to its last query row. others: tables of further KV groups."""
+        return cls(query_start, query_len, context_len, 0, context_len + query_len, block_table, others)
+
+    def of_group(self, group: int) -> SequenceMetadata:
+        """The same rows with the full block table of one KV group alone."""
+        if not self.other_tables:
+            return self
+        table = self.other_tables[group - 1] if group else self.block_table
+        return replace(self, block_table=table, other_tables=())
 
     @property
     def total_len(self) -> int:
@@ -58,11 +69,6 @@ class SequenceMetadata:
         """The same rows of a full block table, without the blocks that a sliding window hides from all of them."""
         first = first_visible_block(self.context_len, window, block_size)
         return replace(self, first_position=first * block_size, block_table=self.block_table[first:])
-
-
-def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that a query at position `context_len` or later can see."""
-    return 0 if window is None else max(0, context_len - window + 1) // block_size
 
 
 class AttentionMetadata:

@@ -29,7 +29,7 @@ def measure_bandwidths(
     """
     device, layout, dtype = engine.device, engine.layout, engine.host.dtype
     most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
-    shape = (min(most, layout.num_layers * engine.num_host_blocks), *layout.block_shape)
+    shape = (min(most, layout.planes * engine.num_host_blocks), *layout.block_shape)
     host, on_device = device.empty_host("probe", shape, dtype), device.empty("probe", shape, dtype)
     host.zero_()
     link = host.nbytes / _seconds_of_copies(device, on_device, host, layout.block_layer_bytes)

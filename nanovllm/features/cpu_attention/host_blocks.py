@@ -119,17 +119,17 @@ class HostBlockAttention:
     # ---- steps
 
     def choose(
-        self, reads: Mapping[int | None, Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
-    ) -> dict[int | None, frozenset[int]]:
+        self, reads: Sequence[Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
+    ) -> list[frozenset[int]]:
         """See `CpuAttention`. First corrects the rates from what earlier steps achieved; waits for nothing."""
         if self._concurrent is not None:
             self.policy.observe(self._device.link_busy(), self._concurrent.busy())
         num_short = leading_short(sequences, self._max_query_len, MAX_CPU_ATTENTION_TOKENS)
-        return {window: self._choose(window_reads, num_short) for window, window_reads in reads.items()}
+        return [self._choose(of_group, num_short) for of_group in reads]
 
-    def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
+    def begin_step(self, plans: Sequence[LayerPlan]) -> None:
         """Order the step's reads of the host pool after earlier stores to it. No step writes a block that it reads."""
-        if any(plan.cpu_attention_groups for plan in plans.values()):
+        if any(plan.cpu_attention_groups for plan in plans):
             self._engine.order.before_cpu_attention()
         if self._concurrent is not None:
             self._concurrent.begin_step(plans)
@@ -141,16 +141,19 @@ class HostBlockAttention:
     # ---- layers
 
     def attend_in_order(self, layer: int, group: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
-        self._device.declare_kernel("attend on the host", reads=self._memory_of(layer, [group]))
-        pool = self._engine.host[:, layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        self._backend.attend(q, pool, group.table, state, self._geometry.scale, self._geometry.windows[layer])
+        groups = self._engine.layout.groups
+        index, plane = groups.of_layer[layer]
+        self._device.declare_kernel("attend on the host", reads=self._memory_of(plane, [group]))
+        pool = self._engine.host[:, plane]  # [blocks, 2, kv_heads, block_size, head_dim]
+        self._backend.attend(q, pool, group.table, state, self._geometry.scale, groups[index].window)
         self._device.end_kernel()
         self._count([group])
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor) -> None:
         if plan.concurrent:
             assert self._concurrent is not None, "a device that shares the host has no concurrent groups"
-            self._concurrent.start(layer, plan, q, self._memory_of(layer, plan.concurrent))
+            plane = self._engine.layout.groups.of_layer[layer][1]
+            self._concurrent.start(layer, plan, q, self._memory_of(plane, plan.concurrent))
             self._count(plan.concurrent)
 
     def merge(self, plan: LayerPlan, state: AttentionState) -> None:
@@ -179,11 +182,11 @@ class HostBlockAttention:
         for group in groups:
             self._engine.count("cpu_attention", len(group.reads), group.stored_tokens * token_bytes)
 
-    def _memory_of(self, layer: int, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
+    def _memory_of(self, plane: int, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
         first_host_id = self._engine.split.resident_blocks
         for group in groups:
             for read in group.reads:
-                yield self._engine.host[read.physical_id - first_host_id, layer][:, :, : read.stored_tokens]
+                yield self._engine.host[read.physical_id - first_host_id, plane][:, :, : read.stored_tokens]
 
 
 class ConcurrentCpuAttention:
@@ -196,13 +199,16 @@ class ConcurrentCpuAttention:
         self._num_threads = num_threads
         self._staging = Staging(engine, geometry)
         self._meter = Meter()
-        self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
+        self._prepared: Mapping[int, HostAttention] = {}  # of the step, by KV group
         self._launched = False  # in the current step
         engine.order.add_cpu_attention_streams()
 
-    def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
-        """Prepare the concurrent groups of the plans, which are keyed by sliding window."""
-        self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.concurrent}
+    def begin_step(self, plans: Sequence[LayerPlan]) -> None:
+        """Prepare the concurrent block groups of the plans, which are by KV group."""
+        windows = [group.window for group in self._engine.layout.groups]
+        self._prepared = {
+            index: self._prepare(plan, windows[index]) for index, plan in enumerate(plans) if plan.concurrent
+        }
 
     def end_step(self) -> None:
         """Raises EngineError if a task of the step failed. On some devices, streams that wait for a task do not."""
@@ -232,8 +238,8 @@ class ConcurrentCpuAttention:
             writes=(staging.used(staging.host_partial, rows),),
             stream=stream,
         )
-        attention = self._prepared[self._geometry.windows[layer]]
-        stream.launch(attention.task(layer * self._engine.layout.block_layer_bytes))
+        group, plane = self._engine.layout.groups.of_layer[layer]
+        stream.launch(self._prepared[group].task(plane * self._engine.layout.block_layer_bytes))
         self._launched = True
         staging.copy_partial(rows, order.before_partial())
         order.after_partial()

@@ -221,12 +221,12 @@ def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfi
     spec = model.spec
     if config.enable_cpu_offload:
         return None
-    shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
+    layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
+    shape = layout.block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
-    pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
-    windows = tuple(spec.sliding_windows)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, windows, model.dtype, model.sinks)
-    return AttendedPool(pool, geometry, backend)
+    pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(layout.planes, 1, *shape)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, model.dtype, model.sinks)
+    return AttendedPool(pool, layout.groups, geometry, backend)
 
 
 def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
@@ -234,4 +234,4 @@ def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -
     attention = None if attended is None else row_attention(attended.backend)
     if attended is None or attention is None:
         return None
-    return DecodeTables(attended.pool, attended.geometry, attention, max_rows, max_len)
+    return DecodeTables(attended.pool, attended.groups, attended.geometry, attention, max_rows, max_len)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nanovllm.data.kv_groups import KVGroup, KVGroups
 from nanovllm.device import Device
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.ops.attention import (
@@ -14,7 +15,6 @@ from nanovllm.ops.attention import (
     DeviceMetadata,
     RowAttention,
     SequenceMetadata,
-    first_visible_block,
 )
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import refill
@@ -27,61 +27,72 @@ class DecodeTables:
     """
 
     def __init__(
-        self, pool: Tensor, geometry: AttentionGeometry, attention: RowAttention, max_rows: int, max_len: int
+        self,
+        pool: Tensor,
+        groups: KVGroups,
+        geometry: AttentionGeometry,
+        attention: RowAttention,
+        max_rows: int,
+        max_len: int,
     ) -> None:
-        """pool: `[layers, blocks, 2, kv_heads, block_size, head_dim]`; max_len: tokens of the longest sequence."""
+        """pool: `[planes, blocks, 2, kv_heads, block_size, head_dim]`; max_len: tokens of the longest sequence."""
         self._pool = pool
+        self._groups = groups
         self._geometry = geometry
         self._attention = attention
-        self._block_size = pool.shape[4]
-        self._max_blocks = {window: self._most_blocks(window, max_len) for window in set(geometry.windows)}
-        self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=pool.device)
-        self._tables = {
-            window: torch.zeros(max_rows * (METADATA_FIELDS + blocks), dtype=torch.int32, device=pool.device)
-            for window, blocks in self._max_blocks.items()
-        }  # for each window: the metadata of all rows, then their blocks
+        self._max_blocks = [group.most_blocks(max_len, chunk=1) for group in groups]  # that a row can see
+        device = pool.device
+        self._slots = [torch.full((max_rows,), -1, dtype=torch.int64, device=device) for _ in groups]
+        # For each group: the metadata of all rows, then their blocks.
+        self._tables = [
+            torch.zeros(max_rows * (METADATA_FIELDS + blocks), dtype=torch.int32, device=device)
+            for blocks in self._max_blocks
+        ]
 
     def fill(self, sequences: Sequence[SequenceMetadata], rows: int) -> None:
         """Take the sequences of a step, each of which computes one token, before a graph of `rows` rows is replayed."""
-        size = self._block_size
-        slots = [seq.block_table[seq.context_len // size] * size + seq.context_len % size for seq in sequences]
-        refill(self._slots, torch.tensor(slots + [-1] * (rows - len(slots)), dtype=torch.int64))
-        for window, table in self._tables.items():
-            refill(table, self._packed(sequences, rows, window))
+        for index, group in enumerate(self._groups):
+            of_group, size = [seq.of_group(index) for seq in sequences], group.block_size
+            slots = [seq.block_table[seq.context_len // size] * size + seq.context_len % size for seq in of_group]
+            refill(self._slots[index], torch.tensor(slots + [-1] * (rows - len(slots)), dtype=torch.int64))
+            refill(self._tables[index], _packed(of_group, rows, group))
 
     def declare(self, device: Device, sequences: Sequence[SequenceMetadata]) -> None:
         """Declare the blocks that the next replay, over these sequences, reads and writes in all layers."""
-        read = {block for seq in sequences for block in seq.block_table}
-        written = {seq.block_table[seq.context_len // self._block_size] for seq in sequences}
+        read: set[tuple[int, int]] = set()  # plane and block
+        written: set[tuple[int, int]] = set()
+        for index, group in enumerate(self._groups):
+            for seq in (seq.of_group(index).visible(group.window, group.block_size) for seq in sequences):
+                planes, last = range(len(group.layers)), (seq.total_len - seq.first_position - 1) // group.block_size
+                read.update((plane, block) for plane in planes for block in seq.block_table[: last + 1])
+                written.update((plane, seq.block_table[last]) for plane in planes)
         device.declare_kernel(
             "decode graph",
-            reads=(layer[block] for layer in self._pool for block in read),
-            writes=(layer[block] for layer in self._pool for block in written),
+            reads=(self._pool[plane, block] for plane, block in read),
+            writes=(self._pool[plane, block] for plane, block in written),
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `KVCache.attend`, over the sequences that were filled in last when the kernels run."""
-        rows, window, pool = q.shape[0], self._geometry.windows[layer], self._pool[layer]
-        store_kv(pool, k, v, self._slots[:rows])
-        packed = self._tables[window]
+        group, plane = self._groups.of_layer[layer]
+        rows, window, pool = q.shape[0], self._groups[group].window, self._pool[plane]
+        store_kv(pool, k, v, self._slots[group][:rows])
+        packed = self._tables[group]
         rows_metadata = packed[: rows * METADATA_FIELDS].view(rows, METADATA_FIELDS)
-        table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
+        table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[group])
         state = self._geometry.before_keys(layer, q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
         return q.copy_(state.out)
 
-    def _packed(self, sequences: Sequence[SequenceMetadata], rows: int, window: int | None) -> Tensor:
-        rows_metadata, blocks, size = [0] * (rows * METADATA_FIELDS), list[int](), self._block_size
-        for row, seq in enumerate(sequences):
-            first = first_visible_block(seq.context_len, window, size)
-            here = seq.block_table[first : -(-seq.total_len // size)]
-            row_metadata = (row, 1, len(blocks), len(here), first * size, seq.total_len, seq.context_len, row)
-            rows_metadata[row * METADATA_FIELDS : (row + 1) * METADATA_FIELDS] = row_metadata
-            blocks += here
-        return torch.tensor(rows_metadata + blocks, dtype=torch.int32)
 
-    def _most_blocks(self, window: int | None, max_len: int) -> int:
-        """The most blocks that a row can see: those of the longest sequence, or those that a window can overlap."""
-        size = self._block_size
-        longest = -(-max_len // size)
-        return longest if window is None else min(longest, (window + size - 2) // size + 1)
+def _packed(sequences: Sequence[SequenceMetadata], rows: int, group: KVGroup) -> Tensor:
+    """The metadata of `rows` rows and their blocks, as `DeviceMetadata.of_rows` takes them, int32."""
+    rows_metadata, blocks = [0] * (rows * METADATA_FIELDS), list[int]()
+    for row, seq in enumerate(sequences):
+        first = group.first_visible(seq.context_len)
+        here = seq.block_table[first : group.num_blocks(seq.total_len)]
+        position = first * group.block_size
+        row_metadata = (row, 1, len(blocks), len(here), position, seq.total_len, seq.context_len, row)
+        rows_metadata[row * METADATA_FIELDS : (row + 1) * METADATA_FIELDS] = row_metadata
+        blocks += here
+    return torch.tensor(rows_metadata + blocks, dtype=torch.int32)

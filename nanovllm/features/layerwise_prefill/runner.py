@@ -1,9 +1,11 @@
 """Layer-by-layer prefill on the runner's side: the hidden states of one long prompt, between steps, and its KV.
 
-While a layer runs, all its KV of the sequence is on the device. Resident blocks are used in place. For each other block
-the layer buffer has a block with the same index. When a layer begins, the tokens that the host holds are loaded into
-the buffer. Chunks write their K/V into it. A block is stored to the host once, when the last token that the prefill
-adds to it is written. When all chunks have attended, the buffer is released for the next layer.
+While a layer runs, all its KV that it attends to is on the device. Resident blocks are used in place. For each other
+block the layer buffer has a block with the same index. When a layer begins, the tokens that the host holds are loaded
+into the buffer. Chunks write their K/V into it. A block is stored to the host once, when the last token that the
+prefill adds to it is written. When all chunks have attended, the buffer is released for the next layer.
+
+Blocks of the prefill that lie behind a layer's window at its end are in the buffer alone: the sequence has holes there.
 """
 
 from __future__ import annotations
@@ -16,17 +18,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import Batch, LayerwiseStep, ScheduledSequence
+from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.model_runner import AdapterManager, ComputedRows
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    SequenceMetadata,
-    first_visible_block,
-)
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.row_kernels import as_stored, narrow_
 from nanovllm.ops.upload import upload
 
@@ -72,7 +70,7 @@ class LayerwisePass:
             self.state = None  # frees the hidden states of an earlier prefill before the new ones are allocated
             self.state = LayerwiseState(seq.seq_id, 0, self._embed(seq))
         assert self.state is not None and (self.state.seq_id, self.state.next_layer_chunk) == (seq.seq_id, first)
-        h2d_bytes, d2h_bytes = self._kv_cache.begin_part(seq.layerwise, seq.block_table)
+        h2d_bytes, d2h_bytes = self._kv_cache.begin_part(seq.layerwise, seq.block_tables)
         return StepTraffic([h2d_bytes], [d2h_bytes])
 
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
@@ -105,7 +103,7 @@ class LayerwisePass:
         self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor, kv_cache: KVCache
     ) -> None:
         where = part.layerwise.positions(layer_chunk)
-        chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
+        chunk = SequenceMetadata.full(0, len(where), where.start, *seq.block_tables)
         positions = torch.arange(where.start, where.stop, device=x.device)
         adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
         ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters)
@@ -121,41 +119,46 @@ class LayerwiseKVCache:
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend) -> None:
         self._engine = engine
+        self._groups = engine.layout.groups
         self._geometry = geometry
         self._backend = backend
         self._part: LayerwiseStep
-        self._block_table: Sequence[int] = ()  # of the sequence, in this step
-        self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
+        self._block_tables: Sequence[Sequence[int]] = ()  # of the sequence, in this step
+        self._tables: dict[tuple[int, int], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and KV group
         self._num_acquired = 0  # blocks of the current layer whose loads compute has waited for, or does not use
 
-    def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
+    def begin_part(self, part: LayerwiseStep, block_tables: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Start the loads, after the step's block moves. Returns the bytes that the part loads and stores.
 
-        block_table: physical ids of the blocks that hold positions [0, end) of the prefill. They may differ from those
-        of the part before: a block that has moved to the device since is used there from now on.
+        block_tables: by KV group, physical ids of the blocks that hold positions [0, end) of the prefill. They may
+        differ from those of the part before: a block that has moved to the device since is used there from now on.
         """
-        self._part, self._block_table, self._tables = part, block_table, {}
+        self._part, self._block_tables, self._tables = part, block_tables, {}
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
         if part.first_layer_chunk % part.layerwise.num_chunks == 0:
             self._fill(part.layerwise.layer(part.first_layer_chunk))
         begun = [part.layerwise.layer(each) for each in layer_chunks if each % part.layerwise.num_chunks == 0]
         loaded = sum(use.stored_tokens for layer in begun for _, use in self._uses(layer))
-        stored = sum(count for each in layer_chunks for _, _, count in self._stores(part.layerwise.positions(each)))
+        stored = sum(
+            count
+            for each in layer_chunks
+            for _, _, count in self._stores(part.layerwise.layer(each), part.layerwise.positions(each))
+        )
         token_bytes = self._engine.layout.token_layer_bytes
         return loaded * token_bytes, stored * token_bytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
-        state, window, total_len = self._geometry.before_keys(layer, q), self._geometry.windows[layer], chunk.total_len
-        visible = self._visible(chunk, window)
-        self._acquire(visible)
+        (group, plane), state, total_len = self._where(layer), self._geometry.before_keys(layer, q), chunk.total_len
+        window, visible = self._groups[group].window, self._visible(chunk, group)
+        self._acquire(layer, visible)
         self._write(layer, chunk, as_stored(k, self._engine.ring.dtype), as_stored(v, self._engine.ring.dtype))
         blocks = ((index, self._block(layer, index)) for index in visible)
         held = (block[:, :, : total_len - index * self._block_size] for index, block in blocks)
         self._engine.device.declare_kernel("attend", reads=held)
-        for in_buffer, table in self._groups(chunk, window):
-            pool = self._engine.layer_buffer if in_buffer else self._engine.resident[layer]
+        for in_buffer, table in self._block_groups(chunk, group):
+            pool = self._engine.layer_buffer if in_buffer else self._engine.resident[plane]
             self._backend.attend(q, pool, table, state, self._geometry.scale, window)
         self._engine.device.end_kernel()
         if total_len == self._part.layerwise.end:
@@ -165,28 +168,28 @@ class LayerwiseKVCache:
     def end_part(self) -> None:
         """Release the buffer if the part ends within a layer. Call it after the last layer chunk of the part."""
         if self._part.end_layer_chunk % self._part.layerwise.num_chunks:
-            self._release()
+            self._release(self._part.layerwise.layer(self._part.end_layer_chunk))
 
     # ---- the layer buffer
 
     def _fill(self, layer: int) -> None:
         self._num_acquired = 0
         for index, use in self._uses(layer):
-            self._engine.fill_buffer(index, layer, use)
+            self._engine.fill_buffer(index, self._where(layer)[1], use)
 
-    def _acquire(self, visible: range) -> None:
+    def _acquire(self, layer: int, visible: range) -> None:
         """Let compute wait for the loads of these blocks, each once in a layer: a layer has many chunks."""
-        for index in self._on_host(range(max(visible.start, self._num_acquired), visible.stop)):
+        for index in self._in_buffer(layer, range(max(visible.start, self._num_acquired), visible.stop)):
             self._engine.acquire_buffer(index)
         self._num_acquired = visible.stop
 
     def _uses(self, layer: int) -> Iterator[tuple[int, BlockTokens]]:
         """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
-        layerwise = self._part.layerwise
-        first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
-        for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
+        layerwise, group = self._part.layerwise, self._where(layer)[0]
+        first = self._groups[group].first_visible(layerwise.begin)
+        for index in self._in_buffer(layer, range(first, self._num_blocks(layerwise.end))):
             stored = min(max(layerwise.begin - index * self._block_size, 0), self._block_size)
-            yield index, BlockTokens(self._block_table[index], stored, 0)
+            yield index, BlockTokens(self._block_tables[group][index], stored, 0)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
@@ -199,25 +202,28 @@ class LayerwiseKVCache:
             self._engine.device.declare_kernel("write K/V", writes=(new,))
             new[0] = k[rows].transpose(0, 1)
             new[1] = v[rows].transpose(0, 1)
-        for index, first_token, count in self._stores(positions):
-            self._engine.store_buffered(index, layer, BlockTokens(self._block_table[index], first_token, count))
+        group, plane = self._where(layer)
+        for index, first_token, count in self._stores(layer, positions):
+            use = BlockTokens(self._block_tables[group][index], first_token, count)
+            self._engine.store_buffered(index, plane, use)
 
-    def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
+    def _stores(self, layer: int, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
-        layerwise = self._part.layerwise
-        for index in self._on_host(range(positions.start // self._block_size, self._num_blocks(positions.stop))):
+        layerwise, table = self._part.layerwise, self._block_tables[self._where(layer)[0]]
+        blocks = range(positions.start // self._block_size, self._num_blocks(positions.stop))
+        for index in self._in_buffer(layer, blocks):
             first = index * self._block_size
             begin, end = max(layerwise.begin, first), min(layerwise.end, first + self._block_size)
-            if end <= positions.stop:
+            if end <= positions.stop and table[index] != HOLE:
                 yield index, begin - first, end - begin
 
     def _end_layer(self, layer: int) -> None:
-        self._release()
+        self._release(layer)
         if (layer + 1) * self._part.layerwise.num_chunks < self._part.end_layer_chunk:
             self._fill(layer + 1)
 
-    def _release(self) -> None:
-        for index in self._on_host(range(self._num_blocks(self._part.layerwise.end))):
+    def _release(self, layer: int) -> None:
+        for index in self._in_buffer(layer, range(self._num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
     # ---- where blocks are
@@ -229,38 +235,47 @@ class LayerwiseKVCache:
     def _num_blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _visible(self, chunk: SequenceMetadata, window: int | None) -> range:
+    def _where(self, layer: int) -> tuple[int, int]:
+        """The KV group and the plane of the layer."""
+        return self._groups.of_layer[layer]
+
+    def _visible(self, chunk: SequenceMetadata, group: int) -> range:
         """The blocks that some row of the chunk attends to."""
-        first = first_visible_block(chunk.context_len, window, self._block_size)
-        return range(first, self._num_blocks(chunk.total_len))
+        return range(self._groups[group].first_visible(chunk.context_len), self._num_blocks(chunk.total_len))
 
-    def _is_on_host(self, index: int) -> bool:
-        return self._block_table[index] >= self._engine.split.resident_blocks
+    def _is_in_buffer(self, group: int, index: int) -> bool:
+        block = self._block_tables[group][index]
+        return block == HOLE or block >= self._engine.split.resident_blocks
 
-    def _on_host(self, indices: range) -> Iterator[int]:
-        return filter(self._is_on_host, indices)
+    def _in_buffer(self, layer: int, indices: range) -> Iterator[int]:
+        group = self._where(layer)[0]
+        return (index for index in indices if self._is_in_buffer(group, index))
 
     def _block(self, layer: int, index: int) -> Tensor:
         """One layer of a block, `[2, kv_heads, block_size, head_dim]`."""
-        if self._is_on_host(index):
+        group, plane = self._where(layer)
+        if self._is_in_buffer(group, index):
             return self._engine.layer_buffer[index]
-        return self._engine.resident[layer, self._block_table[index]]
+        return self._engine.resident[plane, self._block_tables[group][index]]
 
-    def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:
+    def _block_groups(self, chunk: SequenceMetadata, group: int) -> list[tuple[bool, AttentionMetadata]]:
         """The blocks that the chunk attends to, in groups of consecutive ones in the same pool: (in buffer?, table)."""
-        key = chunk.context_len, window
+        key = chunk.context_len, group
         if key not in self._tables:
-            groups = groupby(self._visible(chunk, window), self._is_on_host)
-            self._tables[key] = [(on_host, self._table(chunk, list(indices), on_host)) for on_host, indices in groups]
+            block_groups = groupby(self._visible(chunk, group), lambda index: self._is_in_buffer(group, index))
+            self._tables[key] = [
+                (in_buffer, self._table(chunk, group, list(indices), in_buffer)) for in_buffer, indices in block_groups
+            ]
         return self._tables[key]
 
-    def _table(self, chunk: SequenceMetadata, indices: list[int], in_buffer: bool) -> AttentionMetadata:
+    def _table(self, chunk: SequenceMetadata, group: int, indices: list[int], in_buffer: bool) -> AttentionMetadata:
+        table = self._block_tables[group]
         metadata = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
             context_len=chunk.context_len,
             first_position=indices[0] * self._block_size,
             kv_end=min(chunk.total_len, (indices[-1] + 1) * self._block_size),
-            block_table=indices if in_buffer else [self._block_table[index] for index in indices],
+            block_table=indices if in_buffer else [table[index] for index in indices],
         )
         return AttentionMetadata([metadata])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.data.batch import LayerwiseStep, ScheduledSequence, Tier
+from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduler import SchedulerLimits
@@ -24,17 +25,19 @@ class LayerwiseScheduler:
 
     def plan(self, seq: Sequence) -> None:
         """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
-        block_size, chunk, memory = self._manager.block_size, self._limits.chunk, self._limits.layerwise_memory
+        group, chunk, memory = self._manager.groups[0], self._limits.chunk, self._limits.layerwise_memory
         begin, end = seq.num_computed, seq.end
+        seq.layerwise = None
         if seq.snapshots_due and seq.snapshots_due[-1] > begin:  # the last snapshot; those before it are left out
             end = seq.snapshots_due[-1]
-        reach = longest_prefill(block_size, begin, end, chunk, memory)
+        reach = longest_prefill(group.block_size, begin, end, chunk, memory)
         if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
-            seq.layerwise = None
             return
-        tier_of, blocks = self._manager.tiers.tier_of, seq.block_table[: -(-reach // block_size)]
-        on_host = [index for index, block in enumerate(blocks) if tier_of(block) is Tier.HOST]
-        seq.layerwise = plan_prefill(on_host, block_size, begin, end, chunk, memory)
+        tier_of, blocks = self._manager.tiers.tier_of, seq.block_tables[0][: group.num_blocks(reach)]
+        on_host = [index for index, block in enumerate(blocks) if block != HOLE and tier_of(block) is Tier.HOST]
+        planned = plan_prefill(on_host, group.block_size, begin, end, chunk, memory)
+        if planned is not None and self._manager.hold_part(seq, planned.end):
+            seq.layerwise = planned
 
     def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
         """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.

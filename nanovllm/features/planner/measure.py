@@ -366,7 +366,7 @@ def _written(memory: Tensor) -> Tensor:
 
 def _geometry(probe: Probe) -> AttentionGeometry:
     spec = probe.model.spec
-    return AttentionGeometry(spec.attention_scale, spec.num_heads, spec.sliding_windows, probe.model.dtype)
+    return AttentionGeometry(spec.attention_scale, spec.num_heads, probe.model.dtype)
 
 
 # ---- this machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.layers.sharding import all_reduce_bytes
 from nanovllm.memory.layout import KVLayout
@@ -29,9 +29,9 @@ class Network:
 
     def layout(self, block_size: int) -> KVLayout:
         spec = self.spec
-        return KVLayout.of(
-            self.kv_cache_dtype, spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
-        )
+        heads = (spec.most_kv_heads, spec.head_dim)
+        layout = KVLayout.of(self.kv_cache_dtype, spec.num_kv_layers, *heads, block_size, self.itemsize)
+        return replace(layout, windows=spec.kv_windows)
 
     @property
     def weight_bytes(self) -> int:
@@ -71,12 +71,6 @@ class Network:
         total = context_len + query_len
         tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.kv_windows)
         return tokens * self.layout(1).token_layer_bytes
-
-    def num_block_reads(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:
-        """Blocks that pass through the ring, summed over layers: the visible ones on the host and those written."""
-        end = -(-(context_len + query_len) // block_size)
-        first = (max(0, context_len - (window or end * block_size) + 1) for window in self.spec.kv_windows)
-        return sum(max(0, end - max(resident_blocks, position // block_size)) for position in first)
 
 
 def _keys(context_len: int, query_len: int, window: int | None) -> int:

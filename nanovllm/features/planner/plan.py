@@ -5,16 +5,18 @@ It is for an engine that exists, for this machine, or for the one that the flags
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.data.batch import LayerwisePrefill
+from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
+from nanovllm.features.planner.dry_run import StepMoves, dry_run
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Prediction, Rates, StepModel, total
 from nanovllm.formats.hub import find_directory, is_gguf
@@ -52,7 +54,7 @@ class RequestPlan:
     prompt_len: int
     output_len: int
     num_blocks: int
-    kv_bytes: int  # of all computed tokens: all but the last output token
+    kv_bytes: int  # of all computed tokens, all but the last output token, as far as a layer still sees them
     resident_bytes: int  # of kv_bytes, what stays on the device; the rest is streamed
     prefill_transfers: TransferCount
     decode_transfers: TransferCount  # of all output tokens after the first
@@ -93,13 +95,21 @@ class Plan:
 
     @property
     def device_tokens(self) -> int:
-        """Tokens whose KV stays on the device."""
-        return self.kv.split.resident_blocks * self.sizing.layout.block_size
+        """The longest sequence whose KV stays on the device."""
+        groups = self.sizing.layout.groups
+        return min(self._any_length, groups.longest_sequence(self.kv.split.resident_blocks, self.sizing.config.chunk))
+
+    @property
+    def _any_length(self) -> int:
+        """Tokens to name where memory does not limit the length of a sequence."""
+        return self.sizing.model_max_len if all(group.window for group in self.sizing.layout.groups) else ANY_LENGTH
 
     @property
     def cache_tokens(self) -> int:
         """The longest sequence that device and host hold together."""
-        return longest_sequence(self.kv.num_sequence_blocks, self.sizing.layout.block_size, self.sizing.watermark)
+        sizing = self.sizing
+        longest = longest_sequence(sizing.config, sizing.layout, self.kv.num_sequence_blocks, sizing.watermark)
+        return min(self._any_length, longest)
 
     @property
     def cpu_attention(self) -> bool:
@@ -129,50 +139,108 @@ class Plan:
 
     def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
         """The prefill steps of a lone prompt with nothing cached; see `memory.layerwise`."""
-        block_size, resident = self.sizing.layout.block_size, self.kv.split.resident_blocks
-        return prefill_steps(block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
+        layout, resident = self.sizing.layout, self.kv.split.resident_blocks
+        if self._has_windows:
+            return [step for step, _ in self._dry_run(self._step_model, prompt_len, 1).steps]
+        return prefill_steps(layout.block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
 
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
-        layout, split = self.sizing.layout, self.kv.split
-        model = StepModel(
-            self.network,
-            self.rates,
-            layout,
-            split.resident_blocks,
-            split.ring_slots,
-            cpu_attention=self.cpu_attention,
-            one_processor=self.sizing.memory.tiers_share_memory,
-        )
-        computed = prompt_len + output_len - 1
-        steps = self.prefill_steps(prompt_len)
-        moved = [model.transfers(step.begin, step.end - step.begin, step.num_chunks > 1) for step in steps]
-        contexts = range(prompt_len, computed)
-        decode = [model.transfers(context, 1) for context in contexts or [prompt_len]]
+        model = self._step_model
+        plan = self._dry_run if self._has_windows else self._by_formula
+        planned = plan(model, prompt_len, output_len)
+        steps = [each for each in planned.steps if each[0].begin < prompt_len]
+        decodes = planned.steps[len(steps) :]
+        shown = decodes or [planned.next_token]
         return RequestPlan(
             prompt_len=prompt_len,
             output_len=output_len,
-            num_blocks=-(-computed // layout.block_size),
-            kv_bytes=computed * layout.token_bytes,
-            resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
-            prefill_transfers=sum(moved, TransferCount()),
-            decode_transfers=sum(decode[: len(contexts)], TransferCount()),
-            prefill=total([model.prefill(step, step.end == prompt_len) for step in steps]),
-            layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
-            decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
+            num_blocks=planned.num_blocks,
+            kv_bytes=planned.kv_bytes,
+            resident_bytes=planned.resident_bytes,
+            prefill_transfers=sum((moves.transfers for _, moves in steps), TransferCount()),
+            decode_transfers=sum((moves.transfers for _, moves in decodes), TransferCount()),
+            prefill=total([model.prefill(step, step.end == prompt_len, moves) for step, moves in steps]),
+            layer_by_layer=sum(step.end - step.begin for step, _ in steps if step.num_chunks > 1),
+            decode=_mean_decode(model, shown),
             cpu_attention_bytes=None
             if model.no_cpu_attention
-            else sum(each.cpu_attention_bytes for each in decode) / len(decode),
+            else sum(moves.transfers.cpu_attention_bytes for _, moves in shown) / len(shown),
             no_cpu_attention=model.no_cpu_attention,
         )
 
+    @property
+    def _has_windows(self) -> bool:
+        return any(group.window is not None for group in self.sizing.layout.groups)
 
-def _mean_decode(model: StepModel, contexts: range) -> Prediction:
-    """The mean over contexts. Evenly spaced samples are enough for many, since time is almost linear in the context."""
-    step = -(-len(contexts) // MAX_DECODE_SAMPLES)
-    sampled = [model.decode(context) for context in contexts[step // 2 :: step]]
+    @property
+    def _step_model(self) -> StepModel:
+        return StepModel(
+            self.network,
+            self.rates,
+            self.sizing.layout,
+            self.kv.split.resident_blocks,
+            self.kv.split.ring_slots,
+            cpu_attention=self.cpu_attention,
+            one_processor=self.sizing.memory.tiers_share_memory,
+        )
+
+    def _by_formula(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
+        """The steps of a model without windows."""
+        computed, layout = prompt_len + output_len - 1, self.sizing.layout
+        steps = [*self.prefill_steps(prompt_len), *(_one_token(context) for context in range(prompt_len, computed))]
+        moves = [model.moves(step.begin, step.end - step.begin, step.num_chunks > 1) for step in steps]
+        return PlannedSteps(
+            list(zip(steps, moves, strict=True)),
+            next_token=(_one_token(prompt_len), model.moves(prompt_len, 1)),
+            num_blocks=-(-computed // layout.block_size),
+            kv_bytes=computed * layout.token_bytes,
+            resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
+        )
+
+    def _dry_run(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
+        """The steps that the engine's scheduler takes."""
+        layout, resident = self.sizing.layout, self.kv.split.resident_blocks
+        steps: list[PlannedStep] = []
+        states = self.sizing.memory.states
+        for scheduled in dry_run(self.sizing.config, layout, self.kv, states, prompt_len, output_len):
+            work, last = scheduled.work, scheduled
+            share = model.share_of if scheduled.seq.layerwise is None and model.can_share(last.query_len) else None
+            moves = scheduled.moved(layout, resident, share)
+            if steps and steps[-1][0] == work:  # a further part of a layer-by-layer prefill
+                moves += steps.pop()[1]
+            steps.append((work, moves))
+        end = last.again()
+        kv_bytes, resident_bytes = end.seen(layout, resident)
+        moves = end.moved(layout, resident, model.share_of if model.can_share(1) else None)
+        num_blocks = sum(block != HOLE for table in end.seq.block_tables for block in table)
+        return PlannedSteps(steps, (end.work, moves), num_blocks, kv_bytes, resident_bytes)
+
+
+PlannedStep = tuple[LayerwisePrefill, StepMoves]  # what is computed, a single token too, and what that moves
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSteps:
+    """The steps of a request alone, and what it holds at its end. next_token: one more step, of one token."""
+
+    steps: list[PlannedStep]
+    next_token: PlannedStep
+    num_blocks: int
+    kv_bytes: int
+    resident_bytes: int
+
+
+def _one_token(context_len: int) -> LayerwisePrefill:
+    return LayerwisePrefill(context_len, context_len + 1, 1)
+
+
+def _mean_decode(model: StepModel, steps: Sequence[PlannedStep]) -> Prediction:
+    """The mean over steps. Evenly spaced samples are enough for many, since time is almost linear in the context."""
+    step = -(-len(steps) // MAX_DECODE_SAMPLES)
+    sampled = [model.decode(work.begin, moves) for work, moves in steps[step // 2 :: step]]
     summed = total(sampled)
     if summed.seconds is None:
         return summed

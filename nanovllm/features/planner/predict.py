@@ -24,13 +24,13 @@ Tensor-parallel ranks wait for each other in every sum, while the link copies: t
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.features.cpu_attention import shares
 from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths
+from nanovllm.features.planner.dry_run import StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.memory.layout import KVLayout
@@ -126,36 +126,48 @@ class StepModel:
         names = ("link", "host_bandwidth", "device_bandwidth")
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
-    def transfers(self, context_len: int, query_len: int, layer_by_layer: bool = False) -> TransferCount:
-        """`predict_transfers`, with each layer's own window and its best share of CPU attention.
+    def moves(self, context_len: int, query_len: int, layer_by_layer: bool = False) -> StepMoves:
+        """What a step of a model without windows moves: `predict_transfers` with the best share of CPU attention.
 
         layer_by_layer: a prefill of several chunks, in which the CPU attends to nothing.
         """
-        attends = self.cpu_attention and not self.no_cpu_attention and not layer_by_layer
-        total = TransferCount()
-        for window, num_layers in Counter(self.network.spec.kv_windows).items():
-            layout = replace(self.layout, num_layers=num_layers)
-            use = self._cpu_attention_use(context_len, window) if attends else None
-            total += predict_transfers(layout, self.resident_blocks, context_len, query_len, window, use)
-        return total
+        layout, token = self.layout, self.layout.token_layer_bytes
+        use = None
+        if not layer_by_layer and self.can_share(query_len):
+            resident = min(context_len, self.resident_blocks * layout.block_size)
+            share = self.share_of((context_len - resident) * token, resident * token, layout.block_layer_bytes)
+            use = CpuAttentionUse(share, query_len)
+        moved = predict_transfers(layout, self.resident_blocks, context_len, query_len, use)
+        end = -(-(context_len + query_len) // layout.block_size)
+        reads = layout.num_layers * max(0, end - self.resident_blocks)
+        return StepMoves(moved, reads - moved.cpu_attention_blocks)
 
-    def _cpu_attention_use(self, context_len: int, window: int | None) -> CpuAttentionUse:
+    def can_share(self, query_len: int) -> bool:
+        """Whether the CPU attends to a share of the host blocks in a chunk of `query_len` tokens."""
+        spec = self.network.spec
+        most = shares.cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
+        return self.cpu_attention and not self.no_cpu_attention and query_len <= most
+
+    def share_of(self, host_bytes: int, resident_bytes: int, block_bytes: int) -> float:
+        """`cpu_share` of a layer that attends to so much KV on the host and on the device."""
         spec, rates, known = self.network.spec, self.rates, ONE_PROCESSOR
         if not self.one_processor:
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
         weights = spec.layer_weight_bytes(self.network.itemsize, rows=1)
-        share = cpu_share(self.layout, self.resident_blocks, context_len, window, weights, known)
-        return CpuAttentionUse(share, shares.cpu_attention_query_len(spec.num_heads, spec.num_kv_heads))
+        return cpu_share(host_bytes, resident_bytes, block_bytes, weights, known)
 
-    def prefill(self, step: LayerwisePrefill, samples: bool) -> Prediction:
+    def prefill(self, step: LayerwisePrefill, samples: bool, moves: StepMoves | None = None) -> Prediction:
         """A chunk of the prompt, or several chunks layer by layer. `samples`: the first token follows.
+
+        moves: what it moves; None: see `moves`.
 
         device = max(operations / compute, weights / weight bandwidth) + attention operations / attention. In
         layer-by-layer prefill, the layer buffer holds a layer's KV, so that the link never waits for a ring slot.
         """
         query_len = step.end - step.begin
-        moved = self.transfers(step.begin, query_len, layer_by_layer=step.num_chunks > 1)
+        moves = moves or self.moves(step.begin, query_len, layer_by_layer=step.num_chunks > 1)
+        moved = moves.transfers
         missing = self._missing(moved, "compute", "attention")
         net, rates = self.network, self.rates
         if rates.compute is None or rates.attention is None or missing:
@@ -172,16 +184,17 @@ class StepModel:
         work = StepWork(
             COMPUTE, products, operations / rates.attention, slot_free, head=self._head_seconds(samples), cpu=cpu
         )
-        return self._step(work, moved, step.begin, query_len, steps=step.num_chunks)
+        return self._step(work, moves, query_len, steps=step.num_chunks)
 
-    def decode(self, context_len: int) -> Prediction:
-        """One token after `context_len` stored ones.
+    def decode(self, context_len: int, moves: StepMoves | None = None) -> Prediction:
+        """One token after `context_len` stored ones. moves: what it moves; None: see `moves`.
 
         products = weights / weight bandwidth, attention = KV bytes that the device attends to, resident or streamed,
         with recurrent states that it reads and writes, / device bandwidth, and CPU attention = its bytes / host
         bandwidth.
         """
-        moved = self.transfers(context_len, 1)
+        moves = moves or self.moves(context_len, 1)
+        moved = moves.transfers
         missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
         net, rates = self.network, self.rates
         if rates.weight_bandwidth is None or rates.head_bandwidth is None or rates.device_bandwidth is None or missing:
@@ -198,7 +211,7 @@ class StepModel:
             head=net.spec.head_bytes(net.itemsize) / rates.head_bandwidth,
             cpu=self._cpu_attention_seconds(moved),
         )
-        return self._step(work, moved, context_len, 1)
+        return self._step(work, moves, 1)
 
     # ---- helpers
 
@@ -227,17 +240,11 @@ class StepModel:
             return 0.0
         return self.network.spec.head_bytes(self.network.itemsize) / bandwidth
 
-    def _step(
-        self, work: StepWork, moved: TransferCount, context_len: int, query_len: int, steps: int = 1
-    ) -> Prediction:
+    def _step(self, work: StepWork, moves: StepMoves, query_len: int, steps: int = 1) -> Prediction:
         """The formula for a step in the module's docstring."""
-        net, rates = self.network, self.rates
-        num_layers = net.spec.num_layers
-        block_reads = (
-            net.num_block_reads(self.layout.block_size, self.resident_blocks, context_len, query_len)
-            - moved.cpu_attention_blocks
-        )
-        fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + block_reads * rates.block_read_seconds
+        net, rates, moved = self.network, self.rates, moves.transfers
+        num_layers, reading = net.spec.num_layers, moves.block_reads * rates.block_read_seconds
+        fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + reading
         terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.cpu} if work.cpu else {})
         attention = work.attention + work.cpu if self.one_processor else max(work.attention, work.cpu)
         sums = self._all_reduce_seconds(query_len)
@@ -258,31 +265,23 @@ class StepModel:
 
 
 def cpu_share(
-    layout: KVLayout,
-    resident_blocks: int,
-    context_len: int,
-    window: int | None,
-    weight_bytes: int,
-    rates: Bandwidths,
+    host_bytes: int, resident_bytes: int, block_bytes: int, weight_bytes: int, rates: Bandwidths
 ) -> float:
-    """The share of a layer's whole host blocks that the engine leaves to the CPU; weight_bytes: of the layer.
+    """The share of a layer's whole host blocks that the engine leaves to the CPU.
 
-    A layer's time is convex in the number of blocks, so the best number is one of the two next to the best share of the
-    bytes, or 0.
+    host_bytes, resident_bytes: of the KV that the layer attends to; block_bytes: one layer of a block; weight_bytes: of
+    the layer. A layer's time is convex in the number of blocks, so the best number is one of the two next to the best
+    share of the bytes, or 0.
     """
-    one = replace(layout, num_layers=1)
-    host = predict_transfers(one, resident_blocks, context_len, 1, window).h2d_bytes
-    seen = 0 if window is None else max(0, context_len - window + 1) // one.block_size * one.block_size
-    resident = max(0, min(context_len, resident_blocks * one.block_size) - seen) * one.token_bytes
-    num_blocks = host // one.block_bytes
+    num_blocks = host_bytes // block_bytes
     if not num_blocks:
         return 0.0
 
     def seconds(blocks: int) -> float:
-        attended = blocks * one.block_bytes
-        return shares.layer_seconds(host - attended, attended, resident + host - attended, weight_bytes, rates)
+        attended, streamed = blocks * block_bytes, host_bytes - blocks * block_bytes
+        return shares.layer_seconds(streamed, attended, resident_bytes + streamed, weight_bytes, rates)
 
-    best = shares.best_share(host, resident, weight_bytes, rates) * host / one.block_bytes
+    best = shares.best_share(host_bytes, resident_bytes, weight_bytes, rates) * host_bytes / block_bytes
     return min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds) / num_blocks
 
 

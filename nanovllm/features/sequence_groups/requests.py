@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence as Seq
 
 from nanovllm.data.batch import Sample
+from nanovllm.data.kv_groups import KVCapacity
 from nanovllm.engine.request import Blocks, Request, Sequence
 from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import RequestError
@@ -51,36 +53,37 @@ class GroupRequest(Request):
                 tokens -= chunk
         return chunks
 
-    def num_extra_blocks(self, block_size: int) -> int:
+    def num_extra_blocks(self, capacity: KVCapacity) -> int:
         """None for a new request. After a recompute, the blocks of what each sequence has generated."""
         if self.forked:
             return 0
-        shared = self.prompt_len // block_size
-        held = sum(-(-len(seq) // block_size) - shared for seq in self.live if seq.num_output_tokens)
-        return max(0, held + shared - -(-self.prompt_len // block_size))
+        generated = [len(seq) for seq in self.live if seq.num_output_tokens]
+        held = capacity.most_shared_blocks(self.prompt_len, generated)
+        return max(0, held - capacity.most_blocks(self.prompt_len))
 
-    def check_fits(self, max_model_len: int, block_size: int, num_blocks: int, watermark: int) -> None:
-        needed, available = self.blocks_at_most(max_model_len, block_size), num_blocks - watermark
-        if needed <= available:
+    def check_fits(self, max_model_len: int, capacity: KVCapacity) -> None:
+        longest, needed = self._longest(max_model_len), self.blocks_at_most(max_model_len, capacity)
+        if needed <= capacity.available:
             return
-        count, shared = self.params.num_sequences, self.prompt_len // block_size
-        # One token more than the blocks hold: K/V of the last token is never computed.
-        fitting = max(1, (shared + (available - shared) // count) * block_size + 1 - self.prompt_len)
+        lengths = range(self.prompt_len + 2, longest)
+        held = bisect_right(lengths, capacity.available, key=lambda length: self._blocks_at_most(length, capacity))
         raise RequestError(
-            f"request {self.request_id!r} asks for {count} sequences of up to {self._longest(max_model_len)} tokens, "
-            f"which can need {needed} KV blocks of {block_size} tokens; the cache has {num_blocks} and keeps "
-            f"{watermark} free: lower max_tokens to {fitting}, or n or best_of, or raise num_gpu_blocks or "
-            "num_cpu_blocks"
+            f"request {self.request_id!r} asks for {self.params.num_sequences} sequences of up to {longest} tokens, "
+            f"which can need {needed} KV blocks of {capacity.groups[0].block_size} tokens; the cache has "
+            f"{capacity.num_blocks} and keeps {capacity.watermark} free: lower max_tokens to {held + 1}, or n or "
+            "best_of, or raise num_gpu_blocks or num_cpu_blocks"
         )
 
-    def blocks_at_most(self, max_model_len: int, block_size: int) -> int:
+    def blocks_at_most(self, max_model_len: int, capacity: KVCapacity) -> int:
         """Most KV blocks that it can hold at once: full prompt blocks are shared, all others are per sequence."""
-        # K/V of a sequence's last token is never computed.
-        longest = max(self._longest(max_model_len) - 1, self.prompt_len)
-        shared, count = self.prompt_len // block_size, self.params.num_sequences
-        if longest == self.prompt_len:  # one token each: the sequences end before they fork
-            return -(-longest // block_size)
-        return shared + count * (-(-longest // block_size) - shared)
+        return self._blocks_at_most(self._longest(max_model_len), capacity)
+
+    def _blocks_at_most(self, length: int, capacity: KVCapacity) -> int:
+        """`blocks_at_most` with sequences of `length` tokens, the prompt included."""
+        computed = max(length - 1, self.prompt_len)  # K/V of a sequence's last token is never computed
+        if computed == self.prompt_len:  # one token each: the sequences end before they fork
+            return capacity.most_blocks(computed)
+        return capacity.most_shared_blocks(self.prompt_len, [computed] * self.params.num_sequences)
 
     def _longest(self, max_model_len: int) -> int:
         """Most tokens of each sequence, including the prompt."""

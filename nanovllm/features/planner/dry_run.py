@@ -1,0 +1,165 @@
+"""The steps of one prompt alone, from the engine's own scheduler and block manager, and what each of them copies.
+
+Where layers have windows, which blocks are on the device depends on which were released before, so no formula says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.batch import Batch, BlockMove, LayerwisePrefill, Sample, ScheduledSequence, StepResult
+from nanovllm.data.kv_groups import HOLE, KVGroup
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
+from nanovllm.memory.budget import TransferCount, blocks_of_share
+from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.sizing import KVPlan, StateSlots
+from nanovllm.sampling_params import SamplingParams
+
+Share = Callable[[int, int, int], float]  # see `StepModel.share_of`
+
+
+@dataclass(frozen=True, slots=True)
+class StepMoves:
+    """What a step copies and leaves to the CPU, and the blocks that pass through the ring, summed over layers."""
+
+    transfers: TransferCount
+    block_reads: int
+
+    def __add__(self, other: StepMoves) -> StepMoves:
+        return StepMoves(self.transfers + other.transfers, self.block_reads + other.block_reads)
+
+
+NO_MOVES = StepMoves(TransferCount(), 0)
+
+
+def dry_run(
+    config: EngineConfig, layout: KVLayout, kv: KVPlan, states: StateSlots | None, prompt_len: int, output_len: int
+) -> Iterator[ScheduledStep]:
+    """The steps of a request alone in the engine, with nothing cached."""
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        kv.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        num_layers=layout.num_layers,
+        layerwise_memory=kv.layerwise_memory,
+    )
+    tiers = kv.split.resident_blocks, kv.num_cpu_blocks
+    slots = None if states is None else (states.device, states.host)
+    caching = config.enable_prefix_caching
+    manager = BlockManager(*tiers, layout.groups, caching, num_state_slots=slots, chunk=limits.chunk)
+    layerwise = LayerwiseScheduler(manager, limits) if config.enable_cpu_offload else None
+    scheduler = Scheduler(limits, manager, layerwise=layerwise)
+    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+    scheduler.add(Request("plan", [0] * prompt_len, params, number=0, seq_ids=count(), seed=0, arrival_time=0.0))
+    while scheduler.has_unfinished():
+        batch = scheduler.schedule(0.0)
+        (seq,) = batch.sequences
+        yield ScheduledStep(seq, batch.moves)
+        _finish(scheduler, batch, [Sample(0)] * len(seq.samples))
+
+
+def _finish(scheduler: Scheduler, batch: Batch, samples: list[Sample]) -> None:
+    scheduler.update(batch, StepResult([samples], [0], [0]), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step of one sequence."""
+
+    seq: ScheduledSequence
+    moves: Sequence[BlockMove]
+
+    @property
+    def query_len(self) -> int:
+        return len(self.seq.token_ids)
+
+    @property
+    def work(self) -> LayerwisePrefill:
+        """The tokens that the step computes, or the whole layer-by-layer prefill that it has a part of."""
+        if self.seq.layerwise is not None:
+            return self.seq.layerwise.layerwise
+        begin = self.seq.context_len
+        return LayerwisePrefill(begin, begin + self.query_len, self.query_len)
+
+    def again(self) -> ScheduledStep:
+        """The step as if it computed its last token alone."""
+        end = self.seq.context_len + self.query_len
+        return ScheduledStep(replace(self.seq, context_len=end - 1, token_ids=[0], layerwise=None), ())
+
+    def seen(self, layout: KVLayout, resident_blocks: int) -> tuple[int, int]:
+        """Bytes of K and V that its layers see, and how much of them is on the device."""
+        total = on_device = 0
+        for group, table in zip(layout.groups, self.seq.block_tables, strict=True):
+            for stored, new, on_host in self._reads(group, table, resident_blocks):
+                num_bytes = len(group.layers) * layout.token_layer_bytes * (stored + new)
+                total, on_device = total + num_bytes, on_device + (0 if on_host else num_bytes)
+        return total, on_device
+
+    def moved(self, layout: KVLayout, resident_blocks: int, share: Share | None) -> StepMoves:
+        """What the step copies. A layer-by-layer prefill counts as a whole in its first step.
+
+        share: how much of its host blocks a layer leaves to the CPU; None for nothing.
+        """
+        found = StepMoves(self._block_moves(layout, resident_blocks), 0)
+        part = self.seq.layerwise
+        if part is not None and part.first_layer_chunk > 0:
+            return found
+        for group, table in zip(layout.groups, self.seq.block_tables, strict=True):
+            reads = self._reads(group, table, resident_blocks)
+            found += _of_layers(len(group.layers), layout, group, reads, share)
+        return found
+
+    def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[tuple[int, int, bool]]:
+        """Of each block that a layer of the group uses: its stored and new tokens, and whether it is on the host."""
+        begin, end, size = self.seq.context_len, self.seq.context_len + self.query_len, group.block_size
+        return [
+            (
+                stored := max(0, min(size, begin - index * size)),
+                min(size, end - index * size) - stored,
+                table[index] >= resident_blocks,
+            )
+            for index in range(group.first_visible(begin), group.num_blocks(end))
+            if table[index] != HOLE  # in the layer buffer alone
+        ]
+
+    def _block_moves(self, layout: KVLayout, resident_blocks: int) -> TransferCount:
+        total = TransferCount()
+        for move in self.moves:
+            num_bytes = layout.planes * layout.token_layer_bytes * (move.num_tokens or layout.block_size)
+            to_host, from_host = move.dst >= resident_blocks, move.src >= resident_blocks
+            if from_host and not to_host:
+                total += TransferCount(h2d_copies=1, h2d_bytes=num_bytes)
+            elif to_host and not from_host:
+                total += TransferCount(d2h_copies=1, d2h_bytes=num_bytes)
+        return total
+
+
+def _of_layers(
+    layers: int, layout: KVLayout, group: KVGroup, reads: Sequence[tuple[int, int, bool]], share: Share | None
+) -> StepMoves:
+    """What so many layers of a group copy for these reads."""
+    token, size = layout.token_layer_bytes, group.block_size
+    loaded = [stored for stored, _, on_host in reads if on_host and stored]
+    written = [new for _, new, on_host in reads if on_host and new]
+    whole = sum(stored == size for stored in loaded)
+    spared = 0
+    if share is not None:
+        resident = sum(stored for stored, _, on_host in reads if not on_host)
+        spared = blocks_of_share(whole, share(sum(loaded) * token, resident * token, size * token))
+    counts = (
+        len(loaded) - spared,
+        (sum(loaded) - spared * size) * token,
+        len(written),
+        sum(written) * token,
+        spared,
+        spared * size * token,
+    )
+    through_ring = sum(on_host for _, _, on_host in reads) - spared
+    return StepMoves(TransferCount(*(layers * each for each in counts)), layers * through_ring)

@@ -1,0 +1,194 @@
+"""KV groups without a model: which layers form one, what a sequence holds of each, and what the prefix cache finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from block_helpers import BLOCK, check_blocks, compute, new_tokens, sequence
+from engine_helpers import Bench, prompt_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.data.batch import Tier
+from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroup, kv_groups
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.request import Sequence as TokenSequence
+from nanovllm.memory.layerwise import LayerwiseMemory
+from nanovllm.memory.layout import KVLayout
+
+WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=40).map(tuple)
+GEMMA = (512, 512, 512, 512, 512, None) * 3
+GPT_OSS = (128, None) * 12
+
+
+# ---- layers and groups
+
+
+@given(windows=WINDOWS)
+def test_every_layer_has_a_plane_of_a_group_with_its_window(windows: tuple[int | None, ...]) -> None:
+    groups = kv_groups(windows, BLOCK)
+    assert len(set(groups.of_layer)) == len(windows)
+    assert [groups[group].window for group, _ in groups.of_layer] == list(windows)
+    assert all(plane < groups.planes for _, plane in groups.of_layer)
+    if len(set(windows)) == 1:
+        assert groups.planes == len(windows) and groups.of_layer == tuple((0, layer) for layer in range(len(windows)))
+
+
+@pytest.mark.parametrize(
+    ("full", "windows", "planes", "groups"),
+    [(12, 12, 12, 2), (10, 52, 10, 7), (10, 50, 10, 6), (5, 29, 5, 7), (3, 15, 3, 6), (24, 0, 24, 1), (0, 32, 32, 1)],
+)
+def test_planes_of_real_models(full: int, windows: int, planes: int, groups: int) -> None:
+    """gpt-oss, Gemma 3 27B, Gemma 4 31B, Gemma 3 4B and 270M, and models with layers of one kind."""
+    found = kv_groups((None,) * full + (1024,) * windows, 256)
+    assert (found.planes, len(found)) == (planes, groups)
+
+
+@given(
+    windows=WINDOWS,
+    size=st.integers(1, 9),
+    chunk=st.integers(1, 20),
+    tokens=st.integers(0, 150),
+    blocks=st.integers(0, 90),
+)
+def test_what_a_sequence_holds_at_most(
+    windows: tuple[int | None, ...], size: int, chunk: int, tokens: int, blocks: int
+) -> None:
+    groups = kv_groups(windows, size)
+
+    def held(group: KVGroup, begin: int) -> int:
+        return group.num_blocks(min(tokens, begin + chunk)) - group.first_visible(begin)
+
+    for group in groups:
+        most = max((held(group, begin) for begin in range(max(tokens, 1))), default=0)
+        assert most <= group.most_blocks(tokens, chunk) <= most + 1
+    longest = groups.longest_sequence(blocks, chunk)
+    assert groups.most_blocks(longest, chunk) <= blocks
+    assert longest == ANY_LENGTH or groups.most_blocks(longest + 1, chunk) > blocks
+
+
+def held_bytes(layout: KVLayout, tokens: int, chunk: int) -> int:
+    """The most that a sequence holds while it is computed chunk by chunk, and then token by token."""
+    manager = BlockManager(10_000, 0, layout.groups, chunk=chunk)
+    seq = sequence([1] * tokens)
+    manager.allocate(seq)
+    most = 0
+    while True:
+        most = max(most, manager.num_used)
+        compute(manager, seq, min(seq.end, seq.num_computed + chunk))
+        manager.release_hidden(seq)
+        if seq.num_computed == tokens:
+            check_blocks(manager)
+            return most * layout.block_bytes
+        manager.grow([seq])
+
+
+@pytest.mark.parametrize(("windows", "share"), [(GEMMA, 6), (GPT_OSS, 2)])
+def test_bytes_held_at_32k(windows: tuple[int | None, ...], share: int) -> None:
+    """Layers without a window hold all tokens, the others their window and a chunk, with a block more in each group."""
+    tokens, chunk = 32_768, 512
+    layout = KVLayout(len(windows), 1, 256, 256, 2, windows=windows)
+    window = max(filter(None, windows))
+    found, before = held_bytes(layout, tokens, chunk), tokens * layout.token_bytes
+    kept = sum(tokens if each is None else window - 1 + chunk for each in windows) * layout.token_layer_bytes
+    assert kept == layout.held_bytes(tokens, chunk)
+    assert kept <= found <= kept + 2 * len(layout.groups) * layout.block_bytes
+    assert found <= layout.groups.most_blocks(tokens, chunk) * layout.block_bytes
+    assert before / share < found < before / share * 1.25
+
+
+# ---- admission, growth and release
+
+
+def test_a_prompt_longer_than_the_cache_without_groups_runs_in_chunks() -> None:
+    bench = Bench(14, budget=8, windows=(6, None, 6), caching=False)
+    longest = bench.manager.capacity.max_sequence_tokens
+    assert longest == 6 * BLOCK  # the blocks that two windows leave; three times as many tokens take 18
+    bench.add("long", prompt_of(longest - 4), 4)
+    bench.run()
+    assert bench.scheduler.preemption.stats.total == 0
+
+
+def test_requests_grow_chunk_by_chunk_and_preempt_each_other(fresh: Iterator[int]) -> None:
+    bench = Bench(30, budget=8, windows=(8, None), max_model_len=64)
+    for name, length in {"a": 40, "b": 40, "c": 40}.items():
+        bench.add(name, prompt_of(length, ord(name)), 12)
+    bench.run()
+    assert bench.scheduler.preemption.stats.total > 0 and len(bench.finished) == 3
+
+
+def test_a_layer_by_layer_part_holds_what_later_tokens_see() -> None:
+    memory = LayerwiseMemory(buffer_blocks=12, max_tokens=48)
+    bench = Bench(3, 30, budget=8, windows=(6, None), layerwise_memory=memory, max_model_len=60)
+    bench.add("long", prompt_of(48), 4)
+    bench.run()
+    part = next(seq for seq in bench.rows("long") if seq.layerwise is not None)
+    full, window = part.block_tables
+    assert part.layerwise is not None and part.layerwise.layerwise.end == 48
+    assert HOLE not in full and window == [HOLE] * 10 + window[10:] and len(window) == 12
+
+
+# ---- prefixes
+
+
+def asked(manager: BlockManager, tokens: Sequence[int]) -> TokenSequence:
+    """A sequence that is admitted, computed chunk by chunk and freed; `cached`: what it found in the cache."""
+    seq, chunk = sequence(tokens), manager.capacity.chunk or len(tokens)
+    assert manager.can_allocate(seq) is AllocStatus.OK
+    manager.allocate(seq)
+    while seq.num_computed < len(seq):
+        compute(manager, seq, min(len(seq), seq.num_computed + chunk))
+        manager.release_hidden(seq)
+        manager.grow([seq])
+    return seq
+
+
+@pytest.mark.parametrize("window", [1, 3, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_a_hit_ends_where_every_group_has_what_it_needs(window: int, fresh: Iterator[int]) -> None:
+    manager = BlockManager(100, 0, kv_groups((window, None), BLOCK), chunk=2 * BLOCK, hash_block_size=1)
+    document = new_tokens(fresh, 8)
+    manager.free(asked(manager, document))
+    for shared in (1, BLOCK, BLOCK + 1, 5 * BLOCK + 2, len(document)):
+        waiting = sequence([*document[:shared], *new_tokens(fresh, 1)])
+        hit = manager.prefix_cache.find(waiting)
+        assert hit.num_tokens == shared, "released blocks stay cached"
+        manager.allocate(waiting)
+        table = waiting.block_tables[1]
+        first = max(0, shared - window + 1) // BLOCK
+        assert table[:first] == [HOLE] * first and HOLE not in table[first:]
+        manager.free(waiting)
+    check_blocks(manager)
+
+
+def test_a_hit_without_the_window_ends_before_it(fresh: Iterator[int]) -> None:
+    """The window's blocks are evicted one by one, those that were released first before the others."""
+    manager = BlockManager(40, 0, kv_groups((2 * BLOCK, None), BLOCK), chunk=BLOCK, hash_block_size=BLOCK)
+    document = new_tokens(fresh, 8)
+    seq = asked(manager, document)
+    evictor = manager._evictors[Tier.DEVICE]
+    assert len(evictor) == 6 and all(manager._blocks[each].group == 1 for each in evictor)
+    # Of the 4 blocks that are asked for, the first, then the second is lost, ...: 2 * BLOCK tokens of window need 2.
+    for expected in (4, 4, 4, 0, 0, 0):
+        assert manager.prefix_cache.find(sequence([*document[: 4 * BLOCK], 0])).num_tokens == expected * BLOCK
+        manager._evict(evictor.oldest()[1])
+        check_blocks(manager)
+    whole = sequence([*document, 0])
+    assert manager.prefix_cache.find(whole).num_tokens == 8 * BLOCK, "the last window is in use"
+    manager.free(seq)
+    check_blocks(manager)
+
+
+def test_a_forked_group_shares_the_blocks_of_its_window() -> None:
+    bench = Bench(60, budget=8, windows=(6, None))
+    bench.add("group", prompt_of(23), 12, temperature=1.0, n=3, seed=1)
+    bench.step()
+    while bench.scheduler.waiting or len(bench.scheduler.running[0].computing) == 1:
+        bench.step()
+    sequences = bench.scheduler.running[0].sequences
+    held = Counter(block for seq in sequences for block in seq.blocks)
+    assert {count for block, count in held.items()} >= {3}
+    assert len(held) == bench.manager.num_used
+    bench.run()
+    assert bench.manager.num_used == 0
