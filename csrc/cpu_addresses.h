@@ -34,6 +34,7 @@ rows::NormWeight<T> norm_weight(const NormAddress& weight) {
 inline rows::Activation activation_of(const std::string& name) {
     if (name == "silu") return rows::Activation::silu;
     if (name == "gelu_tanh") return rows::Activation::gelu_tanh;
+    if (name == "clamped_swiglu") return rows::Activation::clamped_swiglu;
     throw std::invalid_argument("There is no CPU kernel for the activation " + name + ".");
 }
 

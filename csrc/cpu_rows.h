@@ -54,7 +54,8 @@ struct Heads {
     float eps;
 };
 
-enum class Activation { silu, gelu_tanh };
+// clamped_swiglu: min(gate, 7) * sigmoid(1.702 * that) * (1 + up within 7 of 0), as gpt-oss has it.
+enum class Activation { silu, gelu_tanh, clamped_swiglu };
 
 // y = activation(gate) * up for rows of gate and up side by side, `size` wide each.
 template <class T>

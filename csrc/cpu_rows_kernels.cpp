@@ -61,6 +61,19 @@ INLINE float gelu_tanh_of(float x) {
     return x / (1.0f + exponential(-twice_u));
 }
 
+// NaN stays NaN.
+INLINE float at_most(float x, float limit) { return x > limit ? limit : x; }
+
+template <class T>
+INLINE void clamped_swiglu(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y, int64_t size) {
+    constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+    for (int64_t i = 0; i < size; ++i) {
+        const float x = at_most(widen_scalar(gate[i]), kLimit);
+        const float factor = 1.0f - at_most(-at_most(widen_scalar(up[i]), kLimit), kLimit);
+        y[i] = narrow_result<T>(rounded<T>(x / (1.0f + exponential(-kAlpha * x))) * rounded<T>(factor));
+    }
+}
+
 template <Activation activation, class T>
 INLINE void gate(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y, int64_t size) {
     for (int64_t i = 0; i < size; ++i) {
@@ -93,6 +106,9 @@ INLINE void narrow_elements(const float* __restrict__ x, T* __restrict__ y, int6
     }                                                                                                           \
     FOR_EACH_ISA void gelu_tanh_row(const T* gates, const T* up, T* y, int64_t size) {                          \
         gate<Activation::gelu_tanh>(gates, up, y, size);                                                        \
+    }                                                                                                           \
+    FOR_EACH_ISA void clamped_swiglu_row(const T* gates, const T* up, T* y, int64_t size) {                     \
+        clamped_swiglu(gates, up, y, size);                                                                     \
     }
 ROW_FUNCTIONS(Bf16)
 ROW_FUNCTIONS(Fp16)
@@ -240,10 +256,11 @@ template <class T>
 void gated_unit(const GatedUnit<T>& u, int threads) {
     for_each(u.rows, u.size, threads, [&](int64_t row) {
         const T *gates = u.gate_up.at(row), *up = gates + u.size;
-        if (u.activation == Activation::silu)
-            silu_row(gates, up, u.y.at(row), u.size);
-        else
-            gelu_tanh_row(gates, up, u.y.at(row), u.size);
+        switch (u.activation) {
+            case Activation::silu: return silu_row(gates, up, u.y.at(row), u.size);
+            case Activation::gelu_tanh: return gelu_tanh_row(gates, up, u.y.at(row), u.size);
+            case Activation::clamped_swiglu: return clamped_swiglu_row(gates, up, u.y.at(row), u.size);
+        }
     });
 }
 

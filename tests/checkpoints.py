@@ -12,6 +12,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -58,6 +60,11 @@ FAMILIES: dict[str, Tested] = {
     ),
     "mixtral": Tested(MixtralConfig, MixtralForCausalLM, ({}, _WINDOW)),
     "seed_oss": Tested(SeedOssConfig, SeedOssForCausalLM, ({}, {"attention_out_bias": True}, {"mlp_bias": True})),
+    "gpt_oss": Tested(
+        GptOssConfig,
+        GptOssForCausalLM,
+        ({"layers": 3}, {"attention_bias": False}, {"layer_types": ["full_attention"] * 2}),
+    ),
     "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
 }
 MAX_POSITIONS = 256
@@ -83,6 +90,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
+GPT_OSS_ROPE = {**ROPES["yarn"], "truncate": False, "factor": 8.0}
 
 
 def make_checkpoint(
@@ -113,10 +121,10 @@ def make_checkpoint(
     """Write a random checkpoint of `family` to `path` and return it as Transformers' model, in eval mode.
 
     The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
-    from `max_window_layers` up of a Qwen, and to every other layer of a Gemma 3, the first one too, unless `fields`
-    have layer_types. `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the
-    tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer, as
-    Transformers does on request. fields: further ones of the config.
+    from `max_window_layers` up of a Qwen, and to every other layer of a Gemma 3 and a gpt-oss, the first one too,
+    unless `fields` have layer_types. `experts` and `experts_per_tok` apply to the families that have experts. `sharded`
+    spreads the tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer,
+    as Transformers does on request. fields: further ones of the config.
     """
     config = FAMILIES[family].config(
         vocab_size=vocab,
@@ -155,6 +163,8 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
     if family == "gemma3":
         options: dict[str, Any] = {"sliding_window": sliding_window or MAX_POSITIONS, "sliding_window_pattern": 2}
         return {**options, "query_pre_attn_scalar": 24}
+    if family == "gpt_oss":
+        return {"sliding_window": sliding_window or 20}
     if family.startswith("qwen"):
         used = sliding_window is not None
         return {"use_sliding_window": used, "sliding_window": sliding_window, "max_window_layers": max_window_layers}
@@ -162,7 +172,7 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
 
 
 def _expert_options(family: str, intermediate: int, experts: int, experts_per_tok: int) -> dict[str, Any]:
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return {"num_local_experts": experts, "num_experts_per_tok": experts_per_tok}
     if family == "qwen3_moe":
         own = {"moe_intermediate_size": intermediate // 2, "norm_topk_prob": True}

@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GptOssConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from nanovllm.layers import sampler
 from nanovllm.ops import cpu_kernels, torch_rows
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
-from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul, store_kv
 from nanovllm.ops.torch_rows import rotate
 
 EPS = 1e-6
@@ -206,6 +208,22 @@ def test_gelu_is_torchs_approximation_by_tanh(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gelu_tanh_and_mul(torch.cat((rows, up), dim=1)), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_clamped_unit_is_that_of_gpt_oss(dtype: torch.dtype) -> None:
+    """Against Transformers' in fp64, with gates and ups on both sides of the limits."""
+    gate = torch.linspace(-30, 30, 10_001, dtype=torch.float64).to(dtype)
+    up = gate.flip(0).roll(1700)
+    theirs = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=2, intermediate_size=2))
+    exact = theirs._apply_gate(torch.stack((gate, up), dim=-1).flatten().double())
+    ours = clamped_swiglu(torch.cat((gate, up)).unsqueeze(0))[0]
+    bound = {torch.float32: 2.0**-19, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}[dtype]
+    factor = up.double().clamp(-7, 7).add(1).abs() + 1  # rounded before the product
+    assert ours.dtype == dtype
+    assert torch.all((ours.double() - exact).abs() <= bound * (exact.abs() + factor * 2.0**-3) + 2.0**-24)
+    rows = torch.tensor([[1e30, -1e30, torch.nan, 1.0, torch.inf, 1.0, 2.0, torch.nan]])
+    assert clamped_swiglu(rows).isnan().tolist() == [[False, False, True, True]]
+
+
 # ---- other dtypes
 
 
@@ -354,6 +372,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
             f"norm, fp32 weight, {dtype}": (lambda x: rms_norm(x, bf16(seed, 200).float(), EPS), [x]),
             f"activation, {dtype}": (silu_and_mul, [bf16(seed, rows, 600).to(dtype)]),
             f"gelu, {dtype}": (gelu_tanh_and_mul, [bf16(seed, rows, 600).to(dtype)]),
+            f"clamped, {dtype}": (clamped_swiglu, [bf16(seed, rows, 600, size=5.0).to(dtype)]),
         }
     return found
 

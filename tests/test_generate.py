@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, ROPES, make_checkpoint
+from checkpoints import FAMILIES, GPT_OSS_ROPE, ROPES, make_checkpoint
 from engines import (
     PREFILL_WAYS,
     greedy,
@@ -50,6 +50,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "kv_heads": 1,
         "tie": True,
     },
+    "gpt-oss": {"family": "gpt_oss", "layers": 3, "sliding_window": 18, "kv_heads": 1, "rope": GPT_OSS_ROPE},
+    "gpt-oss-odd-heads": {"family": "gpt_oss", "heads": 3, "kv_heads": 3, "head_dim": 24},  # not a multiple of 16
     "mistral-window": {"family": "mistral", "sliding_window": 18, "head_dim": 16},
 }
 NAMED = {fields["family"] for fields in CHECKPOINTS.values()}

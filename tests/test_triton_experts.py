@@ -38,6 +38,9 @@ def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     ends = torch.tensor(counts, device=DEVICE).cumsum(0)
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(DEVICE)
     expected = torch.einsum("rk,rnk->rn", x[rows].double(), weights[expert].double())
+    bias = random(len(counts), out_features, dtype=dtype, seed=2)
+    with_bias = grouped_linear(x, weights, ends, rows, bias)
+    torch.testing.assert_close(with_bias.double(), expected + bias[expert].double(), atol=BOUNDS[dtype], rtol=0)
     for y in (grouped_linear(x, weights, ends, rows), grouped_linear(x[rows], weights, ends)):
         assert y.dtype == dtype
         torch.testing.assert_close(y.double(), expected, atol=BOUNDS[dtype], rtol=0)
@@ -60,8 +63,9 @@ def test_weighted_sums(dtype: torch.dtype) -> None:
         {"scoring": "sigmoid", "correction_bias": "bias", "num_groups": 3, "chosen_groups": 2, "weight_scale": 2.5},
         {"shared": SharedExpert(24)},
         {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
+        {"biases": True, "scoring": "softmax_of_chosen"},
     ],
-    ids=["softmax", "sigmoid, groups", "shared", "shared, gated"],
+    ids=["softmax", "sigmoid, groups", "shared", "shared, gated", "biases"],
 )
 def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]

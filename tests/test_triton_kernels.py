@@ -19,11 +19,11 @@ from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.layers import sampler
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.ops import triton_decode, triton_rows
+from nanovllm.ops import row_kernels, triton_decode, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
-from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
 from nanovllm.ops.triton_prefill import prefill_
@@ -271,8 +271,9 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: s
 @pytest.mark.parametrize("size", [16, 1500])
 def test_gated_units(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
-    for unit, ours in ((silu_and_mul, triton_rows.silu_and_mul), (gelu_tanh_and_mul, triton_rows.gelu_tanh_and_mul)):
-        torch.testing.assert_close(ours(gate_up).cpu(), unit(gate_up.cpu()), rtol=ONE_ULP[dtype], atol=1e-6)
+    for name in ("silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"):
+        ours, plain = getattr(triton_rows, name), getattr(row_kernels, name)
+        torch.testing.assert_close(ours(gate_up).cpu(), plain(gate_up.cpu()), rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 # ---- drawing

@@ -190,6 +190,7 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "heads, fp32 weights": lambda: triton_rows.place_heads(heads, norm_weight.float(), 1e-6, cos, sin, q, k, v),
         "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
         "gelu_tanh_and_mul": lambda: triton_rows.gelu_tanh_and_mul(x),
+        "clamped_swiglu": lambda: triton_rows.clamped_swiglu(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
     }
 
@@ -224,6 +225,7 @@ def experts(rows: int, width: int, dtype: torch.dtype) -> Launches:
     return {
         "experts": lambda: grouped_linear(x, weights, ends, entries),
         "experts, own rows": lambda: grouped_linear(y, weights, ends),
+        "experts, biases": lambda: grouped_linear(y, weights, ends, bias=weights[:, :, 0].contiguous()),
         "experts, weighted sum": lambda: weighted_sum(y, entries.view(rows, 2), of_rows),
     }
 

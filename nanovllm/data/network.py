@@ -9,7 +9,7 @@ from typing import Literal
 
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -79,17 +79,20 @@ class ExpertSpec:
     layers: tuple[bool, ...]  # per layer: whether it has experts and not one MLP
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    scoring: Scoring = "softmax"  # what makes scores of the router's logits
+    scoring: Scoring = "softmax"  # what makes scores of the router's logits, of all of them or of the chosen ones
     correction_bias: str | None = None  # a tensor [num_experts] of the block, added to the scores that choose
     num_groups: int = 1  # equal parts of neighbouring experts
     chosen_groups: int = 1  # of which a token's experts come: those whose two best scores have the largest sums
     weight_scale: float = 1.0  # multiplies the weights of a token's experts
     fp32_router: bool = False  # whether the router multiplies in fp32, whatever the dtype
     shared: SharedExpert | None = None
+    router_name: str = "gate"
+    biases: bool = False  # of router, gate, up and down
+    interleaved: bool = False  # the checkpoint has gate and up of all experts as one tensor, in which they alternate
 
     def router(self, layer: int) -> str:
         """The router's module, a matrix [num_experts, hidden] that is never quantized."""
-        return f"model.layers.{layer}.{self.block}.gate"
+        return f"model.layers.{layer}.{self.block}.{self.router_name}"
 
     def expert(self, layer: int, index: int) -> tuple[str, str, str]:
         """The modules of an expert: its gate, up and down projections."""
@@ -100,6 +103,8 @@ class ExpertSpec:
     def routing_tensors(self, layer: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
         """Name and shape of each tensor that decides about a layer's experts, and whether it is fp32 in any case."""
         yield f"{self.router(layer)}.weight", (self.num_experts, hidden), self.fp32_router
+        if self.biases:
+            yield f"{self.router(layer)}.bias", (self.num_experts,), self.fp32_router
         prefix = f"model.layers.{layer}.{self.block}."
         if self.correction_bias is not None:
             yield f"{prefix}{self.correction_bias}", (self.num_experts,), True
@@ -130,6 +135,10 @@ class ExpertSpec:
             yield gate, self.intermediate_size, hidden
             yield up, self.intermediate_size, hidden
             yield down, hidden, self.intermediate_size
+
+    def num_biases(self, hidden: int, adds_down: bool) -> int:
+        """Number of biases of a layer's experts; adds_down: with those of the down projections."""
+        return self.biases * self.num_experts * (2 * self.intermediate_size + adds_down * hidden)
 
     def share_read(self, rows: int) -> float:
         """The share of a layer's experts that `rows` rows read, if each row chooses evenly and alone."""

@@ -36,7 +36,8 @@ class StoredTensor:
 
     dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, or what slices of the
     first axes give of it; None for safetensors. whole: the name of the tensor of the file of which it is a part, and
-    one number or range for each first axis there; None if it is a tensor of the file.
+    one number or range for each first axis there; None if it is a tensor of the file. transposed: whether that part,
+    which then has two axes, is transposed.
     """
 
     file: Path
@@ -44,17 +45,36 @@ class StoredTensor:
     dtype: str
     read: Callable[[tuple[slice, ...]], Tensor] | None = None
     whole: tuple[str, Sequence[int | range]] | None = None
+    transposed: bool = False
 
-    def slices(self, part: tuple[slice, ...]) -> tuple[int | slice, ...]:
-        """What slices of the first axes select, as an index of the tensor of the file."""
+    def selected(self, view: Any, part: tuple[slice, ...]) -> Tensor:
+        """What slices of the first axes select; view: the tensor of the file."""
+        if self.transposed:
+            part = (*part, slice(None), slice(None))[1::-1]
         kept = iter(part)
         index = () if self.whole is None else self.whole[1]
-        chosen = [each if isinstance(each, int) else _as_slice(each[next(kept, slice(None))]) for each in index]
-        return (*chosen, *kept)
+        chosen = [each if isinstance(each, int) else each[next(kept, slice(None))] for each in index]
+        found: Tensor = view[(*(each if isinstance(each, int) else _as_slice(each) for each in chosen), *kept)]
+        # The safetensors library knows no steps.
+        steps = tuple(slice(None, None, each.step) for each in chosen if isinstance(each, range))
+        found = found[steps] if any(each.step > 1 for each in steps) else found
+        return found.T if self.transposed else found
 
 
 def _as_slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
+    return slice(indices.start, indices[-1] + 1 if indices else indices.start)
+
+
+def part_of(tensor: StoredTensor, name: str, *index: int | slice, transposed: bool = False) -> StoredTensor:
+    """A part of a tensor, or all of it, under another name. The first slices of `index` keep whole rows."""
+    found = [
+        range(*part.indices(size)) if isinstance(part, slice) else part
+        for part, size in zip(index, tensor.shape, strict=False)
+    ]
+    kept = [each for each in found if isinstance(each, range)]
+    shape = (*map(len, kept), *tensor.shape[len(index) :])
+    whole = (name, found)
+    return StoredTensor(tensor.file, shape[::-1] if transposed else shape, tensor.dtype, None, whole, transposed)
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -122,7 +142,7 @@ class TensorReader:
             whole: Tensor = self._tensors.get_tensor(name)
             return whole
         view = self._tensors.get_slice(name if stored.whole is None else stored.whole[0])
-        return joined(lambda slices: view[stored.slices(slices)], part)
+        return joined(lambda slices: stored.selected(view, slices), part)
 
     def close(self) -> None:
         self._open.close()

@@ -80,6 +80,7 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         *("decoder_start_token_id", "tokenizer_class", "prefix"),
         # how long sequences were in training; the positions are max_position_embeddings
         *("max_sequence_length", "max_seq_len", "max_length", "model_max_length", "seq_length"),
+        "initial_context_length",
         # training
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_dropout", "resid_pdrop", "embd_pdrop"),
         *("attn_pdrop", "dropout", "use_cache", "cache_implementation", "_sliding_window_pattern"),

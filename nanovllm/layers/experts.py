@@ -1,5 +1,6 @@
 """Mixture of experts: a router chooses a few MLPs for each row. Sources: Jiang et al., "Mixtral of Experts" (2024);
-Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1."""
+Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1; OpenAI,
+"gpt-oss-120b & gpt-oss-20b Model Card" (2025)."""
 
 from __future__ import annotations
 
@@ -39,8 +40,10 @@ class Experts:
         method: LinearMethod | None,
         dtype: torch.dtype,
         device: torch.device,
+        adds_biases: bool = True,
     ) -> None:
-        """activation: one of GATED_UNITS; method: how the matrices of the experts are stored."""
+        """activation: one of GATED_UNITS; method: how the matrices of the experts are stored; adds_biases: see
+        `DecoderSpec`."""
         self.spec = spec
         self._gated_unit = GATED_UNITS[activation]
         self._routing = {
@@ -48,12 +51,14 @@ class Experts:
             for name, shape, wide in spec.routing_tensors(layer, hidden_size)
         }
         self.gate, *others = self._routing.values()
+        self.gate_bias = others.pop(0) if spec.biases else None
         self.correction_bias = None if spec.correction_bias is None else others[0]
         modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
-        inner = spec.intermediate_size
+        inner, down_biases = spec.intermediate_size, spec.biases and adds_biases
         gate_up = [{gate: inner, up: inner} for gate, up, _ in modules]
-        self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device)
-        self.down = ExpertWeights([{down: hidden_size} for _, _, down in modules], inner, method, dtype, device)
+        self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device, spec.biases)
+        down = [{down: hidden_size} for _, _, down in modules]
+        self.down = ExpertWeights(down, inner, method, dtype, device, down_biases)
         self.shared: GatedMLP | None = None
         self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others[-1]
         if spec.shared is not None:
@@ -73,8 +78,8 @@ class Experts:
             return self._all_at_once(x, weights, chosen, shared, self.gate_up.dense, self.down.dense)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in _groups(weights, chosen):
-            inner = self._gated_unit(self.gate_up[expert].apply(x[rows], None))
-            out.index_add_(0, rows, self.down[expert].apply(inner, None).float() * of_rows[:, None])
+            inner = self._gated_unit(self.gate_up.apply(expert, x[rows]))
+            out.index_add_(0, rows, self.down.apply(expert, inner).float() * of_rows[:, None])
         if shared is not None:
             out += shared[0].float() * shared[1]
         return out.to(x.dtype)
@@ -82,17 +87,21 @@ class Experts:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights fp32 [rows, k] and the numbers int64 [rows, k] of each row's k experts.
 
-        As Transformers computes them: scores in fp32, then torch's top k, also among equal ones. The weights stay in
-        fp32, where Transformers rounds those of Qwen3-MoE to the dtype of x.
+        As Transformers computes them: scores in fp32, then torch's top k, also among equal ones; or the softmax of the
+        top k alone. The weights stay in fp32, where Transformers rounds those of Qwen3-MoE and gpt-oss to the dtype of
+        x.
         """
-        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate)
-        scores = SCORES[self.spec.scoring](logits.float())
+        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate, self.gate_bias).float()
+        of_chosen = self.spec.scoring == "softmax_of_chosen"
+        scores = logits if of_chosen else SCORES[self.spec.scoring](logits)
         choosing = scores if self.correction_bias is None else scores + self.correction_bias
         if self.spec.num_groups > 1:
             choosing = self._in_chosen_groups(choosing)
         chosen = choosing.topk(self.spec.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(-1, chosen)
-        if self.spec.norm_topk_prob:
+        if of_chosen:
+            weights = softmax(weights)
+        elif self.spec.norm_topk_prob:
             # A running sum adds in order, so that the other rows have no influence, unlike torch's sum.
             weights = weights / (weights.cumsum(-1)[:, -1:] + LEAST_SUM)
         return (weights if self.spec.weight_scale == 1.0 else weights * self.spec.weight_scale), chosen
@@ -126,13 +135,13 @@ class Experts:
         k = self.spec.num_experts_per_tok
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(len(gate_up), device=x.device), right=True)
-        inner = self._gated_unit(grouped_linear(x, gate_up, ends, order // k))
+        inner = self._gated_unit(grouped_linear(x, gate_up, ends, order // k, self.gate_up.bias))
         entries = order.argsort().view(-1, k)
         if shared is None:
-            return weighted_sum(grouped_linear(inner, down, ends), entries, weights)
+            return weighted_sum(grouped_linear(inner, down, ends, bias=self.down.bias), entries, weights)
         # The shared expert's rows come behind those of the others, as one more expert of each row.
         y = x.new_empty(len(inner) + len(x), x.shape[1])
-        grouped_linear(inner, down, ends, out=y[: len(inner)])
+        grouped_linear(inner, down, ends, bias=self.down.bias, out=y[: len(inner)])
         y[len(inner) :] = shared[0]
         own = torch.arange(len(inner), len(y), device=x.device)
         return weighted_sum(y, torch.cat((entries, own[:, None]), 1), torch.cat((weights, shared[1]), 1))
@@ -157,6 +166,7 @@ class ExpertWeights:
     """One matrix [out, in] of every expert.
 
     dense: all of them, [experts, out, in], if they are stored as plain numbers; else None. Reordered on the CPU.
+    bias: [experts, out] or None.
     """
 
     def __init__(
@@ -166,14 +176,18 @@ class ExpertWeights:
         method: LinearMethod | None,
         dtype: torch.dtype,
         device: torch.device,
+        bias: bool = False,
     ) -> None:
         """parts: of each expert's matrix; see `LinearMethod.create`."""
+        self._parts = parts
+        out_features = sum(parts[0].values())
+        self.bias = torch.empty(len(parts), out_features, dtype=dtype, device=device) if bias else None
         self.dense: Tensor | None = None
         self._weights: list[StoredWeight] = []
         if method is not None:
             self._weights += [method.create(of_expert, in_features, dtype, device) for of_expert in parts]
             return
-        self.dense = torch.empty(len(parts), sum(parts[0].values()), in_features, dtype=dtype, device=device)
+        self.dense = torch.empty(len(parts), out_features, in_features, dtype=dtype, device=device)
         use_huge_pages(self.dense)
         for of_expert, memory in zip(parts, self.dense, strict=True):
             self._weights.append(DenseWeight(of_expert, in_features, dtype, device, memory))
@@ -181,12 +195,19 @@ class ExpertWeights:
     def __getitem__(self, expert: int) -> StoredWeight:
         return self._weights[expert]
 
+    def apply(self, expert: int, x: Tensor) -> Tensor:
+        """x times the transposed matrix of an expert, plus its bias: [rows, in] -> [rows, out]."""
+        return self._weights[expert].apply(x, None if self.bias is None else self.bias[expert])
+
     def __iter__(self) -> Iterator[StoredWeight]:
         return iter(self._weights)
 
     def slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
+        for parts, bias in zip(self._parts, () if self.bias is None else self.bias, strict=False):
+            for module, part in zip(parts, bias.split(list(parts.values())), strict=True):
+                yield f"{module}.bias", slot_of(part)
 
 
 def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:

@@ -172,7 +172,7 @@ def _plus_one(weight: Tensor) -> Tensor:
 def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:
     stored = (spec.activation, spec.quantization, dtype, device)
     if spec.experts is not None and spec.experts.layers[index]:
-        return Experts(spec.experts, index, spec.hidden_size, *stored)
+        return Experts(spec.experts, index, spec.hidden_size, *stored, spec.adds_biases)
     biases, prefix = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases), f"model.layers.{index}.mlp."
     return GatedMLP(spec.hidden_size, spec.intermediate_size, spec.gate_up_parts, prefix, biases, *stored)
 

@@ -28,6 +28,8 @@ class Family:
     reads, besides those that all read, and what Transformers' config class takes where one is missing. own_fields: the
     types and ranges of fields that no other family has, or that have no default. theta: the base of RoPE where a config
     names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
+    rope: the RoPE parameters of a config that has none. window_pattern: n if every n-th layer has full attention, and
+    the others a sliding window, where a config does not say which.
     rotates_part: whether it may rotate only the first features of a head.
     """
 
@@ -38,6 +40,8 @@ class Family:
     own_fields: Mapping[str, Field] = field(default_factory=dict)
     theta: float = 10_000.0
     local_theta: float | None = None
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    window_pattern: int | None = None
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rotates_part: bool = False
 
@@ -82,6 +86,23 @@ def _mixtral_experts(config: Any) -> ExpertSpec:
     if experts is None:
         raise ModelError("num_local_experts is 0; a MixtralForCausalLM needs at least 1 expert.")
     return replace(experts, block="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+def _gpt_oss(config: Any) -> dict[str, Any]:
+    experts = _experts(config, config.intermediate_size, True, (True,) * config.num_hidden_layers)
+    if experts is None:
+        raise ModelError("num_local_experts is 0; a GptOssForCausalLM needs at least 1 expert.")
+    if config.hidden_act != "silu":
+        raise ModelError(f"hidden_act={quoted(config.hidden_act)}: a GptOssForCausalLM has silu, which it clamps.")
+    chosen, other = experts.num_experts_per_tok, getattr(config, "experts_per_token", None)
+    if other not in (None, chosen):
+        raise ModelError(f"experts_per_token={other} and num_experts_per_tok={chosen} are two names of one field.")
+    experts = replace(experts, router_name="router", scoring="softmax_of_chosen", biases=True, interleaved=True)
+    return {"experts": experts, "activation": "clamped_swiglu", "attention_sinks": True, "wide_norms": True}
+
+
+def _equals(number: float) -> Field:
+    return Field(f"{number}; others are not supported", lambda value: value == number)
 
 
 # None is for what follows from other fields.
@@ -235,6 +256,37 @@ _ENTRIES = (
         {"attention_out_bias": FLAG},
     ),
     Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        _gpt_oss,
+        {
+            **_SILU,
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        {
+            "num_local_experts": EXPERT_COUNT,
+            "experts_per_token": integer(1) | NULL,
+            "swiglu_alpha": _equals(1.702),
+            "swiglu_limit": _equals(7.0),
+        },
+        theta=150_000.0,
+        rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        window_pattern=2,
+    ),
+    Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
         lambda config: {
@@ -301,15 +353,15 @@ def complete_config(family: Family, fields: Mapping[str, Any]) -> SimpleNamespac
     if getattr(config, "mlp_only_layers", 0) is None:
         config.mlp_only_layers = []
     if "layer_types" in vars(config):
-        _complete_layer_types(config)
+        _complete_layer_types(config, family.window_pattern)
     return config
 
 
-def _complete_layer_types(config: SimpleNamespace) -> None:
-    """Each layer's kind: with Gemma's pattern each n-th layer is full; with Qwen's number the first layers are."""
+def _complete_layer_types(config: SimpleNamespace, pattern: int | None) -> None:
+    """Each layer's kind: with a pattern each n-th layer is full; with Qwen's number the first layers are."""
     layers = range(config.num_hidden_layers)
     if config.layer_types is None:
-        pattern, num_full = getattr(config, "sliding_window_pattern", None), getattr(config, "max_window_layers", 0)
+        pattern, num_full = getattr(config, "sliding_window_pattern", pattern), getattr(config, "max_window_layers", 0)
         if pattern is not None:
             is_sliding = [bool((index + 1) % pattern) for index in layers]
         else:
@@ -351,8 +403,7 @@ def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSp
         local_rope=local_rope,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config.dtype),
-        activation=ACTIVATIONS[activation],
-        **{**biases, **family.facts(config)},
+        **{"activation": ACTIVATIONS[activation], **biases, **family.facts(config)},
     )
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
+from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, part_of, some_of
 from nanovllm.formats.hub import is_gguf
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.sharding import Part
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import TEXT_MODELS, text_name
+from nanovllm.models.interleaved_experts import with_single_interleaved
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
@@ -219,6 +220,8 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
     found, experts = dict(stored), spec.experts
     if experts is None:
         return found
+    if experts.interleaved:
+        return with_single_interleaved(found, spec, experts)
     hidden, inner, count = spec.hidden_size, experts.intermediate_size, experts.num_experts
     for layer in (index for index in range(spec.num_layers) if experts.layers[index]):
         prefix = f"model.layers.{layer}.mlp."
@@ -250,14 +253,3 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> 
             f"found {list(tensor.shape)}."
         )
     return tensor
-
-
-def part_of(tensor: StoredTensor, name: str, *index: int | slice) -> StoredTensor:
-    """A part of a tensor, or all of it, under another name. The first slices of `index` keep whole rows."""
-    found = [
-        range(*part.indices(size)) if isinstance(part, slice) else part
-        for part, size in zip(index, tensor.shape, strict=False)
-    ]
-    kept = [each for each in found if isinstance(each, range)]
-    shape = (*map(len, kept), *tensor.shape[len(index) :])
-    return StoredTensor(tensor.file, shape, tensor.dtype, whole=(name, found))

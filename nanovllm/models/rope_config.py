@@ -23,6 +23,9 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
     """
     positions, kinds, rotates_part = config.max_position_embeddings, family.rope_kinds, family.rotates_part
 
+    if family.rope and not (fields.get("rope_scaling") or fields.get("rope_parameters")):
+        fields = {**fields, "rope_parameters": family.rope}
+
     def spec(fields: Mapping[str, Any], theta: float) -> RopeSpec:
         trained = getattr(config, "original_max_position_embeddings", None)
         found = rope_parameters(fields, positions, theta, trained)

@@ -249,7 +249,8 @@ class DecoderSpec:
         """Number of weights of a layer in memory beyond its matrices, such as norms, biases and sinks."""
         recurrent = self.recurrent if self.is_recurrent(layer) else None
         own = self._sinks if recurrent is None else recurrent.num_vectors
-        return self._norms(layer) + sum(rows for _, rows, _, bias in self._projections(layer) if bias) + own
+        biases = sum(rows for _, rows, _, bias in self._projections(layer) if bias) + self._expert_biases(layer)
+        return self._norms(layer) + biases + own
 
     def _vector_bytes(self, layer: int, itemsize: int) -> int:
         """Bytes of `_vectors`. Norms may be wider than the dtype; sinks and a recurrent layer's decay always are."""
@@ -262,6 +263,12 @@ class DecoderSpec:
     def norms_in_fp32(self) -> bool:
         """Whether norm weights are in fp32 in memory."""
         return self.zero_centered_norms or self.wide_norms
+
+    def _expert_biases(self, layer: int) -> int:
+        """Number of biases of a layer's experts."""
+        if self.experts is None or not self.experts.layers[layer]:
+            return 0
+        return self.experts.num_biases(self.hidden_size, self.adds_biases)
 
     @property
     def _sinks(self) -> int:
@@ -346,9 +353,8 @@ class DecoderSpec:
             if self.experts is not None and self.experts.layers[index]:
                 for name, shape, _ in self.experts.routing_tensors(index, self.hidden_size):
                     yield name, CheckpointTensor(shape)
-            for module, rows, _, bias in self._projections(index):
-                if bias:
-                    yield f"{module}.bias", CheckpointTensor((rows,))
+            for module, rows in self._biased(index):
+                yield f"{module}.bias", CheckpointTensor((rows,))
             if self.recurrent is not None and self.recurrent.layers[index]:
                 yield from self._recurrent_tensors(index, self.recurrent)
                 continue
@@ -404,6 +410,12 @@ class DecoderSpec:
         for module, rows, columns, _ in self._projections(index):
             yield module, rows, columns
         yield from self._expert_matrices(index)
+
+    def _biased(self, index: int) -> Iterator[tuple[str, int]]:
+        """Module and output features of each projection of a layer that has a bias."""
+        yield from ((module, rows) for module, rows, _, bias in self._projections(index) if bias)
+        if self.experts is not None and self.experts.biases and self.experts.layers[index]:
+            yield from ((module, rows) for module, rows, _ in self._expert_matrices(index))
 
     def _expert_matrices(self, index: int) -> Iterator[Matrix]:
         if self.experts is not None and self.experts.layers[index]:

@@ -1,7 +1,7 @@
 """csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_kernels, which checks arguments.
 
 Addresses are ints, or pairs with the stride from row to row in elements (of store_kv: in bytes). `dtype` is "bfloat16",
-"float16" or "float32"; `isa` is one of `instruction_sets()`; `activation` is "silu" or "gelu_tanh".
+"float16" or "float32"; `isa` is one of `instruction_sets()`; `activation` is "silu", "gelu_tanh" or "clamped_swiglu".
 """
 
 _Address = tuple[int, int]

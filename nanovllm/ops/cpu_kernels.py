@@ -278,6 +278,10 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _gated_unit("gelu_tanh", gate_up)
 
 
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    return _gated_unit("clamped_swiglu", gate_up)
+
+
 def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)

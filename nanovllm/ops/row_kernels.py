@@ -70,6 +70,7 @@ class RowKernels(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def clamped_swiglu(self, gate_up: Tensor) -> Tensor: ...
     def softmax(self, x: Tensor, *, log: bool = False) -> Tensor: ...
     def sigmoid(self, x: Tensor) -> Tensor: ...
     def draw(self, scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor: ...
@@ -110,9 +111,15 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return kernels_for(gate_up, 2).gelu_tanh_and_mul(gate_up)
 
 
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1) in the same way, with the gate at most 7 and up from -7 to 7. Source:
+    OpenAI, gpt-oss, gpt_oss/torch/model.py."""
+    return kernels_for(gate_up, 2).clamped_swiglu(gate_up)
+
+
 # The activations of an MLP's gate.
 GATED_UNITS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+    {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu}
 )
 
 

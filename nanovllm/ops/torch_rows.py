@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `row_kernels.clamped_swiglu`
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
@@ -68,6 +69,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate * torch.sigmoid(gate * SWIGLU_ALPHA)).mul_(up + 1.0)
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     x_ptr,
     weight_ptr,
+    bias_ptr,
     rows_ptr,
     ends_ptr,
     num_experts,
@@ -27,6 +28,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     EXPERTS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,18 +54,26 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_at + start, mask=has_entry[:, None] & inside[None, :], other=0.0)
         weight = tl.load(weight_at + start, mask=inside[:, None] & (column < out_features)[None, :], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
     y_at = y_ptr + entry.to(tl.int64)[:, None] * out_features + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=has_entry[:, None] & (column < out_features)[None, :])
 
 
 def grouped_linear(
-    x: Tensor, weights: Tensor, ends: Tensor, rows: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Row i of the result is x[rows[i]] times the transposed matrix of its expert: [entries, out].
+    """Row i of the result is x[rows[i]] times the transposed matrix of its expert, plus its bias: [entries, out].
 
     x: [tokens, in], the elements of a row contiguous; weights: [experts, out, in], contiguous; ends: int64 [experts],
     for each expert where its rows of the result end, which begin where those of the expert before it end; rows: int64
-    [entries], None if x has the rows of the result; out: contiguous memory for the result. Sums are fp32.
+    [entries], None if x has the rows of the result; bias: [experts, out], contiguous, or None; out: contiguous memory
+    for the result. Sums are fp32.
     """
     assert weights.is_contiguous() and x.stride(1) == 1, "rows and weights must be contiguous"
     num_experts, out_features, in_features = weights.shape
@@ -77,8 +87,8 @@ def grouped_linear(
         block_k = 32
     grid = (triton.cdiv(out_features, block_n), most_tiles(entries, num_experts, block_m))
     _grouped_kernel[grid](
-        y, x, weights, rows, ends, num_experts, out_features, in_features, x.stride(0),
-        EXPERTS=triton.next_power_of_2(num_experts), HAS_ROWS=rows is not None,
+        y, x, weights, bias, rows, ends, num_experts, out_features, in_features, x.stride(0),
+        EXPERTS=triton.next_power_of_2(num_experts), HAS_ROWS=rows is not None, HAS_BIAS=bias is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PRECISION=dot_precision(x.dtype),
         num_warps=4, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip

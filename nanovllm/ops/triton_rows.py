@@ -12,6 +12,7 @@ from nanovllm.ops.torch_rows import add_, copy_, cos_sin, sigmoid, softmax
 __all__ = [
     "add_",
     "add_rms_norm_",
+    "clamped_swiglu",
     "copy_",
     "cos_sin",
     "draw",
@@ -29,9 +30,9 @@ COLUMNS_PER_PROGRAM = 1024
 
 @triton.jit
 def _gated_unit_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, gate_up_ptr, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, gate_up_ptr, size, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (row, tile of columns). Both activations are the gate times a sigmoid."""
+    """Program (row, tile of columns). Each activation is the gate times a sigmoid."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
@@ -39,28 +40,38 @@ def _gated_unit_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask, other=0.0).to(tl.float32)
     logit = gate
-    if GELU:
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN stays
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        up = (up + 1.0).to(dtype).to(tl.float32)
+        logit = 1.702 * gate
+    if ACTIVATION == "gelu_tanh":
         logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     activated = (gate / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (activated * up).to(dtype), mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    return _gated_unit(gate_up, gelu=False)
+    return _gated_unit(gate_up, "silu")
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    return _gated_unit(gate_up, gelu=True)
+    return _gated_unit(gate_up, "gelu_tanh")
 
 
-def _gated_unit(gate_up: Tensor, gelu: bool) -> Tensor:
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    return _gated_unit(gate_up, "clamped_swiglu")
+
+
+def _gated_unit(gate_up: Tensor, activation: str) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if out.numel():
         assert gate_up.stride(1) == 1, "rows must be contiguous"
         _gated_unit_kernel[(rows, triton.cdiv(size, COLUMNS_PER_PROGRAM))](
-            out, gate_up, size, gate_up.stride(0), GELU=gelu, BLOCK=COLUMNS_PER_PROGRAM, enable_fp_fusion=True
-        )
+            out, gate_up, size, gate_up.stride(0),
+            ACTIVATION=activation, BLOCK=COLUMNS_PER_PROGRAM, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
