@@ -28,7 +28,15 @@ from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.timing import Spread
 from nanovllm.errors import ConfigError
 from nanovllm.ops import cpu_kernels
-from nanovllm.ops.packed_weights import GGUF_BLOCKS, SCHEMES, PackedWeight, cpu_packed_linear, gguf_weight
+from nanovllm.ops.packed_panels import HALF_BYTES
+from nanovllm.ops.packed_weights import (
+    GGUF_BLOCKS,
+    MXFP4_GROUP,
+    SCHEMES,
+    PackedWeight,
+    cpu_packed_linear,
+    gguf_weight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +77,12 @@ def packed_weight(scheme: str, out_features: int, in_features: int) -> PackedWei
         block = GGUF_BLOCKS[scheme]
         shape = (out_features, in_features // block.inputs * block.bytes)
         return gguf_weight(scheme, torch.randint(64, shape, dtype=torch.uint8)).in_panels()
-    shape = (out_features, in_features // 2 if scheme == "int4" else in_features)
-    dtype = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[scheme]
+    shape = (out_features, in_features // 2 if scheme in HALF_BYTES else in_features)
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(scheme, torch.uint8)
     data = torch.randint(64, shape, dtype=torch.uint8).view(dtype)
+    if scheme == "mxfp4":
+        scales = torch.full((out_features, in_features // MXFP4_GROUP), 120, dtype=torch.uint8)
+        return PackedWeight(scheme, data, scales, None, MXFP4_GROUP, in_features).in_panels()
     scales = torch.rand(out_features, in_features // 128, dtype=torch.float32 if scheme == "fp8" else torch.float16)
     return PackedWeight(scheme, data, scales, None, 128, in_features).in_panels()
 

@@ -29,7 +29,7 @@ namespace nanovllm::packed {
 constexpr int64_t kOutputs = 16;       // of a panel
 constexpr int64_t kPartInputs = 256;   // of a panel that are expanded at a time
 
-enum class Scheme : int { int4, int8, fp8, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
+enum class Scheme : int { int4, int8, fp8, mxfp4, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
 
 enum class Values : int { unsigned_bytes, signed_bytes, floats };  // that weights are expanded to
 
@@ -45,6 +45,7 @@ constexpr Layout kLayouts[] = {
     {32, 256, 32, Values::unsigned_bytes, 8, false},     // int4
     {32, 512, 32, Values::signed_bytes, 0, false},       // int8
     {32, 512, 32, Values::floats, 0, false},             // fp8
+    {32, 256, 32, Values::unsigned_bytes, 12, false},    // mxfp4: the integers are twice the numbers of fp4
     {32, 288, 32, Values::unsigned_bytes, 8, false},     // q4_0
     {32, 320, 32, Values::unsigned_bytes, 0, true},      // q4_1
     {32, 352, 32, Values::unsigned_bytes, 16, false},    // q5_0
@@ -58,7 +59,7 @@ constexpr Layout kLayouts[] = {
 struct Weight {
     Scheme scheme;
     const uint8_t* data;   // [panels][blocks][tile]
-    const void* scales;    // int4, int8, fp8: [panels][scale groups][kOutputs]
+    const void* scales;    // int4, int8, fp8, mxfp4: [panels][scale groups][kOutputs]; of mxfp4 bytes, the exponents
     DType scale_dtype;
     const int8_t* zeros;   // int4 (unsigned), int8: as the scales, or null
     int64_t outputs_per_scale;  // of fp8; if more than 1, scales are [out / outputs_per_scale][scale groups]

@@ -37,6 +37,9 @@ struct Avx2 {
         const __m128i low = _mm256_castsi256_si128(__m256i(v)), high = _mm256_extracti128_si256(__m256i(v), 1);
         return F(_mm256_cvtph_ps(_mm_packus_epi32(low, high)));
     }
+    static V lookup(const uint8_t* table, V bytes) {
+        return V(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_at<__m128i>(table)), __m256i(bytes)));
+    }
 };
 
 constexpr Kernel kKernel = packed_kernel<Avx2>();

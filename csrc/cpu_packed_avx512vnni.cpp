@@ -30,6 +30,9 @@ struct Avx512Vnni {
     static F fma(F a, F b, F c) { return F(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
     static F halves(const void* p) { return F(_mm512_cvtph_ps(load_at<__m256i>(p))); }
     static F half(V v) { return F(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(v)))); }
+    static V lookup(const uint8_t* table, V bytes) {
+        return V(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_at<__m128i>(table)), __m512i(bytes)));
+    }
 };
 
 constexpr Kernel kKernel = packed_kernel<Avx512Vnni>();

@@ -25,6 +25,7 @@ class Expand {
             case Scheme::int4: return each<Scheme::int4>(tile, blocks, lane, own, to);
             case Scheme::int8: return each<Scheme::int8>(tile, blocks, lane, own, to);
             case Scheme::fp8: return each<Scheme::fp8>(tile, blocks, lane, own, to);
+            case Scheme::mxfp4: return each<Scheme::mxfp4>(tile, blocks, lane, own, to);
             case Scheme::q4_0: return each<Scheme::q4_0>(tile, blocks, lane, own, to);
             case Scheme::q4_1: return each<Scheme::q4_1>(tile, blocks, lane, own, to);
             case Scheme::q5_0: return each<Scheme::q5_0>(tile, blocks, lane, own, to);
@@ -53,6 +54,12 @@ class Expand {
             const uint16_t* scales = static_cast<const uint16_t*>(w_.scales) + at_;
             if (w_.scale_dtype == DType::fp16) return X::halves(scales);
             return F(__builtin_convertvector(load_at<H>(scales), V) << 16);
+        }
+        // 2^(code - 128) of a byte: half of the scale that it stands for. Of codes 0 and 1 the power is subnormal.
+        F half_of_power() const {
+            const V code = __builtin_convertvector(load_at<B>(static_cast<const uint8_t*>(w_.scales) + at_), V) & 255;
+            const V is_normal = code > 1;
+            return F((is_normal & (code - 1) << 23) | (~is_normal & (code + 1) * 0x00200000));
         }
         template <class Group>
         void finish(Group& group) {
@@ -83,6 +90,8 @@ class Expand {
         for (int64_t b = 0; b < blocks; ++b, tile += kLayout.tile_bytes) {
             if constexpr (K == Scheme::fp8)
                 fp8(tile, lane, own, to);
+            else if constexpr (K == Scheme::mxfp4)
+                mxfp4(tile, lane, own, to);
             else if constexpr (K == Scheme::q4_k || K == Scheme::q5_k)
                 q45_k<K == Scheme::q5_k>(tile, lane, to);
             else if constexpr (K == Scheme::q6_k)
@@ -146,6 +155,23 @@ class Expand {
         } else {
             group.finish(X::halves(tile + 2 * lane));
         }
+        to.template next<8>(1);
+    }
+
+    // As int4, but four bits are a number of fp4 (e2m1). Its double plus 12 is an integer from a table.
+    template <class Target>
+    [[gnu::always_inline]] static void mxfp4(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
+        static constexpr uint8_t kDoubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        auto group = to.template group<false, 8>(0);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            fetch<256, 4>(tile, tile, i, lane);
+            const V v = word(tile, i, lane);
+            group.add(i, X::lookup(kDoubled, v & kNibbles));
+            group.add(4 + i, X::lookup(kDoubled, v >> 4 & kNibbles));
+        }
+        group.finish(own.half_of_power());
+        own.next();
         to.template next<8>(1);
     }
 

@@ -38,6 +38,12 @@ struct Portable {
         const auto at = [=](int i) { return widen_scalar(Fp16{uint16_t(v[i])}); };
         return F{at(0), at(1), at(2), at(3)};
     }
+    static V lookup(const uint8_t* table, V bytes) {
+        uint8_t each[sizeof(V)];
+        std::memcpy(each, &bytes, sizeof(V));
+        for (uint8_t& byte : each) byte = table[byte];
+        return load_at<V>(each);
+    }
 };
 
 constexpr Kernel kKernel = packed_kernel<Portable>();

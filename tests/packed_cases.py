@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ VARIANTS = (
     *GGUF_BLOCKS,
     "int4", "int4 zeros", "int4 float32 64", "int4 bfloat16 zeros 128", "int4 channel",
     "int8", "int8 zeros bfloat16", "int8 channel",
-    "fp8 tensor", "fp8 channel", "fp8 blocks",
+    "fp8 tensor", "fp8 channel", "fp8 blocks", "mxfp4",
 )  # fmt: skip
 assert {variant.split()[0] for variant in VARIANTS} == set(SCHEMES)
 
@@ -42,6 +44,8 @@ def random_weight(variant: str, out_features: int, in_features: int, seed: int =
     scheme, *special = variant.split()
     if scheme in GGUF_BLOCKS:
         return _gguf(scheme, out_features, in_features, size, generator)
+    if scheme == "mxfp4":
+        return _mxfp4(out_features, in_features, size, generator)
     if scheme == "fp8":
         return _fp8(special[0], out_features, in_features, size, generator)
     digits = [int(word) for word in special if word.isdigit()]
@@ -75,6 +79,15 @@ def _fp8(kind: str, out_features: int, in_features: int, size: float, generator:
     scales = (torch.randn(shape, generator=generator) * size / 448).repeat_interleave(outputs, dim=0)[:out_features]
     group = FP8_BLOCK if kind == "blocks" else in_features
     return PackedWeight("fp8", bits.view(torch.float8_e4m3fn), scales, None, group, in_features)
+
+
+def _mxfp4(out_features: int, in_features: int, size: float, generator: torch.Generator) -> PackedWeight:
+    """Some groups have the smallest scales, of which two are subnormal."""
+    data = torch.randint(0, 256, (out_features, in_features // 2), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(-3, 1, (out_features, in_features // 32), generator=generator)
+    scales = exponents + (127 + round(math.log2(size)))
+    scales.flatten()[::7] = torch.arange(len(scales.flatten()[::7])) % 3
+    return PackedWeight("mxfp4", data, scales.to(torch.uint8), None, 32, in_features)
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:

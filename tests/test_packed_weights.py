@@ -120,7 +120,7 @@ def int4(**changed: Any) -> PackedWeight:
 GGUF = {"scheme": "q4_0", "data": torch.zeros(4, 36, dtype=torch.uint8), "scales": None}
 FP8 = {"scheme": "fp8", "data": torch.zeros(4, 64).to(torch.float8_e4m3fn), "scales": torch.ones(4, 1)}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"scheme": "q2_k"}, "Scheme must be one of int4, int8, fp8, q4_0"),
+    ({"scheme": "q2_k"}, "Scheme must be one of int4, int8, fp8, mxfp4, q4_0"),
     ({"data": torch.zeros(4, 32)}, "64 inputs of int4 do not fit data torch.float32 (4, 32)"),
     ({"group_size": 0}, "must be positive, got 64 and 0"),
     ({"in_features": 65, "group_size": 65}, "65 inputs of int4 do not fit"),

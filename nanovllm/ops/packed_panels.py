@@ -5,7 +5,7 @@ four bytes begins with the fp16 numbers of the 16 outputs; then it has the first
 each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Bit 4i + j of the
 word with the fifth bits of Q5_0 and Q5_1 becomes bit i of byte j, so that all words of four inputs are completed alike.
 Scales and zeros become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and inputs of int4,
-int8 and fp8 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
+int8, fp8 and mxfp4 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 OUTPUTS = 16  # of a panel
+HALF_BYTES = ("int4", "mxfp4")  # schemes with two inputs in a byte of a row
 _INPUTS = 32  # of a block where the scales lie apart
 _CHUNK_BYTES = 1 << 20  # of rows that are rearranged at a time
 # Where in a block the fp16 number is that is not part of a whole word.
@@ -108,12 +109,13 @@ def panels_to_groups(values: Tensor, outputs: Tensor) -> Tensor:
 def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
     """Rows of bytes, uint8 [out_features, bytes of a row] -> uint8 [out_features, blocks, block_bytes].
 
-    A byte of int4 has an even input and the next one in a row, but inputs i and i + 16 in a block, as in GGUF.
+    A byte of int4 and mxfp4 has an even input and the next one in a row, but inputs i and i + 16 in a block, as in
+    GGUF.
     """
     if missing := -data.shape[1] % block_bytes:  # else padding would copy
         data = F.pad(data, (0, missing))
     blocks = data.unflatten(1, (-1, block_bytes))
-    if scheme != "int4":
+    if scheme not in HALF_BYTES:
         return blocks
     first, second = blocks.contiguous().view(torch.int64).unbind(-1)  # 8 bytes at a time
     low = 0x0F0F0F0F0F0F0F0F
@@ -123,7 +125,7 @@ def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
 
 def blocks_to_rows(scheme: str, blocks: Tensor, row_bytes: int) -> Tensor:
     """The inverse of `rows_to_blocks`: uint8 [out_features, row_bytes]."""
-    if scheme == "int4":
+    if scheme in HALF_BYTES:
         even, odd = blocks[..., 0::2], blocks[..., 1::2]
         blocks = torch.cat((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1)
     return blocks.flatten(1)[:, :row_bytes].contiguous()

@@ -5,6 +5,7 @@
 | int4 | 4 bits, unsigned | (q - zero) * scale |
 | int8 | 8 bits, signed | (q - zero) * scale |
 | fp8 | float8_e4m3fn | q * scale |
+| mxfp4 | float4_e2m1fn | q * 2^(scale - 127) |
 | q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k | as in a GGUF file | as in llama.cpp |
 
 Checkpoints of other layouts (GPTQ, AWQ, compressed-tensors) are converted to int4, int8 or fp8 at load, without loss.
@@ -21,8 +22,11 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
+from nanovllm.ops.packed_panels import HALF_BYTES
 from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
+MXFP4_GROUP = 32  # inputs that share a scale
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by their bits
 FP8_BLOCK = 128  # inputs that share a scale, where an fp8 weight has scales per block
 _CHECKED_ROWS = 256  # of an fp8 weight at a time
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
@@ -33,11 +37,12 @@ class PackedWeight:
     """The quantised weight [out_features, in_features] of a linear layer. ValueError if the parts do not fit together.
 
     data: [out_features, bytes of a row]; of the GGUF schemes the bytes of the file, of int4 uint8 with two inputs in a
-    byte, the even input in the low half, of int8 int8, of fp8 float8_e4m3fn. scales: of int4 and int8
-    [out_features, groups] in bfloat16, float16 or float32, of fp8 in float32. zeros: of int4 uint8 and of int8 int8
-    [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
-    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them. fp8_inputs: of fp8,
-    whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where they are.
+    byte, the even input in the low half, of mxfp4 in the same way, of int8 int8, of fp8 float8_e4m3fn. scales
+    [out_features, groups]: of int4 and int8 in bfloat16, float16 or float32, of fp8 in float32, of mxfp4 uint8. zeros:
+    of int4 uint8 and of int8 int8 [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that
+    share a scale. panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
+    fp8_inputs: of fp8, whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where
+    they are.
     """
 
     scheme: str
@@ -110,14 +115,14 @@ class PackedWeight:
     def _block_bytes(self) -> int:
         """Bytes of a block of one output: of GGUF's blocks, else of 32 inputs."""
         block = GGUF_BLOCKS.get(self.scheme)
-        return block.bytes if block else 16 if self.scheme == "int4" else 32
+        return block.bytes if block else 16 if self.scheme in HALF_BYTES else 32
 
     def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
         data = packed_panels.panels_to_blocks(self.scheme, self.data, self._block_bytes, outputs)
         if self.scheme in GGUF_BLOCKS:
             data = data.flatten(1)
         else:
-            row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features
+            row_bytes = self.in_features // 2 if self.scheme in HALF_BYTES else self.in_features
             data = packed_panels.blocks_to_rows(self.scheme, data, row_bytes).view(_DATA_DTYPES[self.scheme])
         parts = (self.scales, self.zeros)
         scales, zeros = (None if part is None else packed_panels.panels_to_groups(part, outputs) for part in parts)
@@ -198,7 +203,7 @@ def kernel_weight(weight: PackedWeight) -> _cpu_kernels.PackedWeight:
     scales, zeros = weight.scales, weight.zeros
     return _cpu_kernels.PackedWeight(
         scheme=weight.scheme, data=weight.data.data_ptr(), scales=0 if scales is None else scales.data_ptr(),
-        scale_dtype="float32" if scales is None else KERNEL_DTYPES[scales.dtype],
+        scale_dtype="float32" if scales is None or weight.scheme == "mxfp4" else KERNEL_DTYPES[scales.dtype],
         zeros=0 if zeros is None else zeros.data_ptr(), outputs_per_scale=1, group_size=weight.group_size,
         in_features=weight.in_features, out_features=weight.out_features,
     )  # fmt: skip
@@ -215,13 +220,22 @@ def dequantize(weight: PackedWeight) -> Tensor:
         blocks = weight.data.unflatten(-1, (-1, block.bytes))
         return block.dequantize(blocks).reshape(weight.shape)
     assert weight.scales is not None
-    q = unpack_int4(weight.data) if weight.scheme == "int4" else weight.data
+    q = unpack_int4(weight.data) if weight.scheme in HALF_BYTES else weight.data
     columns = torch.arange(weight.in_features, device=weight.device) // weight.group_size
+    if weight.scheme == "mxfp4":
+        numbers = torch.tensor(FP4_NUMBERS, device=weight.device)
+        return numbers[q.long()] * powers_of_two(weight.scales)[:, columns]
     scales = weight.scales[:, columns].float()
     if weight.scheme == "fp8":
         return q.float() * scales
     zeros = float(_DEFAULT_ZEROS[weight.scheme]) if weight.zeros is None else weight.zeros[:, columns].float()
     return (q.float() - zeros) * scales
+
+
+def powers_of_two(codes: Tensor) -> Tensor:
+    """2^(code - 127) of codes 0 to 254, uint8, in fp32; the first is subnormal. The codes are those of e8m0."""
+    bits = torch.where(codes > 0, codes.int() << 23, 1 << 22)
+    return bits.int().view(torch.float32)
 
 
 # ---- the blocks of GGUF; llama.cpp documents them in ggml-common.h
@@ -321,8 +335,8 @@ GGUF_BLOCKS = {
 
 # ---- checks
 
-SCHEMES = ("int4", "int8", "fp8", *GGUF_BLOCKS)
-_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCHEMES = ("int4", "int8", "fp8", "mxfp4", *GGUF_BLOCKS)
+_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
 _DEFAULT_ZEROS = {"int4": 8, "int8": 0}
 
 
@@ -334,16 +348,18 @@ def _misfit(weight: PackedWeight) -> str | None:
     if weight.group_size < 1 or inputs < 1:
         return f"Inputs and group size must be positive, got {inputs} and {weight.group_size}."
     block, groups = GGUF_BLOCKS.get(scheme), -(-inputs // weight.group_size)
-    unit = block.inputs if block else 2 if scheme == "int4" else 1
-    row_bytes = inputs // unit * (block.bytes if block else 1)
+    unit = block.inputs if block else MXFP4_GROUP if scheme == "mxfp4" else 2 if scheme == "int4" else 1
+    row_bytes = inputs // unit * block.bytes if block else inputs // (2 if scheme in HALF_BYTES else 1)
     if data.shape != (outputs, row_bytes) or inputs % unit or data.dtype != _DATA_DTYPES.get(scheme, torch.uint8):
         return f"{inputs} inputs of {scheme} do not fit data {_described(data)}."
     if block is not None:
         fits = weight.group_size == block.group_size and weight.scales is None and weight.zeros is None
         return None if fits else f"{scheme} has groups of {block.group_size} with their scales in the data, only."
+    if scheme == "mxfp4" and (weight.group_size != MXFP4_GROUP or weight.zeros is not None):
+        return f"Groups of mxfp4 have {MXFP4_GROUP} inputs and no zeros, got {weight.group_size}."
     if weight.group_size != inputs and weight.group_size % (FP8_BLOCK if scheme == "fp8" else 32):
         return f"Groups of {scheme} have a multiple of 32 inputs, of fp8 of 128, or all, got {weight.group_size}."
-    scale_dtypes = {torch.float32} if scheme == "fp8" else set(KERNEL_DTYPES)
+    scale_dtypes = {"fp8": {torch.float32}, "mxfp4": {torch.uint8}}.get(scheme, set(KERNEL_DTYPES))
     parts = [("scales", weight.scales, scale_dtypes), ("zeros", weight.zeros, {data.dtype} - {torch.float8_e4m3fn})]
     for name, part, dtypes in parts if weight.zeros is not None else parts[:1]:
         if part is None or part.shape != (outputs, groups) or part.dtype not in dtypes:

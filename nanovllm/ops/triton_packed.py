@@ -1,4 +1,4 @@
-"""Products with packed weights in Triton: int4, int8 and fp8 weights, inputs in bf16, fp16 or fp32.
+"""Products with packed weights in Triton: int4, int8, fp8 and mxfp4 weights, inputs in bf16, fp16 or fp32.
 
 A tile of quantized values minus their zero point is exact in each of these dtypes, so that a tile's product is exact up
 to its fp32 sum. The scale multiplies the sum. Weights are read once for each tile of rows and are never written out.
@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.ops.packed_panels import HALF_BYTES
 from nanovllm.ops.triton_kv import quantized
 
-SCHEMES = ("int4", "int8", "fp8")
+SCHEMES = ("int4", "int8", "fp8", "mxfp4")
 SMALLEST_TILE_ROWS = 16  # rows of the smallest tile
 MOST_COLUMNS = 128  # of a tile
 # With few rows, reading the weights determines the time. More programs than this are not needed to use the bandwidth.
@@ -65,6 +66,21 @@ def _e4m3_values(codes):  # type: ignore[no-untyped-def]
     """The fp16 values of float8_e4m3fn codes without NaN: the bits of an fp16 number that is smaller by 2^8."""
     bits = ((codes & 127).to(tl.uint16) << 7) | ((codes & 128).to(tl.uint16) << 8)
     return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _doubled_e2m1(codes):  # type: ignore[no-untyped-def]
+    """Twice the values of float4_e2m1fn codes from 0 to 15, integers."""
+    code = (codes & 7).to(tl.int32)
+    size = tl.where(code < 4, code, tl.where(code < 6, 2 * code - 4, 4 * code - 16))
+    return tl.where(codes >= 8, -size, size)
+
+
+@triton.jit
+def _half_of_power(codes):  # type: ignore[no-untyped-def]
+    """2^(code - 128) of bytes; of codes 0 and 1 the power is subnormal."""
+    code = codes.to(tl.int32)
+    return tl.where(code > 1, (code - 1) << 23, (code + 1) << 21).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,18 +130,23 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         data = tl.load(
             data_ptr + n.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=inside, other=0.0 if FP8_INPUTS else 0
         )
-        if SCHEME == "int4":  # a byte holds two inputs, the even one in the low half
+        if SCHEME == "int4" or SCHEME == "mxfp4":  # a byte holds two inputs, the even one in the low half
             data = tl.interleave(data & 15, data >> 4)
         if FP8_INPUTS:
             values = data
         elif SCHEME == "fp8":
             values = _e4m3_values(data).to(dtype)
+        elif SCHEME == "mxfp4":
+            values = _doubled_e2m1(data).to(dtype)
         elif HAS_ZEROS:
             zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0).to(tl.int32)
             values = (data.to(tl.int32) - zero[:, None]).to(dtype)
         else:
             values = (data.to(tl.int32) - (8 if SCHEME == "int4" else 0)).to(dtype)
-        scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
+        if SCHEME == "mxfp4":
+            scale = _half_of_power(tl.load(scales_ptr + scale_row + group, mask=is_output, other=0))
+        else:
+            scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
         product = tl.dot(x, tl.trans(values), input_precision="ieee") * scale[None, :]
         if FP8_INPUTS:
             x_scale = tl.load(x_scales_ptr + m.to(tl.int64) * scale_columns + group, mask=m < rows, other=0.0)
@@ -213,7 +234,7 @@ def packed_linear(
         SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None and splits == 1,
         FP8_INPUTS=fp8_inputs, SPLITS=splits,
         BLOCK_M=config.rows, BLOCK_N=config.outputs, BLOCK_K=config.columns,
-        ROW_BYTES=config.columns // (2 if scheme == "int4" else 1),
+        ROW_BYTES=config.columns // (2 if scheme in HALF_BYTES else 1),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits == 1:

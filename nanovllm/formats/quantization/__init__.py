@@ -17,10 +17,17 @@ from nanovllm.formats.quantization.compressed_tensors import read_compressed_ten
 from nanovllm.formats.quantization.config_fields import WHERE
 from nanovllm.formats.quantization.fp8 import read_fp8
 from nanovllm.formats.quantization.gptq import read_gptq
+from nanovllm.formats.quantization.mxfp4 import read_mxfp4
 from nanovllm.layers.linear_method import LinearMethod
 
 METHODS = MappingProxyType(
-    {"gptq": read_gptq, "awq": read_awq, "compressed-tensors": read_compressed_tensors, "fp8": read_fp8}
+    {
+        "gptq": read_gptq,
+        "awq": read_awq,
+        "compressed-tensors": read_compressed_tensors,
+        "fp8": read_fp8,
+        "mxfp4": read_mxfp4,
+    }
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import lcm
+from math import lcm, log2
 from typing import Literal, Protocol
 
 import torch
@@ -20,12 +20,13 @@ from nanovllm.layers import linear_method as seam
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import COLUMNS, ROWS, CheckpointTensor
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
+from nanovllm.ops.packed_panels import HALF_BYTES
 from nanovllm.ops.packed_weights import PackedWeight, unpack_int4
 
-Scheme = Literal["int4", "int8", "fp8"]
-_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+Scheme = Literal["int4", "int8", "fp8", "mxfp4"]
+_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
 # Standard deviation of what `randomize` draws for the data: evenly distributed values around zero.
-_DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**0.5}
+_DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**0.5, "mxfp4": 8.5625**0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """Entries of a row of the data; int4 has two values in each."""
-        return self.in_features // 2 if self.scheme == "int4" else self.in_features
+        """Entries of a row of the data; int4 and mxfp4 have two values in each."""
+        return self.in_features // 2 if self.scheme in HALF_BYTES else self.in_features
 
     def nbytes(self, out_features: int) -> int:
         """Bytes of a weight of this layout."""
@@ -134,14 +135,15 @@ class QuantizedWeight(PackedMatrix):
         """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
         scheme, in_features = self._layout.scheme, self._layout.in_features
         if part == "scales":
-            view.fill_(in_features**-0.5 / _DEVIATION[scheme])
+            scale = in_features**-0.5 / _DEVIATION[scheme]
+            view.fill_(127 + round(log2(scale)) if scheme == "mxfp4" else scale)
         elif part == "zeros":
             view.fill_(8 if scheme == "int4" else 0)
         elif scheme == "fp8":
             values = torch.empty(view.shape, device=view.device).uniform_(-448, 448, generator=generator)
             view.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
         else:
-            low, high = (0, 256) if scheme == "int4" else (-128, 128)
+            low, high = (0, 256) if scheme in HALF_BYTES else (-128, 128)
             view.random_(low, high, generator=generator)
 
 
@@ -170,7 +172,7 @@ class PackedMethod:
         def unit(dimension: int, size: int) -> int:
             return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
 
-        values = 2 if self.format.layout(out_features, in_features).scheme == "int4" else 1  # in a byte
+        values = 2 if self.format.layout(out_features, in_features).scheme in HALF_BYTES else 1  # in a byte
         return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
