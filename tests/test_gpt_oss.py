@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import GPT_OSS_ROPE, edit_config, make_checkpoint, refusal
+from cpu_attention_helpers import add_cpu_attention_streams, force_share
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from quantized_checkpoints import load
 from safetensors.torch import load_file, save_file
@@ -91,7 +92,7 @@ def published(tmp_path: Path) -> Path:
 
 def test_the_published_config_is_read(published: Path) -> None:
     spec = read_decoder_spec(published)
-    assert spec.sliding_windows == (128, None) * 12 and spec.max_model_len == 131072
+    assert spec.sliding_windows == (128, None) * 12 and spec.max_model_len == 131072 and spec.dtype == "bfloat16"
     yarn = RopeSpec("yarn", 150000.0, 32.0, 4096, 1.3465735902799727, truncate=False)
     assert spec.rope == yarn
     assert spec.experts is not None and (spec.experts.num_experts, spec.experts.num_experts_per_tok) == (32, 4)
@@ -154,6 +155,20 @@ def test_logits_do_not_depend_on_budget_or_batch(tmp_path: Path) -> None:
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert all(torch.equal(other[key], logits) for key, logits in found[0].items())
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_concurrent_cpu_attention_is_merged_into_the_sinks(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_checkpoint(tmp_path, **SHAPE)
+    prompts = [random_prompt(length, VOCAB, seed=6) for length in (90, 5 * BLOCK)]
+    expected = [greedy_reference(model, prompt, 12) for prompt in prompts]
+    add_cpu_attention_streams(monkeypatch)
+    with LLM(tmp_path, dtype="float32", **offloaded(BLOCK, 4, 40, max_num_batched_tokens=31)) as llm:
+        force_share(llm, share)
+        assert token_ids(llm, prompts, greedy(12)) == expected
+        assert llm.kv_stats().transfers.cpu_attention_blocks > 0
 
 
 def test_memory_is_as_counted(tmp_path: Path) -> None:

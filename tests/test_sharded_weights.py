@@ -228,7 +228,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"kv_heads": 1, "sliding_window": 24},
     "phi3": {"kv_heads": 1, "intermediate": 97},
-    "gpt_oss": {"kv_heads": 4, "heads": 8, "intermediate": 97},
+    "gpt_oss": {"kv_heads": 4, "heads": 8, "intermediate": 100},
 }
 
 

@@ -29,7 +29,7 @@ class Family:
     types and ranges of fields that no other family has, or that have no default. theta: the base of RoPE where a config
     names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
     rope: the RoPE parameters of a config that has none. window_pattern: n if every n-th layer has full attention, and
-    the others a sliding window, where a config does not say which.
+    the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
     rotates_part: whether it may rotate only the first features of a head.
     """
 
@@ -42,6 +42,7 @@ class Family:
     local_theta: float | None = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     window_pattern: int | None = None
+    dtype: str = "float32"
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rotates_part: bool = False
 
@@ -275,6 +276,8 @@ _ENTRIES = (
             "layer_types": None,
             "num_experts": 128,
             "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
         },
         {
             "num_local_experts": EXPERT_COUNT,
@@ -285,6 +288,7 @@ _ENTRIES = (
         theta=150_000.0,
         rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
         window_pattern=2,
+        dtype="bfloat16",
     ),
     Family(
         "Gemma3ForCausalLM",
@@ -402,14 +406,14 @@ def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSp
         sliding_windows=windows,
         local_rope=local_rope,
         max_position_embeddings=config.max_position_embeddings,
-        dtype=_dtype_name(config.dtype),
+        dtype=_dtype_name(config.dtype or family.dtype),
         **{"activation": ACTIVATIONS[activation], **biases, **family.facts(config)},
     )
 
 
-def _dtype_name(dtype: str | None) -> str:
-    """The checkpoint's dtype. float32 if the config names none, as in Transformers."""
-    name = "float32" if dtype is None else dtype.removeprefix("torch.")
+def _dtype_name(dtype: str) -> str:
+    """The checkpoint's dtype."""
+    name = dtype.removeprefix("torch.")
     if name not in DTYPE_NAMES:
         raise ModelError(f"The dtype {quoted(name)} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
     return name
