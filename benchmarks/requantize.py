@@ -1,10 +1,12 @@
 """Perplexity of a GGUF model in other types: each matrix is dequantized, quantized again and written to a new file.
 
-    python -m benchmarks.requantize FILE.gguf [--types Q8_0 Q4_K] [--tokens 4000] [--transformers]
+    python -m benchmarks.requantize FILE.gguf [--types Q8_0 Q4_K] [--tokens 4000] [--transformers] [--llama-cpp PYTHON]
 
 The text is the beginning of "Alice's Adventures in Wonderland". `--transformers` also computes each perplexity with
-Transformers in float32, on the weights that the package gguf dequantizes. Matrices whose rows a type's blocks do not
-divide keep their type. Q4_K is quantized to the nearest of plain scales, without llama.cpp's search for better ones.
+Transformers in float32, on the weights that the package gguf dequantizes; `--llama-cpp` names a Python in whose
+environment llama-cpp-python is, and computes it with llama.cpp. `--types` without any measures the file alone. Matrices
+whose rows a type's blocks do not divide keep their type. Q4_K is quantized to the nearest of plain scales, without
+llama.cpp's search for better ones.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.gguf_types import TYPES, quantize
-from benchmarks.options import Parser, positive
+from benchmarks.options import Parser, add_json_option, positive
+from benchmarks.peers.llama_cpp_perplexity import llama_cpp_measures
+from benchmarks.report import machine_facts, write_json
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.smollm2.reading import story
+from nanovllm.apps.real_models.reading import story
 
 NAME = "python -m benchmarks.requantize"
 ROWS = 256  # of logits at once, in Transformers
@@ -54,6 +59,13 @@ def requantize(source: Path, target: Path, kind: str) -> Counter[str]:
     return counts
 
 
+def text_tokens(path: Path, num_tokens: int) -> list[int]:
+    """The text's first tokens."""
+    from nanovllm.text.tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(path).encode(story())[:num_tokens]
+
+
 def perplexity(path: Path, num_tokens: int, dtype: str) -> tuple[float, int]:
     """Perplexity of the engine on the text's first tokens, and the bytes of the weights in memory."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -72,10 +84,8 @@ def transformers_perplexity(path: Path, num_tokens: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nanovllm.formats.gguf.tokenizer import load_tokenizer
-
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    tokens = torch.tensor(load_tokenizer(path).encode(story())[:num_tokens])
+    tokens = torch.tensor(text_tokens(path, num_tokens))
     with torch.inference_mode():
         hidden = model.model(tokens[None]).last_hidden_state[0, :-1]
         losses = [
@@ -85,19 +95,26 @@ def transformers_perplexity(path: Path, num_tokens: int) -> float:
     return math.exp(math.fsum(losses) / len(hidden))
 
 
-def measure(path: Path, counts: Counter[str] | None, args: argparse.Namespace) -> None:
-    """Print a line about a file."""
+def measure(path: Path, counts: Counter[str] | None, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print a line for each perplexity of a file, and return them."""
     types = "as it is" if counts is None else ", ".join(f"{n} x {name}" for name, n in counts.most_common())
+    rows: list[dict[str, Any]] = []
     for dtype in args.dtypes:
         found, weight_bytes = perplexity(path, args.tokens, dtype)
-        size = path.stat().st_size
-        print(
-            f"{types:<28} {dtype:<9} perplexity {found:.4f}, weights {weight_bytes:,} bytes, {weight_bytes / size:.3f} "
-            "of the file",
-            flush=True,
-        )
+        share = weight_bytes / path.stat().st_size
+        note = f", weights {weight_bytes:,} bytes, {share:.3f} of the file"
+        rows.append({"engine": "nanovllm", "dtype": dtype, "perplexity": found, "weight_bytes": weight_bytes})
+        print(f"{types:<28} nanovllm, {dtype}: perplexity {found:.4f}{note}", flush=True)
     if args.transformers:
-        print(f"{types:<28} Transformers, float32: perplexity {transformers_perplexity(path, args.tokens):.4f}")
+        found = transformers_perplexity(path, args.tokens)
+        rows.append({"engine": "Transformers", "dtype": "float32", "perplexity": found})
+        print(f"{types:<28} Transformers, float32: perplexity {found:.4f}", flush=True)
+    if args.llama_cpp is not None:
+        job = {"gguf": str(path), "tokens": text_tokens(path, args.tokens), "texts": [], "threads": args.threads}
+        its = llama_cpp_measures(args.llama_cpp, job)
+        rows.append({"engine": f"llama-cpp-python {its['version']}", "perplexity": its["perplexity"]})
+        print(f"{types:<28} llama.cpp: perplexity {its['perplexity']:.4f}", flush=True)
+    return [{"types": types, "file_bytes": path.stat().st_size, **row} for row in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,16 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=positive, default=4000, help="of the text (default: %(default)s)")
     add("--dtypes", nargs="+", default=["float32"], help="to compute in (default: %(default)s)")
     add("--transformers", action="store_true", help="compute each perplexity with Transformers too")
+    add("--llama-cpp", type=Path, metavar="PYTHON", help="compute each perplexity with this Python's llama_cpp too")
+    add("--threads", type=positive, default=2, help="of llama.cpp (default: %(default)s)")
+    add_json_option(parser)
     return parser.run(argv, run)
 
 
 def run(args: argparse.Namespace) -> int:
-    measure(args.model, None, args)
+    results = measure(args.model, None, args)
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.types:
             target = Path(folder) / f"{args.model.stem}-{kind}.gguf"
-            measure(target, requantize(args.model, target, kind), args)
+            results += measure(target, requantize(args.model, target, kind), args)
             target.unlink()
+    write_json(args.output_json, args, machine_facts("cpu"), results=results)
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nanovllm.apps.smollm2.package import checkpoint
-from nanovllm.apps.smollm2.reading import story
+from nanovllm.apps.real_models.reading import story
+from nanovllm.apps.real_models.smollm2 import checkpoint
 from nanovllm.errors import ModelError
 
 

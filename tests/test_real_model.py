@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.smollm2.reading import BLOCK_SIZE, DEVICE_BLOCKS, QUESTIONS, conversation
+from nanovllm.apps.real_models.reading import BLOCK_SIZE, DEVICE_BLOCKS, QUESTIONS, conversation
 
 pytestmark = pytest.mark.slow
 

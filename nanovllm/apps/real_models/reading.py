@@ -46,7 +46,7 @@ class Answer:
 
 def story() -> str:
     """The text, about 6,000 tokens."""
-    return files("nanovllm.apps.smollm2").joinpath("alice.txt").read_text(encoding="ascii")
+    return files("nanovllm.apps.real_models").joinpath("alice.txt").read_text(encoding="ascii")
 
 
 def conversation(question: str) -> list[dict[str, str]]:
