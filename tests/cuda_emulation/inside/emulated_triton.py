@@ -1,15 +1,16 @@
-"""Triton's launches on the emulated GPU: a kernel is compiled for it and launched, which checks the launch, and then
-interpreted on the stream's thread over the memory of the device."""
+"""Triton's launches on the emulated GPU: a kernel is compiled for it and launched, which checks the launch. Then the
+stream's thread computes what the kernel would, over the memory of the device: by a stand-in of torch's operators, or in
+Triton's interpreter."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import emulated_gpu
@@ -17,6 +18,8 @@ import emulated_gpu
 # The interpreter replaces functions of the language while it runs, which a compilation must not see.
 _language = threading.RLock()
 _thread = threading.local()  # `scopes`: the modules whose names of the language are replaced, while a kernel runs
+# What computes the launches in place of the stand-in: a function of (kernel, arguments, grid, options).
+_computes: list[Callable[[Any, list[Any], Any, dict[str, Any]], None]] = []
 
 
 def install(jit: ModuleType) -> None:
@@ -31,7 +34,8 @@ def install(jit: ModuleType) -> None:
             options = {name: _argument(each) for name, each in kwargs.items()}
             size = grid(_bound(self, aliases, options)) if callable(grid) else grid
             stream = torch.cuda.current_stream().cuda_stream
-            emulated_gpu.push(stream, lambda: _interpret(self, aliases, size, options))
+            compute = _computes[-1] if _computes else stand_in
+            emulated_gpu.push(stream, lambda: compute(self, aliases, size, options))
         return compiled
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,28 +50,62 @@ def install(jit: ModuleType) -> None:
 
 
 @contextmanager
-def _language_alone() -> Iterator[None]:
-    """The language for this thread, without collections: what they finalize may wait for the stream of this thread,
-    or for one whose thread waits for the language."""
-    with _language:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
+def computed_by(compute: Callable[[Any, list[Any], Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Launches in this context are computed by this function."""
+    _computes.append(compute)
+    try:
+        yield
+    finally:
+        _computes.remove(compute)
+
+
+class _Collections:
+    """Turns collections off while any thread is within: what they finalize may wait for the stream of this thread, or
+    for one whose thread waits for the language. With a GPU no Python runs on such threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._within, self._enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._enabled = gc.isenabled()
+                gc.disable()
+            self._within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._enabled and not self._within:
                 gc.enable()
 
 
+_no_collections = _Collections()
+
+
 def _compiled_and_launched(launch: Any, kernel: Any, args: Any, grid: Any, warmup: bool, kwargs: Any) -> Any:
-    with _language_alone():
+    with _language, _no_collections:
         return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
 
-def _interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) -> None:
+def stand_in(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) -> None:
+    """Compute a launch by the stand-in of its kernel, or interpret it if there is none."""
+    import torch
+    from stand_ins import STAND_INS
+
+    compute = STAND_INS.get(kernel.fn.__name__)
+    if compute is None:
+        interpret(kernel, args, grid, options)
+        return
+    arguments = SimpleNamespace(**_bound(kernel, args, options), grid=(*grid, 1, 1)[:3])
+    with _no_collections, torch.inference_mode():
+        compute(arguments)
+
+
+def interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) -> None:
     import torch
 
-    with _language_alone(), torch.inference_mode():
+    with _language, _no_collections, torch.inference_mode():
         _thread.scopes = {kernel.fn.__module__: _interpreter()._patch_lang(kernel.fn)}
         try:
             _interpreted(kernel).run(*args, grid=grid, warmup=False, **options)

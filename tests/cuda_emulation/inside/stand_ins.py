@@ -1,0 +1,368 @@
+"""Stand-ins for Triton's kernels: what each computes, in torch's operators, far faster than the interpreter.
+
+A stand-in gets the arguments of a launch by their names in the kernel, with tensors over the memory of the device, and
+reads strides, offsets and counts from them as the kernel does. `test_stand_ins.py` holds each against the interpreter.
+Attention is computed in fp64, so that the bits of a row do not depend on the others, as those of the kernels do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LN2 = math.log(2.0)
+
+
+def strided(tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
+    """What a kernel sees from a pointer to the tensor on."""
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+# ---- rows
+
+
+def gated_unit(a: Any) -> None:
+    rows = a.grid[0]
+    gate, up = strided(a.gate_up_ptr, (rows, 2, a.size), (a.row_stride, a.size, 1)).float().unbind(1)
+    logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if a.GELU else gate
+    activated = (gate / (1.0 + torch.exp(-logit))).to(a.out_ptr.dtype).float()
+    strided(a.out_ptr, (rows, a.size), (a.size, 1)).copy_(activated * up)
+
+
+def norm(a: Any) -> None:
+    sizes = (a.grid[0], a.size)
+    x = strided(a.x_ptr, sizes, (a.x_stride, 1))
+    if a.ADD:
+        residual = strided(a.residual_ptr, sizes, (a.residual_stride, 1))
+        x = residual.copy_(residual.float() + x.float())
+    out = strided(a.out_ptr, sizes, (a.out_stride, 1))
+    out.copy_(_normalised(x.float(), a.weight_ptr, a.size, a.eps) * a.weight_ptr.float())
+
+
+def _normalised(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
+    return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) / size + eps)).to(weight.dtype).float()
+
+
+def heads(a: Any) -> None:
+    tokens, rotated, size = a.grid[0], a.num_heads + a.num_kv_heads, 2 * a.half
+    x = strided(a.heads_ptr, (tokens, rotated + a.num_kv_heads, size), (a.token_stride, size, 1))
+    wide = x[:, :rotated].float()
+    if a.HAS_NORM:
+        weight = strided(a.weight_ptr, (rotated, size), (size, 1))
+        wide = (_normalised(wide, weight, size, a.eps) * weight.float()).to(x.dtype).float()
+    cos = strided(a.cos_ptr, (tokens, 1, a.half), (a.cos_stride, a.half, 1))
+    sin = strided(a.sin_ptr, (tokens, 1, a.half), (a.sin_stride, a.half, 1))
+    first, second = wide[..., : a.half], wide[..., a.half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    strided(a.q_ptr, (tokens, a.num_heads, size), (a.q_stride, size, 1)).copy_(turned[:, : a.num_heads])
+    strided(a.k_ptr, (tokens, a.num_kv_heads, size), (a.k_stride, size, 1)).copy_(turned[:, a.num_heads :])
+    strided(a.v_ptr, (tokens, a.num_kv_heads, size), (a.v_stride, size, 1)).copy_(x[:, rotated:])
+
+
+def draw(a: Any) -> None:
+    from nanovllm.ops.torch_rows import gumbel_noise
+
+    rows = a.grid[0]
+    tokens = strided(a.tokens_ptr, (rows, a.width), (a.tokens_stride, 1))
+    noise = gumbel_noise(tokens, strided(a.starts_ptr, (rows,), (1,)))
+    values = strided(a.scores_ptr, (rows, a.width), (a.scores_stride, 1)).double() + noise
+    best, index = (strided(each, (rows, a.tiles), (a.tiles, 1)) for each in (a.best_ptr, a.index_ptr))
+    for tile in range(a.tiles):
+        start = tile * a.BLOCK
+        best[:, tile], index[:, tile] = values[:, start : start + a.BLOCK].max(1)
+        index[:, tile] += start
+
+
+def store(a: Any) -> None:
+    heads, slots = a.grid[1], a.slots_ptr[: a.tokens]
+    blocks = len(a.pool_ptr)
+    strides = (a.block_stride, a.kv_stride, a.head_stride, a.head_dim, 1)
+    pool = strided(a.pool_ptr, (blocks, 2, heads, a.block_size, a.head_dim), strides)
+    kept = slots >= 0
+    block, offset = slots[kept] // a.block_size, slots[kept] % a.block_size
+    sizes = (a.tokens, heads, a.head_dim)
+    pool[block, 0, :, offset] = strided(a.k_ptr, sizes, (a.k_token_stride, a.k_head_stride, 1))[kept]
+    pool[block, 1, :, offset] = strided(a.v_ptr, sizes, (a.v_token_stride, a.v_head_stride, 1))[kept]
+
+
+# ---- 8 bits
+
+
+def _quantized(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The bytes of rows of fp32 x as int8, and their scales."""
+    scale = (x.abs().amax(-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    quotient = x / scale.unsqueeze(-1)
+    return (quotient.round() if dtype == torch.int8 else quotient).to(dtype).view(torch.int8), scale
+
+
+def quantize(a: Any) -> None:
+    sizes = (a.rows // a.heads, a.heads, a.head_dim)
+    x = strided(a.x_ptr, sizes, (a.token_stride, a.head_stride, 1)).float()
+    elements, scales = _quantized(x, a.largest, torch.int8 if a.FORMAT == 1 else torch.float8_e4m3fn)
+    row = a.head_dim + 4
+    strided(a.rows_ptr, sizes, (a.heads * row, row, 1)).copy_(elements)
+    strided(a.scales_ptr, sizes[:2], (a.heads * (row // 4), row // 4), a.head_dim // 4).copy_(scales)
+
+
+def round_inputs(a: Any) -> None:
+    groups = a.grid[1]
+    x = strided(a.x_ptr, (a.rows, a.in_features), (a.x_stride, 1)).float()
+    rounded = strided(a.rounded_ptr, (a.rows, a.in_features), (a.in_features, 1))
+    scales = strided(a.scales_ptr, (a.rows, groups), (groups, 1))
+    for group, part in enumerate(x.split(a.group_size, 1)):
+        elements, scales[:, group] = _quantized(part, 448.0, torch.float8_e4m3fn)
+        rounded[:, group * a.group_size : (group + 1) * a.group_size] = elements
+
+
+# ---- attention
+
+
+def _sequences(a: Any) -> Iterator[SimpleNamespace]:
+    names = ("start", "rows", "block_start", "blocks", "first", "kv_end", "position", "before")
+    for row in strided(a.rows_ptr, (a.grid[2], 8), (8, 1)).tolist():
+        yield SimpleNamespace(**dict(zip(names, row, strict=True)))
+
+
+def _block(a: Any, head_stride: int, kv_heads: int, number: int) -> Tensor:
+    """K and V of a block in fp64: [2, kv_heads, block_size, head_dim]."""
+    sizes, strides = (2, kv_heads, a.block_size), (a.kv_stride, head_stride, a.row_size)
+    stored = strided(a.pool_ptr, (*sizes, a.head_dim), (*strides, 1), number * a.block_stride)
+    if not a.FORMAT:
+        return stored.double()
+    if a.FORMAT == 2:
+        stored = stored.contiguous().view(torch.float8_e4m3fn)
+    offset = (number * a.block_stride + a.head_dim) // 4
+    scales = strided(a.scales_ptr, sizes, tuple(stride // 4 for stride in strides), offset)
+    return stored.float().double() * scales.double().unsqueeze(-1)
+
+
+def _attended(
+    a: Any, q: Tensor, kv: Tensor, seq: SimpleNamespace, first: int, slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax sums of rows q [rows, heads, head_dim] over the keys from position `first` on: the weighted sum of values
+    [rows, heads, head_dim], the maximum of log2 and the sum of weights [rows, heads]; fp64."""
+    rows, num_heads, _ = q.shape
+    keys = min(kv.shape[2], seq.kv_end - first, seq.position + rows - first)
+    if keys <= 0:
+        return torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf), torch.zeros_like(q[..., 0])
+    k, v = kv[:, :, :keys].repeat_interleave(num_heads // kv.shape[1], 1)
+    scores = torch.matmul(q.transpose(0, 1), k.transpose(1, 2)) * (a.scale / LN2)
+    distance = seq.position + torch.arange(rows).unsqueeze(1) - first - torch.arange(keys)
+    if slopes is not None:
+        scores -= slopes.double()[:, None, None] / LN2 * distance
+    hidden = (distance < 0) | (distance >= a.window) if a.HAS_WINDOW else distance < 0
+    scores.masked_fill_(hidden, -math.inf)
+    top = scores.amax(-1)
+    weights = torch.exp2(scores - top.masked_fill(top == -math.inf, 0.0).unsqueeze(-1))
+    return torch.matmul(weights, v).transpose(0, 1), top.t(), weights.sum(-1).t()
+
+
+def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge_rows` of the kernels: out, other [rows, heads, head_dim], lse, other_lse [rows, heads], fp32."""
+    top = torch.maximum(lse, other_lse)
+    weight = torch.exp(torch.where(lse == top, 0.0, lse - top))
+    other_weight = torch.exp(torch.where(other_lse == top, 0.0, other_lse - top))
+    total = weight + other_weight
+    out = out * (weight / total).unsqueeze(-1) + other * (other_weight / total).unsqueeze(-1)
+    return out, top + torch.log(total)
+
+
+def _normalised_sums(acc: Tensor, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, LSE) in fp32 of softmax sums; 0 and -inf for a row without keys."""
+    mass = torch.where(total > 0, total, 1.0)
+    lse = torch.where(total > 0, (top + torch.log2(mass)) * LN2, -math.inf)
+    return (acc / mass.unsqueeze(-1)).float(), lse.float()
+
+
+def _state(a: Any, seq: SimpleNamespace, num_heads: int) -> tuple[Tensor, Tensor]:
+    """The sequence's rows of (out [rows, heads, head_dim], lse [rows, heads])."""
+    strides = (a.out_token_stride, a.out_head_stride, 1)
+    out = strided(a.out_ptr, (seq.rows, num_heads, a.head_dim), strides, seq.start * a.out_token_stride)
+    strides = (a.lse_token_stride, a.lse_head_stride)
+    return out, strided(a.lse_ptr, (seq.rows, num_heads), strides, seq.start * a.lse_token_stride)
+
+
+def _queries(a: Any, seq: SimpleNamespace, num_heads: int) -> Tensor:
+    strides = (a.q_token_stride, a.q_head_stride, 1)
+    return strided(a.q_ptr, (seq.rows, num_heads, a.head_dim), strides, seq.start * a.q_token_stride).double()
+
+
+def prefill(a: Any) -> None:
+    num_heads = a.grid[1]
+    for seq in _sequences(a):
+        q, (out, lse) = _queries(a, seq, num_heads), _state(a, seq, num_heads)
+        for index, number in enumerate(strided(a.blocks_ptr, (seq.blocks,), (1,), seq.block_start).tolist()):
+            first = seq.first + index * a.block_size
+            if first < min(seq.kv_end, seq.position + seq.rows):
+                kv = _block(a, a.kv_head_stride, num_heads // a.group, number)
+                found = _merged(out, lse, *_normalised_sums(*_attended(a, q, kv, seq, first)))
+                out.copy_(found[0])
+                lse.copy_(found[1])
+
+
+def decode(a: Any) -> None:
+    kv_heads, sums = a.grid[1], (a.parts_here, a.total_rows, a.heads)
+    strides = (a.total_rows * a.heads, a.heads, 1)
+    acc = strided(a.acc_ptr, (*sums, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in strides), 1))
+    top, total = strided(a.top_ptr, sums, strides), strided(a.total_ptr, sums, strides)
+    for seq in _sequences(a):
+        q, rows = _queries(a, seq, a.heads), slice(seq.before, seq.before + seq.rows)
+        for part in range(a.first_part, min(a.first_part + a.parts_here, seq.blocks * a.PARTS)):
+            index, begin = part // a.PARTS, part % a.PARTS * a.PARTITION
+            number = int(a.blocks_ptr[seq.block_start + index])
+            kv = _block(a, a.head_stride, kv_heads, number)[:, :, begin : begin + a.PARTITION]
+            first = seq.first + index * a.block_size + begin
+            found = _attended(a, q, kv, seq, first, a.slopes_ptr if a.HAS_SLOPES else None)
+            acc[part - a.first_part, rows, :, : a.head_dim] = found[0].float()
+            acc[part - a.first_part, rows, :, a.head_dim :] = 0.0
+            top[part - a.first_part, rows], total[part - a.first_part, rows] = found[1].float(), found[2].float()
+
+
+def reduce(a: Any) -> None:
+    num_heads = a.grid[1]
+    sums, strides = (a.blocks_here, a.PARTS, a.total_rows, num_heads), (a.total_rows * a.heads, a.heads, 1)
+    strides = (a.PARTS * strides[0], *strides)
+    every_acc = strided(a.acc_ptr, (*sums, a.head_dim), (*(stride * a.BLOCK_D for stride in strides), 1))
+    every_top, every_total = strided(a.top_ptr, sums, strides), strided(a.total_ptr, sums, strides)
+    for seq in _sequences(a):
+        out, lse = _state(a, seq, num_heads)
+        for index in range(min(seq.blocks - a.first_block, a.blocks_here)):
+            rows = (index, slice(None), slice(seq.before, seq.before + seq.rows))
+            acc, top, total = every_acc[rows], every_top[rows], every_total[rows]
+            highest = top.amax(0)
+            weight = torch.exp2(top - torch.where(highest == -math.inf, 0.0, highest))
+            sums_of_block = ((weight.unsqueeze(-1) * acc).sum(0), highest, (weight * total).sum(0))
+            found = _merged(out, lse, *_normalised_sums(*sums_of_block))
+            out.copy_(found[0])
+            lse.copy_(found[1])
+
+
+def merge(a: Any) -> None:
+    num_heads = a.grid[1]
+    sizes = (a.tokens, num_heads, a.head_dim)
+    out = strided(a.first_ptr, sizes, (a.first_token_stride, a.first_head_stride, 1)).float()
+    lse = strided(a.first_lse_ptr, sizes[:2], (a.first_lse_token_stride, a.first_lse_head_stride))
+    for number in range(a.num_parts):
+        strides = (a.part_token_stride, a.part_head_stride, 1)
+        part = strided(a.parts_ptr, sizes, strides, number * a.part_stride).float()
+        strides = (a.part_lse_token_stride, a.part_lse_head_stride)
+        out, lse = _merged(out, lse, part, strided(a.part_lses_ptr, sizes[:2], strides, number * a.part_lse_stride))
+    strided(a.out_ptr, sizes, (a.out_token_stride, a.out_head_stride, 1)).copy_(out)
+    strided(a.lse_ptr, sizes[:2], (a.lse_token_stride, a.lse_head_stride)).copy_(lse)
+
+
+# ---- products
+
+
+def packed(a: Any) -> None:
+    data = strided(a.data_ptr, (a.out_features, a.row_bytes), (a.row_bytes, 1))
+    group = torch.arange(a.in_features) // a.group_size
+    scales = strided(a.scales_ptr, (a.out_features, a.scale_columns), (a.scale_columns, 1))
+    if a.SCHEME == "int4":
+        data = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    if a.SCHEME == "fp8":
+        data = data if a.FP8_INPUTS else data.view(torch.float8_e4m3fn)
+    values = data[:, : a.in_features].float()
+    if a.HAS_ZEROS:
+        values -= strided(a.zeros_ptr, scales.shape, (a.scale_columns, 1))[:, group].float()
+    elif a.SCHEME == "int4":
+        values -= 8
+    weight = values.double() * scales[:, group].double()
+    x = strided(a.x_ptr, (a.rows, a.in_features), (a.x_stride, 1)).float().double()
+    if a.FP8_INPUTS:
+        x *= strided(a.x_scales_ptr, (a.rows, a.scale_columns), (a.scale_columns, 1))[:, group].double()
+    out = strided(a.out_ptr, (a.SPLITS, a.rows, a.out_features), (a.rows * a.out_features, a.out_features, 1))
+    each = math.ceil(math.ceil(a.in_features / a.BLOCK_K) / a.SPLITS) * a.BLOCK_K
+    for split in range(a.SPLITS):
+        columns = slice(split * each, (split + 1) * each)
+        total = x[:, columns] @ weight[:, columns].t()
+        out[split] = (total + a.bias_ptr.double() if a.HAS_BIAS else total).to(out.dtype)
+
+
+def _groups(ends: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(number, begin, end) of the groups that have rows."""
+    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > begin:
+            yield number, begin, end
+
+
+def grouped(a: Any) -> None:
+    y = strided(a.y_ptr, (len(a.y_ptr), a.out_features), (a.out_features, 1))
+    x = strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1))
+    for expert, begin, end in _groups(a.ends_ptr[: a.num_experts].tolist()):
+        rows = x[a.rows_ptr[begin:end]] if a.HAS_ROWS else x[begin:end]
+        weight = strided(
+            a.weight_ptr, (a.out_features, a.in_features), (a.in_features, 1), expert * a.out_features * a.in_features
+        )
+        y[begin:end] = (rows.double() @ weight.double().t()).to(y.dtype)
+
+
+def weighted_sum(a: Any) -> None:
+    rows = a.grid[0]
+    y = strided(a.y_ptr, (len(a.y_ptr), a.size), (a.size, 1))
+    entries, weights = (strided(each, (rows, a.EXPERTS), (a.EXPERTS, 1)) for each in (a.entries_ptr, a.weights_ptr))
+    total = torch.zeros(rows, a.size)
+    for index in range(a.EXPERTS):
+        total += weights[:, index : index + 1] * y[entries[:, index]].float()
+    strided(a.out_ptr, (rows, a.size), (a.size, 1)).copy_(total)
+
+
+def _parts(a: Any) -> Iterator[tuple[int, list[int], Tensor, slice]]:
+    """(part, its fields, the rows, their entries) of each adapter that changes the part of a layer."""
+    parts = a.grid[2]
+    table = strided(a.table_ptr, (a.num_slots, parts, 5), (a.slot_fields, 5, 1)).tolist()
+    for slot, begin, end in _groups(a.ends_ptr[: a.num_slots].tolist()):
+        for part, fields in enumerate(table[slot]):
+            if fields[1]:
+                yield part, fields, a.rows_ptr[begin:end], slice(begin, end)
+
+
+def _low(a: Any) -> Tensor:
+    sizes = (a.SPLITS, a.grid[2], a.entries, a.low_columns)
+    return strided(a.low_ptr, sizes, (math.prod(sizes[1:]), math.prod(sizes[2:]), a.low_columns, 1))
+
+
+def shrink(a: Any) -> None:
+    low, x = _low(a), strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1))
+    each = math.ceil(math.ceil(a.in_features / a.BLOCK_K) / a.SPLITS) * a.BLOCK_K
+    for part, (offset, rank, *_), rows, entries in _parts(a):
+        matrix = strided(a.memory_ptr, (rank, a.in_features), (a.in_features, 1), offset).double()
+        wide = x[rows].double()
+        for split in range(a.SPLITS):
+            columns = slice(split * each, (split + 1) * each)
+            low[split, part, entries, :rank] = (wide[:, columns] @ matrix[:, columns].t()).float()
+
+
+def expand(a: Any) -> None:
+    low = _low(a).sum(0)
+    for part, (_, rank, offset, first, end), rows, entries in _parts(a):
+        matrix = strided(a.memory_ptr, (end - first, rank), (rank, 1), offset)
+        added = low[part, entries, :rank].to(matrix.dtype).double() @ matrix.double().t()
+        y = strided(a.y_ptr, (len(a.y_ptr), end - first), (a.y_stride, 1), first)
+        y[rows] = (y[rows].float() + added.float()).to(y.dtype)
+
+
+# By the name of the kernel.
+STAND_INS: dict[str, Callable[[Any], None]] = {
+    "_gated_unit_kernel": gated_unit,
+    "_norm_kernel": norm,
+    "_heads_kernel": heads,
+    "_draw_kernel": draw,
+    "_store_kernel": store,
+    "_quantize_kernel": quantize,
+    "_round_inputs_kernel": round_inputs,
+    "_prefill_kernel": prefill,
+    "_decode_kernel": decode,
+    "_reduce_kernel": reduce,
+    "_merge_kernel": merge,
+    "_packed_kernel": packed,
+    "_grouped_kernel": grouped,
+    "_weighted_sum_kernel": weighted_sum,
+    "_shrink_kernel": shrink,
+    "_expand_kernel": expand,
+}
