@@ -7,20 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt
 from gguf_files import WIDE, write_gguf
 from lora_helpers import make_adapter
 from quantized_checkpoints import VARIANTS, quantize
 from tokenizer_files import write_byte_level
-from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.ops import backends, row_kernels, triton_support
-from nanovllm.ops.flash_attention import FlashAttention
 
 BLOCK, VOCAB = 16, 300
 CHECKPOINT: dict[str, Any] = {"hidden": 128, "intermediate": 256, "head_dim": 32, "vocab": VOCAB, "eos_token_id": 277}
@@ -33,7 +28,7 @@ Tokens = list[list[list[int]]]
 @dataclass(frozen=True)
 class Case:
     """arguments: of both engines; stored: as `quantized_checkpoints.VARIANTS`, or "Q8_0" and the like for GGUF files;
-    rounds: how often the same requests run; triton: with Triton's kernels, which the emulation interprets slowly."""
+    rounds: how often the same requests run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +36,6 @@ class Case:
     stored: str = "plain"
     adapters: bool = False
     rounds: int = 1
-    triton: bool = False
     happened: Callable[[LLM], bool] = lambda llm: True  # whether the engine did what the case is about
 
 
@@ -64,15 +58,11 @@ MOE = {**CHECKPOINT, "family": "qwen3_moe", "experts": 4}
 CASES: dict[str, Case] = {
     "resident, eager": Case(EAGER),
     "resident, graphs": Case(RESIDENT),
-    "resident, Triton": Case(EAGER, triton=True),
-    "resident, graphs, Triton": Case({**RESIDENT, "max_num_seqs": 3}, triton=True),
     "offloaded": Case(RING, happened=loaded),
     "offloaded, eager": Case({**RING, "enforce_eager": True}, happened=loaded),
-    "offloaded, Triton": Case({**RING, "max_num_seqs": 3}, triton=True, happened=loaded),
     "offloaded, larger ring": Case(offloaded(BLOCK, 7, 40, cpu_attention=False), happened=loaded),
     "offloaded, chunk by chunk": Case({**RING, "max_num_batched_tokens": 90}, happened=loaded),
     "CPU attention": Case(offloaded(BLOCK, 4, 40, cpu_attention=True)),
-    "CPU attention, Triton": Case(offloaded(BLOCK, 4, 40, cpu_attention=True, max_num_seqs=3), triton=True),
     "prefix hits on the device": Case(RESIDENT, rounds=2, happened=hit),
     "prefix hits on both tiers": Case(offloaded(BLOCK, 6, 60), rounds=2, happened=hit),
     "recomputed": Case(
@@ -91,10 +81,8 @@ CASES: dict[str, Case] = {
     "beams, offloaded": Case(RING, BEAMS),
     "grammar": Case(RESIDENT, GRAMMAR),
     "LoRA": Case(RESIDENT, adapters=True),
-    "LoRA, Triton": Case({**EAGER, "max_num_seqs": 3}, adapters=True, triton=True),
     "LoRA, offloaded": Case(RING, adapters=True),
     "GPTQ": Case(RESIDENT, stored="gptq-128"),
-    "GPTQ, Triton": Case({**EAGER, "max_num_seqs": 3}, {"max_tokens": 2}, stored="gptq-128", triton=True),
     "AWQ": Case(RESIDENT, stored="awq-32"),
     "FP8": Case(RESIDENT, stored="fp8"),
     "compressed tensors": Case(RESIDENT, stored="pack-quantized-32"),
@@ -102,34 +90,10 @@ CASES: dict[str, Case] = {
     "GGUF, offloaded": Case(RING, model={**WIDE, "family": "llama"}, stored="Q4_0"),
     "experts": Case(RESIDENT, model=MOE),
     "experts, offloaded": Case(RING, model=MOE),
-    "int8 KV, Triton": Case({**EAGER, "kv_cache_dtype": "int8"}, {"max_tokens": 2}, triton=True),
-    "fp8 KV, offloaded, Triton": Case({**RING, "kv_cache_dtype": "fp8"}, {"max_tokens": 2}, triton=True),
+    "int8 KV": Case({**RESIDENT, "kv_cache_dtype": "int8"}),
+    "fp8 KV, offloaded": Case({**RING, "kv_cache_dtype": "fp8"}),
     "window": Case(RING, model={**CHECKPOINT, "family": "mistral", "sliding_window": 21}),
 }
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """A `FlashKernel` of torch's operators, which the emulation computes hundreds of times as fast as Triton's."""
-    groups, rows, keys = q.shape[1] // k.shape[1], q.shape[0], k.shape[0]
-    k, v = (x.float().transpose(0, 1).repeat_interleave(groups, dim=0) for x in (k, v))
-    scores = torch.matmul(q.float().transpose(0, 1), k.transpose(1, 2)) * scale
-    distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(1) - (keys - rows)
-    if left >= 0:
-        scores.masked_fill_(distance < -left, float("-inf"))
-    if right >= 0:
-        scores.masked_fill_(distance > right, float("-inf"))
-    out = torch.matmul(torch.softmax(scores, -1).nan_to_num(0.0), v)
-    return out.transpose(0, 1).to(q.dtype), torch.logsumexp(scores, -1)
-
-
-def use_torch_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of Triton's kernels."""
-    monkeypatch.setattr(triton_support, "triton_runs", lambda: False)
-    monkeypatch.setattr(row_kernels, "_cuda_kernels", lambda: row_kernels.torch_rows)  # chosen once a process
-    dtypes = (torch.float32, torch.bfloat16)
-    monkeypatch.setattr(
-        backends, "cuda_backends", lambda *_: [FlashAttention("torch's operators", plain_attention, None, dtypes)]
-    )
 
 
 class Model:

@@ -5,46 +5,48 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
 import pytest
-from emulated_engines import CASES, Case, Model, Tokens, use_torch_operators
+from emulated_engines import CASES, Model, Tokens
 from engines import greedy, random_prompt
 
 from nanovllm import LLM
 from nanovllm.errors import EngineError
 
+LONGEST = {"copies": 3000, "kernels": 100, "host_tasks": 3000, "events": 300}  # delays, in microseconds
+SEEDS = (1, 2, 3)
+
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, Tokens]]:
-    return {}
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Model, Tokens]]:
+    """A case's model and the CPU's tokens, made once."""
 
-
-def expected(models: dict[str, Any], name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokens]:
-    """The case's model and the CPU's tokens, made once."""
-    if name not in models:
+    @cache
+    def prepare(name: str) -> tuple[Model, Tokens]:
         model = Model(CASES[name], tmp_path_factory.mktemp("case"))
         with model.engine("cpu") as llm:
-            models[name] = model, model.generate(llm)
-    return models[name]
+            return model, model.generate(llm)
+
+    return prepare
 
 
-@pytest.fixture
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's operators in place of Triton's kernels, unless a case wants these."""
-    name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else ""
-    if not CASES.get(name, Case()).triton:
-        use_torch_operators(monkeypatch)
-
-
+@pytest.mark.parametrize("seed", [None, *SEEDS])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_the_cpu(
-    name: str, models: dict[str, Any], kernels: None, tmp_path_factory: pytest.TempPathFactory
+    name: str, seed: int | None, prepared: Callable[[str], tuple[Model, Tokens]]
 ) -> None:
-    model, tokens = expected(models, name, tmp_path_factory)
-    with model.engine("cuda") as llm, emulated_gpu.default_stream_watched() as on_default:
+    """Without delays, and with random ones."""
+    model, tokens = prepared(name)
+    with (
+        nullcontext() if seed is None else emulated_gpu.delays(seed, **LONGEST),
+        model.engine("cuda") as llm,
+        emulated_gpu.default_stream_watched() as on_default,
+    ):
         assert llm._runner.device.name == "cuda"  # type: ignore[union-attr]
         assert model.generate(llm) == tokens
         assert CASES[name].happened(llm)
@@ -52,15 +54,12 @@ def test_tokens_are_those_of_the_cpu(
     gc.collect()
 
 
-# ---- what happens to an engine; with torch's operators
+# ---- what happens to an engine
 
 
 @pytest.fixture
-def offloaded_model(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Model, Tokens]:
-    use_torch_operators(monkeypatch)
-    return expected(models, "offloaded", tmp_path_factory)
+def offloaded_model(prepared: Callable[[str], tuple[Model, Tokens]]) -> tuple[Model, Tokens]:
+    return prepared("offloaded")
 
 
 def test_engines_one_after_the_other_and_two_at_once(offloaded_model: tuple[Model, Tokens]) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import force_share
-from emulated_engines import use_torch_operators
 from engines import greedy, offloaded, random_prompt, recorded_logits, set_prefill, set_ring
 from test_ordering import is_cpu_attention, order_calls, several, without_call
 from torch import Tensor
@@ -57,7 +56,6 @@ def plain_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines without the ordering check and without Triton, whose prefix cache finds parts of blocks."""
     monkeypatch.setattr(prefix_cache, "hash_block_size_of", lambda _: 4)
     monkeypatch.setattr(build, "create_device", create_device)
-    use_torch_operators(monkeypatch)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ void run_job(void* data) {
 at::Tensor cpu_argument(Job& job, const at::Tensor& tensor, bool written) {
     if (tensor.defined() && tensor.is_cpu()) return tensor.clone();  // a scalar or an index: as it is now
     if (!written || !tensor.defined() || tensor.numel() != 0) return cpu_alias(tensor);
-    at::Tensor own = at::empty({0}, tensor.options().device(at::kCPU));
+    at::Tensor own = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
     job.resized.emplace_back(tensor, own);
     return own;
 }

@@ -1,0 +1,159 @@
+"""Each stand-in of a Triton kernel computes what the interpreter does, at every kind of launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import emulated_triton
+import pytest
+import test_chunked_attention
+import test_triton_experts
+import test_triton_kernels
+import test_triton_lora
+import test_triton_packed
+import torch
+from attention_cases import Case, Shape, split
+from stand_ins import STAND_INS
+from test_kv_cache_dtype import difficult_rows
+from torch import Tensor
+
+from nanovllm.ops import triton_lora
+from nanovllm.ops.kv_quantization import quantize_rows_torch
+from nanovllm.ops.triton_attention import TritonAttention
+from nanovllm.ops.triton_kv import quantize_rows_triton
+
+# Relative and absolute: sums in another order, and weights rounded to 16 bits of another maximum.
+BOUNDS = {4: 1e-4, 2: 2e-2, 1: 2e-2}  # by the bytes of the shortest floating dtype
+
+
+@contextmanager
+def compared() -> Iterator[set[str]]:
+    """Computes each launch in this context twice, on the same memory. Yields the names of the kernels."""
+    names: set[str] = set()
+    differences: list[str] = []
+
+    def both(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) -> None:
+        names.add(kernel.fn.__name__)
+        copies = with_copies(args)
+        emulated_triton.stand_in(kernel, args, grid, options)
+        emulated_triton.interpret(kernel, copies, grid, options)
+        differences.extend(f"{kernel.fn.__name__}: {each}" for each in differences_of(args, copies))
+
+    with emulated_triton.computed_by(both):
+        yield names
+        torch.cuda.synchronize()
+    assert not differences, differences
+
+
+def with_copies(args: list[Any]) -> list[Any]:
+    """The arguments over copies of their memory; those that share memory share the copy."""
+    copies: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        whole = copies.setdefault(storage.data_ptr(), storage.clone())
+        return torch.empty(0, dtype=value.dtype).set_(whole, value.storage_offset(), value.shape, value.stride())
+
+    return [copied(each) for each in args]
+
+
+def differences_of(ours: list[Any], theirs: list[Any]) -> Iterator[str]:
+    pairs = [(index, one, other) for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if is_tensor(one)]
+    bound = BOUNDS[min(one.itemsize for _, one, _ in pairs if one.dtype.is_floating_point)]
+    for index, one, other in pairs:
+        allowed = bound if one.dtype.is_floating_point else 0.0
+        if not torch.allclose(one.double(), other.double(), rtol=allowed, atol=allowed, equal_nan=True):
+            worst = (one.double() - other.double()).abs().nan_to_num(torch.inf).max()
+            yield f"argument {index} of {tuple(one.shape)} differs by {worst}"
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 21), (torch.bfloat16, None)], ids=str)
+def test_attention(dtype: torch.dtype, window: int | None, stored: torch.dtype | None) -> None:
+    """Of many rows, of few and of one, in a padded head, in one call and a block at a time."""
+    case = Case(Shape(24, 2, 2, 32, window, ((40, 66), (50, 3), (0, 1))), dtype, 1, "cuda")
+    if stored is not None:
+        case.pool = quantize_rows_torch(case.pool.cpu(), stored).cuda()
+    with compared() as names:
+        case.attend(TritonAttention())
+        case.attend(TritonAttention(), [[piece] for seq in case.sequences for piece in split(seq, [1], 32)])
+    assert names == ATTENTION
+
+
+def rows_in_8_bits() -> None:
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        quantize_rows_triton(difficult_rows(torch.float32, 24)[:, :2].cuda(), dtype)
+
+
+def partitions_and_slopes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_triton_kernels.test_few_programs_take_several_partitions_to_the_same_bits(7, 20, patch)
+    test_triton_kernels.test_alibi_slopes_lower_the_scores_of_distant_keys(torch.bfloat16)
+
+
+def merges() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        test_chunked_attention.test_shapes_and_dtypes("cuda", (33, 4, 80), dtype)
+        test_chunked_attention.test_edges("cuda", dtype)
+
+
+def experts() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        test_triton_experts.test_grouped_products((1, 0, 17, 16, 0), dtype)
+        test_triton_experts.test_weighted_sums(dtype)
+
+
+def adapters() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_lora, "MOST_RANKS", 16)
+        for dtype in (torch.float32, torch.bfloat16):
+            test_triton_lora.test_each_row_gets_its_own_adapter(3, 640, dtype)
+
+
+def packed_weights() -> None:
+    for variant in ("int4 zeros", "int8", "fp8 blocks"):
+        test_triton_packed.test_products_are_those_of_the_dequantized_weights(variant, torch.bfloat16)
+    test_triton_packed.test_inputs_may_be_summed_in_parts("int4 zeros")
+    test_triton_packed.test_products_of_fp8_inputs("fp8 blocks", 128, 1)
+
+
+def rows() -> None:
+    for dtype, wide in ((torch.float32, False), (torch.bfloat16, True)):
+        test_triton_kernels.test_rms_norm(96, wide, dtype)
+        test_triton_kernels.test_add_rms_norm(dtype)
+        test_triton_kernels.test_place_heads(14, 2, 80, "wide" if wide else None, dtype)
+        test_triton_kernels.test_gated_units(1500, dtype)
+        test_triton_kernels.test_store_kv_writes_the_slots_and_nothing_else(3, 80, 16, dtype)
+    for ordered in (False, True):
+        test_triton_kernels.test_tokens_drawn(5000, ordered)
+
+
+ATTENTION = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel"}
+LAUNCHES: dict[Callable[[], None], set[str]] = {
+    rows_in_8_bits: {"_quantize_kernel"},
+    partitions_and_slopes: ATTENTION - {"_prefill_kernel"},
+    merges: {"_merge_kernel"},
+    experts: {"_grouped_kernel", "_weighted_sum_kernel"},
+    adapters: {"_shrink_kernel", "_expand_kernel"},
+    packed_weights: {"_packed_kernel", "_round_inputs_kernel"},
+    rows: {"_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_store_kernel", "_draw_kernel"},
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
+def test_launches(launch: Callable[[], None]) -> None:
+    with compared() as names:
+        launch()
+    assert names == LAUNCHES[launch]
+
+
+def test_every_stand_in_is_compared() -> None:
+    assert set().union(ATTENTION, *LAUNCHES.values()) == set(STAND_INS)
