@@ -11,9 +11,9 @@ import torch
 # A dry run (see gpu_check.py) only tests that everything runs.
 DRY = os.environ.get("NANOVLLM_DRY_RUN") == "1"
 MATRIX = 64 if DRY else 2048
-CUDA_MATRIX = 8192  # smaller matrices do not fill a large GPU
+CUDA_MATRIX = 64 if DRY else 8192  # smaller matrices do not fill a large GPU
 BUFFER_BYTES = 1 << 20 if DRY else 256 << 20  # far larger than the caches of a processor
-CUDA_BUFFER_BYTES = 2 << 30
+CUDA_BUFFER_BYTES = 1 << 20 if DRY else 2 << 30
 ROUNDS = 1 if DRY else 10
 
 

@@ -34,7 +34,9 @@ BODIES = {
     "cublasLtMatmulAlgoGetHeuristic": "*(int*)j = 1; return 0;",
     "cudnnGetVersion": "return 91900;",
     "cudnnGetCudartVersion": "return 13000;",
+    "cudnnGetProperty": "*(int*)b = (long)a == 0 ? 9 : (long)a == 1 ? 99 : 0; return 0;",  # newer than any torch asks
     "cuptiSubscribe": "return 15;",  # there is no profiler
+    "cuptiGetResultString": '*(const char**)b = "the emulated GPU has no profiler"; return 0;',
     "ncclGetVersion": "*(int*)a = 22900; return 0;",
     "nvshmemx_init_status": "return 0;",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,5 +27,6 @@ CHOSEN = [part for part in PARTS if part.name not in LEFT_OUT]
 def test_a_part_runs(part: Part, tmp_path: Path) -> None:
     arguments = part.arguments(True, write_tiny_config(tmp_path / "model"), tmp_path / "figures.json")
     on_cuda = ["cuda" if each == "cpu" else each for each in arguments]
-    found = subprocess.run([sys.executable, *on_cuda], cwd=ROOT, capture_output=True, text=True)
+    dry = os.environ | {"NANOVLLM_DRY_RUN": "1"}
+    found = subprocess.run([sys.executable, *on_cuda], cwd=ROOT, env=dry, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]

@@ -51,10 +51,11 @@ def begin(facts_file: str) -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(libraries)
     os.environ.setdefault("TRITON_CACHE_DIR", facts["triton_cache"])
 
-    def after_torch(_: ModuleType) -> None:
+    def after_torch(torch: ModuleType) -> None:
         import emulated_gpu
 
         emulated_gpu.install_operators()
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def after_triton(module: ModuleType) -> None:
         import emulated_triton

@@ -22,13 +22,14 @@ namespace {
 
 using Names = std::set<std::string>;
 
-// Operators on what a tensor is, not on what it holds, and those whose work is a copy or a wait of the runtime.
+// Operators on what a tensor is, not on what it holds, those whose work is a copy or a wait of the runtime, and one that
+// calls other operators.
 const Names kLeft = {
     "aten::as_strided", "aten::view", "aten::view.dtype", "aten::_reshape_alias", "aten::unfold", "aten::resize_",
     "aten::empty.memory_format", "aten::empty_strided", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
     "aten::_local_scalar_dense", "aten::_efficientzerotensor", "aten::view_as_real", "aten::view_as_complex",
     "aten::is_set_to", "aten::_resize_output_", "aten::_fused_sdp_choice", "aten::_has_same_storage_numel",
-    "aten::_copy_from", "aten::_copy_from_and_resize"};
+    "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_scaled_dot_product_flash_attention"};
 // The shape of the result depends on values, so the host waits for it, as with a GPU.
 const Names kDependOnValues = {
     "aten::nonzero", "aten::nonzero.out", "aten::masked_select", "aten::masked_select.out", "aten::_unique",
