@@ -142,6 +142,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
+    if trace is not None:
+        trace.trace_groups(layout.groups)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, dtype, model.sinks)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
@@ -345,10 +347,11 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     buffer = plan.layerwise_memory.buffer_bytes(layout)
     device_bytes = plan.num_gpu_blocks * layout.block_bytes + buffer
     stored = f" in {dtype_name(kv_dtype)} with scales" if layout.scale_bytes else ""
+    windows = f" ({layout.groups})" if any(group.window is not None for group in layout.groups) else ""
     for line in (
         f"# {device_name} blocks: {plan.num_gpu_blocks}, # {host_name} blocks: {plan.num_cpu_blocks}; longest prompt: "
         f"{plan.max_model_len} tokens (limit: {sizing.longest_limit(plan)})",
-        f"weights {model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}; "
+        f"weights {model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}{windows}; "
         f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens, "
         f"{plan.split.ring_slots} ring slots and a layer buffer of {buffer / mib:,.1f} MiB, in all "
         f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",

@@ -127,7 +127,7 @@ def test_a_layer_by_layer_part_holds_what_later_tokens_see() -> None:
     part = next(seq for seq in bench.rows("long") if seq.layerwise is not None)
     full, window = part.block_tables
     assert part.layerwise is not None and part.layerwise.layerwise.end == 48
-    assert HOLE not in full and window == [HOLE] * 10 + window[10:] and len(window) == 12
+    assert HOLE not in full and window == [HOLE] * 9 + window[9:] and len(window) == 12
 
 
 # ---- prefixes

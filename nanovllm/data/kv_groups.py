@@ -78,6 +78,17 @@ class KVGroups:
         }
         return tuple(where[layer] for layer in range(len(where)))
 
+    def __str__(self) -> str:
+        """Such as `3 layers keep all tokens, 15 the last 512`."""
+        counts: dict[int | None, int] = {}
+        for group in self.groups:
+            counts[group.window] = counts.get(group.window, 0) + len(group.layers)
+        kept = [("all tokens" if window is None else f"the last {window:,}", count) for window, count in counts.items()]
+        (first, count), *others = kept
+        verb = "keeps" if count == 1 else "keep"
+        layers = f"{count} layer{'s' * (count > 1)} {verb} {first}"
+        return ", ".join([layers, *(f"{number} {tokens}" for tokens, number in others)])
+
     @property
     def common_block_size(self) -> int:
         """The largest number of tokens that divides the blocks of all groups."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import ScheduledSequence
+from nanovllm.data.kv_groups import KVGroups
 from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import times_of
 from nanovllm.device.trace_blocks import TracedBlocks, Uses
@@ -149,6 +150,10 @@ class TracedDevice(DeviceWrapper):
             return result
 
         setattr(owner, method, traced)
+
+    def trace_groups(self, groups: KVGroups) -> None:
+        """The KV pools that will be allocated have the planes of these groups."""
+        self._blocks.groups = groups
 
     def begin_step(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Work from now on belongs to a step of these sequences."""

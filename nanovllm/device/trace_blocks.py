@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 
 from torch import Tensor
 
 from nanovllm.data.batch import ScheduledSequence
+from nanovllm.data.kv_groups import KVGroups
 from nanovllm.device.base import PitchedCopy
 
 MOST_REQUESTS = 8  # that an event names
@@ -73,6 +74,8 @@ class TracedBlocks:
         self._readers: dict[int, list[str]] = {}  # of the step, by physical block id
         # Block table of the sequence that is prefilled layer by layer; () where its layers have several.
         self._buffered: Sequence[int] = ()
+        self.groups: KVGroups | None = None  # whose planes the pools have; None: each is the layer of its number
+        self._group_of: dict[int, int] = {}  # of the step, by physical block id
         self._held: dict[int, int] = {}  # physical block id by the address of the ring slot
         self._unknown: dict[int, list[Uses]] = {}  # events with a slot whose first copy has not come yet
 
@@ -89,12 +92,15 @@ class TracedBlocks:
     def begin_step(self, sequences: Iterable[ScheduledSequence]) -> Uses:
         """Take the sequences of the next step. Returns what the step as a whole is about."""
         self._readers, self._buffered, self._unknown, step = {}, (), {}, Uses()
+        self._group_of = {}
         for seq in sequences:
             step.requests[seq.request_id] = None
             if seq.layerwise is not None:
                 self._buffered = seq.block_tables[0] if len(seq.block_tables) == 1 else ()
-            for block in chain.from_iterable(seq.block_tables):
-                self._readers.setdefault(block, []).append(seq.request_id)
+            for group, table in enumerate(seq.block_tables):
+                self._group_of.update(dict.fromkeys(table, group))
+                for block in table:
+                    self._readers.setdefault(block, []).append(seq.request_id)
         return step
 
     def use(self, tensors: Iterable[Tensor], uses: Uses, *, ends_slots: bool = False) -> None:
@@ -153,7 +159,14 @@ class TracedBlocks:
             else:
                 block, layer = pool.block_and_layer(address)
                 self._note(block, uses)
-                uses.layers.add(layer)
+                uses.layers.update(self._layers_of(block, layer))
+
+    def _layers_of(self, block: int, plane: int) -> Sequence[int]:
+        """The layer whose KV is in a plane of the block; none if the block is of no sequence of the step."""
+        if self.groups is None or len(self.groups) == 1:
+            return (plane,)
+        layers = self.groups[self._group_of[block]].layers if block in self._group_of else ()
+        return layers[plane : plane + 1]
 
     def _use_slot(self, pool: Pool, address: int, uses: Uses) -> None:
         start = pool.piece_start(address)

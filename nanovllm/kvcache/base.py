@@ -58,7 +58,7 @@ class KVStats:
     """Sizes of the KV memory, and the copies between its tiers since the engine was created."""
 
     block_size: int  # tokens
-    bytes_per_block: int  # all its layers
+    bytes_per_block: int  # of one KV group, all its layers
     num_gpu_blocks: int  # the device budget: resident blocks and ring together
     resident_blocks: int
     ring_slots: int  # each holds one layer of one block
@@ -70,6 +70,7 @@ class KVStats:
     transfers: TransferCount
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
     layer_buffer_bytes: int = 0  # allocated for it on the device, beyond num_gpu_blocks and device_bytes
+    windows: tuple[int | None, ...] = (None,)  # of each KV group; a sequence has blocks in all of them
     state_slots: tuple[int, int] = (0, 0)  # of recurrent layers, on the device and on the host
     state_bytes: tuple[int, int] = (0, 0)  # allocated for them, beyond device_bytes and host_bytes
     blocks_in_flight: tuple[int, ...] = ()  # physical ids of the blocks that the step in progress has in ring slots
@@ -126,6 +127,7 @@ class KVCacheBase(ABC):
             host_bytes=pools.host.nbytes,
             swap_bytes=pools.swap.nbytes,
             transfers=pools.transfers,
+            windows=tuple(group.window for group in self.layout.groups),
             state_slots=(0, 0) if pools.states is None else pools.states.num_slots,
             state_bytes=(0, 0) if pools.states is None else pools.states.num_bytes,
         )

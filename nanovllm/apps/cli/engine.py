@@ -33,7 +33,7 @@ def kv_line(stats: KVStats, tokens: int) -> str:
 
     Tokens whose KV was shared or freed take less than that.
     """
-    blocks = min(-(-tokens // stats.block_size), stats.resident_blocks)
+    blocks = min(-(-tokens // stats.block_size) * len(stats.windows), stats.resident_blocks)
     parts = [f"at most {_size(blocks * stats.bytes_per_block)} of KV on the device"]
     moved = stats.transfers
     if moved.d2h_bytes or moved.h2d_bytes:

@@ -110,7 +110,8 @@ def layout(llm: LLM) -> dict[str, Any]:
     stats, view = llm.kv_stats(), llm.view()
     return {
         "block_size": stats.block_size,  # tokens
-        "block_bytes": stats.bytes_per_block,  # all layers
+        "block_bytes": stats.bytes_per_block,  # all layers of a KV group
+        "windows": stats.windows,  # of each KV group, null for all tokens
         "tiers": view.tiers,  # blocks of each
         "num_layers": view.limits.num_layers,
         "max_model_len": view.limits.max_model_len,

@@ -77,6 +77,9 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "weight_bytes": plan.network.weight_bytes,
             "kv_cache_dtype": plan.network.kv_cache_dtype,
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
+            "kv_groups": [
+                {"window": group.window, "layers": len(group.layers)} for group in plan.sizing.layout.groups
+            ],
             "max_model_len": plan.sizing.model_max_len,
         },
         "memory": memory | {"layerwise": {"token_bytes": kept} if kept else None},
@@ -177,6 +180,10 @@ def _memory(plan: Plan) -> list[str]:
         rows.append(_row("KV cache on the host", show_bytes(plan.host_kv_bytes), f"{kv.num_cpu_blocks:,} blocks"))
     in_8_bits = f"{plan.network.kv_cache_dtype} with scales" if layout.scale_bytes else ""
     rows.append(_row("KV cache of a token", show_bytes(layout.token_bytes), in_8_bits))
+    if any(group.window is not None for group in layout.groups):
+        full = sum(len(group.layers) for group in layout.groups if group.window is None) * layout.token_layer_bytes
+        note = f"{layout.groups}; {len(layout.groups)} block tables, {layout.planes} layers in a block"
+        rows.append(_row("of a token behind windows", show_bytes(full), note))
     note = f"tokens; limit: {plan.sizing.longest_limit(plan.kv)}; the device alone holds {plan.device_tokens:,}"
     return [*rows, _row("longest prompt", f"{kv.max_model_len:,}", note)]
 
