@@ -33,11 +33,24 @@ class LayerwiseScheduler:
         reach = longest_prefill(group.block_size, begin, end, chunk, memory)
         if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
             return
-        tier_of, blocks = self._manager.tiers.tier_of, seq.block_tables[0][: group.num_blocks(reach)]
-        on_host = [index for index, block in enumerate(blocks) if block != HOLE and tier_of(block) is Tier.HOST]
+        on_host = self._on_host(seq, group.num_blocks(reach))
         planned = plan_prefill(on_host, group.block_size, begin, end, chunk, memory)
         if planned is not None and self._manager.hold_part(seq, planned.end):
             seq.layerwise = planned
+
+    def _on_host(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Which of its first blocks are on the host, in the KV group with the most of them.
+
+        Of groups with a window only where all are such: they load little.
+        """
+        groups, tier_of = self._manager.groups, self._manager.tiers.tier_of
+        tables = zip(seq.block_tables, groups, strict=True)
+        of_groups = [table[:num_blocks] for table, group in tables if group.window == groups[0].window]
+        on_host = (
+            [index for index, block in enumerate(table) if block != HOLE and tier_of(block) is Tier.HOST]
+            for table in of_groups
+        )
+        return max(on_host, key=len)
 
     def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
         """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.
