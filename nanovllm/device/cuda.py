@@ -73,10 +73,19 @@ class CudaClock:
 def own_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that nothing else in the process uses. It is destroyed with the last reference to it."""
     with torch.cuda.device(device):
-        handle = _sgdma.create_stream()
-    stream = torch.cuda.ExternalStream(handle, device)
-    weakref.finalize(stream, destroy_stream, handle)
+        owner = StreamOwner(_sgdma.create_stream())
+    stream = torch.cuda.ExternalStream(owner.handle, device)
+    stream.owner = owner  # type: ignore[attr-defined]
     return stream
+
+
+class StreamOwner:
+    """Destroys a stream when it goes itself. A stream of torch 2.11 leaves its weak references as they are when it
+    goes, so that a finalizer of its own would never run, and would crash the process at its end."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, destroy_stream, handle)
 
 
 def destroy_stream(handle: int) -> None:
