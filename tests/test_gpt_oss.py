@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {"family": "gpt_oss", "layers": 3, "sliding_window": 18,
 WAYS: list[dict[str, Any]] = [
     {**RESIDENT, "max_num_batched_tokens": 29},
     offloaded(BLOCK, max_num_batched_tokens=31),
-    offloaded(BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37, cpu_attention=False),
+    offloaded(BLOCK, num_gpu_blocks=6, num_cpu_blocks=16, max_num_batched_tokens=37, cpu_attention=False),
 ]
 # What gpt-oss-20b's config.json says.
 PUBLISHED: dict[str, Any] = {

@@ -304,8 +304,8 @@ class BlockManager:
         return {move.src: move.dst for move in moves}
 
     def _computed(self, seq: Sequence) -> list[list[int]]:
-        """Its block tables without the blocks that have no content."""
-        tables = zip(seq.block_tables, self.groups, strict=True)
+        """Its block tables without the blocks that have no content; none for a sequence that holds no blocks."""
+        tables = zip(seq.block_tables, self.groups, strict=False)
         return [table[: group.num_blocks(seq.num_computed)] for table, group in tables]
 
     def num_swapped_blocks(self, sequences: Iterable[Sequence]) -> int:
