@@ -54,6 +54,10 @@ SAMPLES = {"temperature": 0.8, "n": 3, "seed": 5, "top_p": 0.95}
 BEAMS = {"temperature": 0.0, "use_beam_search": True, "best_of": 3, "n": 3}
 GRAMMAR = {"structured_outputs": {"regex": "[a-f]{2,5}( [0-9]{3}){1,4}"}}
 MOE = {**CHECKPOINT, "family": "qwen3_moe", "experts": 4}
+# Layers with windows and layers without: two KV groups. gpt-oss' attention begins from sinks as well.
+KINDS = {"layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 21}
+GEMMA = {**CHECKPOINT, **KINDS, "family": "gemma3"}
+GPT_OSS = {**CHECKPOINT, **KINDS, "family": "gpt_oss", "experts": 4}
 
 CASES: dict[str, Case] = {
     "resident, eager": Case(EAGER),
@@ -93,6 +97,12 @@ CASES: dict[str, Case] = {
     "int8 KV": Case({**RESIDENT, "kv_cache_dtype": "int8"}),
     "fp8 KV, offloaded": Case({**RING, "kv_cache_dtype": "fp8"}),
     "window": Case(RING, model={**CHECKPOINT, "family": "mistral", "sliding_window": 21}),
+    "KV groups": Case(RESIDENT, model=GEMMA, rounds=2, happened=hit),
+    "KV groups, offloaded": Case({**RING, "num_cpu_blocks": 60}, model=GEMMA, rounds=2, happened=loaded),
+    "KV groups, CPU attention": Case(offloaded(BLOCK, 4, 60, cpu_attention=True), model=GEMMA),
+    "sinks": Case(RESIDENT, model=GPT_OSS),
+    "sinks, offloaded": Case({**RING, "num_cpu_blocks": 60}, model=GPT_OSS, happened=loaded),
+    "sinks, CPU attention": Case(offloaded(BLOCK, 4, 60, cpu_attention=True), model=GPT_OSS),
 }
 
 

@@ -119,7 +119,7 @@ def adapters() -> None:
 
 
 def packed_weights() -> None:
-    for variant in ("int4 zeros", "int8", "fp8 blocks"):
+    for variant in ("int4 zeros", "int8", "fp8 blocks", "mxfp4"):
         test_triton_packed.test_products_are_those_of_the_dequantized_weights(variant, torch.bfloat16)
     test_triton_packed.test_inputs_may_be_summed_in_parts("int4 zeros")
     test_triton_packed.test_products_of_fp8_inputs("fp8 blocks", 128, 1)

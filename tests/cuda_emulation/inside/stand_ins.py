@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LN2 = math.log(2.0)
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 def strided(tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
@@ -29,7 +30,12 @@ def strided(tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], of
 def gated_unit(a: Any) -> None:
     rows = a.grid[0]
     gate, up = strided(a.gate_up_ptr, (rows, 2, a.size), (a.row_stride, a.size, 1)).float().unbind(1)
-    logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if a.GELU else gate
+    logit = gate
+    if a.ACTIVATION == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), (up.clamp(-7.0, 7.0) + 1.0).to(a.out_ptr.dtype).float()
+        logit = 1.702 * gate
+    if a.ACTIVATION == "gelu_tanh":
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     activated = (gate / (1.0 + torch.exp(-logit))).to(a.out_ptr.dtype).float()
     strided(a.out_ptr, (rows, a.size), (a.size, 1)).copy_(activated * up)
 
@@ -263,10 +269,12 @@ def packed(a: Any) -> None:
     data = strided(a.data_ptr, (a.out_features, a.row_bytes), (a.row_bytes, 1))
     group = torch.arange(a.in_features) // a.group_size
     scales = strided(a.scales_ptr, (a.out_features, a.scale_columns), (a.scale_columns, 1))
-    if a.SCHEME == "int4":
+    if a.SCHEME in ("int4", "mxfp4"):
         data = torch.stack((data & 15, data >> 4), -1).flatten(1)
     if a.SCHEME == "fp8":
         data = data if a.FP8_INPUTS else data.view(torch.float8_e4m3fn)
+    if a.SCHEME == "mxfp4":
+        data, scales = E2M1[data.int()], torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
     values = data[:, : a.in_features].float()
     if a.HAS_ZEROS:
         values -= strided(a.zeros_ptr, scales.shape, (a.scale_columns, 1))[:, group].float()
@@ -299,7 +307,10 @@ def grouped(a: Any) -> None:
         weight = strided(
             a.weight_ptr, (a.out_features, a.in_features), (a.in_features, 1), expert * a.out_features * a.in_features
         )
-        y[begin:end] = (rows.double() @ weight.double().t()).to(y.dtype)
+        total = rows.double() @ weight.double().t()
+        if a.HAS_BIAS:
+            total += strided(a.bias_ptr, (a.out_features,), (1,), expert * a.out_features).double()
+        y[begin:end] = total.to(y.dtype)
 
 
 def weighted_sum(a: Any) -> None:
