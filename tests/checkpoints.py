@@ -12,14 +12,20 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -65,6 +71,13 @@ FAMILIES: dict[str, Tested] = {
         GptOssForCausalLM,
         ({"layers": 3}, {"attention_bias": False}, {"layer_types": ["full_attention"] * 2}),
     ),
+    "olmo3": Tested(Olmo3Config, Olmo3ForCausalLM, ({"layers": 4, **_WINDOW}, {"attention_bias": True})),
+    "glm4_moe": Tested(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        ({"layers": 3, "use_qk_norm": True}, {"attention_bias": True, "n_group": 3, "topk_group": 2, "experts": 9}),
+    ),
+    "minimax_m2": Tested(MiniMaxM2Config, MiniMaxM2ForCausalLM, ({}, {"rotary_dim": 6})),
     "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
 }
 MAX_POSITIONS = 256
@@ -121,10 +134,10 @@ def make_checkpoint(
     """Write a random checkpoint of `family` to `path` and return it as Transformers' model, in eval mode.
 
     The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
-    from `max_window_layers` up of a Qwen, and to every other layer of a Gemma 3 and a gpt-oss, the first one too,
-    unless `fields` have layer_types. `experts` and `experts_per_tok` apply to the families that have experts. `sharded`
-    spreads the tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer,
-    as Transformers does on request. fields: further ones of the config.
+    from `max_window_layers` up of a Qwen, and, unless `fields` have layer_types, to every other layer of a Gemma 3 and
+    of a gpt-oss, the first one too, and to three of four of an Olmo 3. `experts` and `experts_per_tok` apply to those
+    families that have experts. `sharded` spreads the tensors over several files with an index; `fused_experts` writes
+    one tensor for all experts of a layer, as Transformers does on request. fields: further ones of the config.
     """
     config = FAMILIES[family].config(
         vocab_size=vocab,
@@ -156,7 +169,9 @@ def make_checkpoint(
 
 
 def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:
-    return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)} if family == "gemma3" else dict(rope)
+    if family not in ("gemma3", "olmo3"):
+        return dict(rope)
+    return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)}
 
 
 def _window_options(family: str, sliding_window: int | None, max_window_layers: int) -> dict[str, Any]:
@@ -165,6 +180,8 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
         return {**options, "query_pre_attn_scalar": 24}
     if family == "gpt_oss":
         return {"sliding_window": sliding_window or 20}
+    if family == "olmo3":
+        return {"sliding_window": sliding_window or MAX_POSITIONS}
     if family.startswith("qwen"):
         used = sliding_window is not None
         return {"use_sliding_window": used, "sliding_window": sliding_window, "max_window_layers": max_window_layers}
@@ -172,8 +189,11 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
 
 
 def _expert_options(family: str, intermediate: int, experts: int, experts_per_tok: int) -> dict[str, Any]:
-    if family in ("mixtral", "gpt_oss"):
+    if family in ("mixtral", "minimax_m2", "gpt_oss"):
         return {"num_local_experts": experts, "num_experts_per_tok": experts_per_tok}
+    if family == "glm4_moe":
+        own = {"moe_intermediate_size": intermediate // 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2}
+        return {"n_routed_experts": experts, "num_experts_per_tok": experts_per_tok, **own}
     if family == "qwen3_moe":
         own = {"moe_intermediate_size": intermediate // 2, "norm_topk_prob": True}
         return {"num_experts": experts, "num_experts_per_tok": experts_per_tok, **own}
@@ -198,6 +218,9 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(0.3 * noise)
         else:
             parameter.copy_(1 + 0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # of scores between 0 and 1
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def edit_config(path: str | Path, file: str = "config.json", **changes: Any) -> None:

@@ -54,10 +54,11 @@ def little_is_allocated() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"tie": True}, {"biases": True}])
 def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    biases = {family: {"attention_bias": True} for family in ("qwen3", "gemma3")}
+    biases = {family: {"attention_bias": True} for family in ("qwen3", "gemma3", "olmo3", "glm4_moe")}
     biases["llama"] = {"attention_bias": True, "mlp_bias": True}
     more = biases.get(family, {}) if options.pop("biases", False) else options
-    make_checkpoint(tmp_path, family, **more)
+    alike = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+    make_checkpoint(tmp_path, family, **more, **alike)
     spec = load_decoder_spec(tmp_path)
     decoder = Decoder(spec, torch.bfloat16, torch.device("cpu"))
     assert {name: tensor.shape for name, tensor in spec.tensors()} == {

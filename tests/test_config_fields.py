@@ -67,6 +67,71 @@ GEMMA_3 = {  # tied, and 5 of 6 layers with a window, without saying so
     "rope_theta": 1000000,
     "sliding_window": 64,
 }
+GLM_4 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    **SIZES,
+    **TOKENS,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [5, 6, 7],
+    "first_k_dense_replace": 1,
+    "head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 5,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "use_qk_norm": False,
+}
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    **SIZES,
+    **TOKENS,
+    "attn_type_list": [1, 1],
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
+    "head_dim": 32,
+    "mtp_transformer_layers": 1,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 16,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rope_theta": 5000000,
+    "rotary_dim": 16,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+OLMO_3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    **SIZES,
+    **TOKENS,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 64,
+}
 PUBLIC: dict[str, dict[str, Any]] = {
     "Llama 2": {**LLAMA, "_name_or_path": "x", "pad_token_id": 0, "rope_scaling": None, "max_length": 4096},
     "Llama 3.2": {**LLAMA_3, "head_dim": 16, "rope_scaling": LLAMA_3_ROPE, "eos_token_id": [5, 6, 7]},
@@ -80,6 +145,9 @@ PUBLIC: dict[str, dict[str, Any]] = {
     },
     "Mistral v0.1": {**MISTRAL, "sliding_window": 64},
     "Qwen2.5": {**QWEN_2, "sliding_window": 131072, "use_mrope": False},
+    "GLM-4.5-Air": GLM_4,
+    "MiniMax-M2": MINIMAX_M2,
+    "Olmo 3": OLMO_3,
     "Gemma 3 1B": {**GEMMA_3, "sliding_window_pattern": 6},
     "Qwen3": {**QWEN_3, "attention_bias": False, "head_dim": 32, "rope_scaling": None, "sliding_window": None},
 }
@@ -100,8 +168,9 @@ def test_configs_of_public_checkpoints_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", TINY)
 def test_what_transformers_itself_writes_is_read(family: str, tmp_path: Path) -> None:
     config_class, model_class, _ = TINY[family]
-    config_class(architectures=[model_class.__name__]).save_pretrained(tmp_path)
-    everything = {**config_class().to_dict(), "architectures": [model_class.__name__], "dtype": "float16"}
+    sizes = {"head_dim": 128} if family == "glm4_moe" else {}  # the default sizes have no whole one
+    config_class(architectures=[model_class.__name__], **sizes).save_pretrained(tmp_path)
+    everything = {**config_class(**sizes).to_dict(), "architectures": [model_class.__name__], "dtype": "float16"}
     assert load_decoder_spec(tmp_path).num_layers == config_class().num_hidden_layers
     assert load_decoder_spec(write_config(tmp_path, everything)).dtype == "float16"
 

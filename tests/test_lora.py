@@ -180,11 +180,13 @@ def test_beam_search_is_that_of_the_merged_model(folder: Path, tmp_path: Path) -
         ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen3_moe", ALL[:4]),
         pytest.param("mixtral", ALL[:4], marks=pytest.mark.slow),
+        pytest.param("glm4_moe", ALL, marks=pytest.mark.slow),
+        pytest.param("olmo3", ALL, marks=pytest.mark.slow),
         pytest.param("gemma3", ALL, marks=pytest.mark.slow),
     ],
 )
 def test_merged_projections_and_experts(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    """The projections of a Phi-3, and the attention of a mixture of experts; its experts take no adapters."""
+    """The projections of a Phi-3, and the attention and shared expert of a mixture; its experts take no adapters."""
     model = make_checkpoint(tmp_path / "model", family)
     mine = make_adapter(tmp_path / "a", model, 1, targets, rank=4, lora_alpha=4)
     prompt = random_prompt(40, VOCAB, seed=1)

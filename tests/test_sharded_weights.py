@@ -128,7 +128,8 @@ def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "fused"), fast_pairs([("qwen3_moe", True)], ["qwen3_moe", "mixtral"], [False, True])
+    ("family", "fused"),
+    fast_pairs([("glm4_moe", True)], ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2"], [False, True]),
 )
 def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Path) -> None:
     options = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
@@ -229,6 +230,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"kv_heads": 1, "sliding_window": 24},
     "phi3": {"kv_heads": 1, "intermediate": 97},
     "gpt_oss": {"kv_heads": 4, "heads": 8, "intermediate": 100},
+    "glm4_moe": {"kv_heads": 1, "layers": 3, "use_qk_norm": True},
+    "minimax_m2": {"kv_heads": 1},
+    "olmo3": {"sliding_window": 24, "layers": 4},
 }
 
 

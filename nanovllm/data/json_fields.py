@@ -97,6 +97,12 @@ def one_of(choices: Collection[str]) -> Field:
     return Field(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
+def only(*allowed: Any) -> Field:
+    """One of these values; no other is supported."""
+    rule = f"{' or '.join(map(quoted, allowed))}; others are not supported"
+    return Field(rule, lambda value: any(type(value) is type(each) and value == each for each in allowed))
+
+
 FLAG = Field("true or false", lambda value: isinstance(value, bool))
 TEXT = Field("text", lambda value: isinstance(value, str))
 OBJECT = Field("an object", lambda value: isinstance(value, dict))

@@ -45,6 +45,8 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "layer_types": LAYER_TYPES,
         "num_experts": EXPERT_COUNT,
         "num_experts_per_tok": integer(1),
+        "moe_intermediate_size": integer(1),
+        "norm_topk_prob": FLAG,
         "dtype": TEXT | NULL,
         "torch_dtype": TEXT | NULL,
         "eos_token_id": _TOKEN_IDS,
@@ -86,6 +88,10 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         *("attn_pdrop", "dropout", "use_cache", "cache_implementation", "_sliding_window_pattern"),
         *("gradient_checkpointing", "pretraining_tp", "output_router_logits", "router_aux_loss_coef"),
         *("router_jitter_noise", "is_decoder", "tie_encoder_decoder", "residual_dropout"),
+        # layers for multi-token prediction, which are not computed
+        *("use_mtp", "mtp_transformer_layers"),
+        # layers of MiniMax's earlier models
+        *("layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode"),
         # how Transformers runs it
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
         *("_attn_implementation_internal", "_output_attentions", "_post_init_done", "base_model_ep_plan"),

@@ -20,7 +20,7 @@ _GENERIC_NAMES = ("PreTrainedTokenizerFast", GENERIC)
 # the generic one, and for the models of _OVERRIDDEN.
 CLASSES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("mistral", "mixtral", "phi3"), GENERIC),
+        **dict.fromkeys(("mistral", "mixtral", "phi3", "olmo3", "glm4_moe", "minimax_m2"), GENERIC),
         **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
         "gemma3_text": "GemmaTokenizer",
     }

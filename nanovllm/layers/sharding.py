@@ -29,6 +29,8 @@ DIVIDED: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
         "up_proj": (ROWS, ("intermediate",)),
         "gate_up_proj": (ROWS, ("intermediate", "intermediate")),
         "down_proj": (COLUMNS, ("intermediate",)),
+        "q_norm": (ROWS, ("q_rows",)),  # of all heads together
+        "k_norm": (ROWS, ("kv_rows",)),
         "embed_tokens": (ROWS, ("vocab",)),
         "lm_head": (ROWS, ("vocab",)),
         "w1": (ROWS, ("intermediate",)),  # Mixtral's names of gate, up and down

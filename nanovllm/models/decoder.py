@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.layers.joint_norms import JointNorms
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
 from nanovllm.layers.parallel import RankGroup, embedding
@@ -31,6 +32,7 @@ class DecoderLayer:
     """Attention, and a gated MLP or experts.
 
     Each reads RMS-normalized input, and its output, in some families normalized too, is added to the residual stream.
+    In some families only the output is normalized.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class DecoderLayer:
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
-        self.input_norm, self.mlp_norm, *output_norms = (weight(hidden) for _ in spec.layer_norms)
-        self.attention_output_norm: Tensor | None
-        self.mlp_output_norm: Tensor | None
-        self.attention_output_norm, self.mlp_output_norm = output_norms or (None, None)
+        norms: list[Tensor | None] = [weight(hidden) for _ in spec.layer_norms]
+        norms = (norms if spec.input_norms else [None, None, *norms]) + [None, None]
+        self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm = norms[:4]
         self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        self.qk_norm = weight(qk_norm_shape) if spec.qk_norm else None
+        self.qk_norm = weight(qk_norm_shape) if spec.qk_norm and not spec.joint_qk_norm else None
+        self.joint_norms = _joint_norms(spec, dtype, device, group) if spec.joint_qk_norm else None
         o_bias = spec.o_bias and spec.adds_biases
         self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
         self.sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device) if spec.attention_sinks else None
@@ -64,7 +66,7 @@ class DecoderLayer:
 
     def _few_rows(self) -> FewRowLayer | None:
         """The kernels of the whole layer for few rows, if they support it."""
-        if isinstance(self.mlp, Experts):
+        if isinstance(self.mlp, Experts) or self.input_norm is None or self.mlp_norm is None:
             return None
         output_norms = (self.attention_output_norm, self.mlp_output_norm)
         norms = LayerNorms(self.input_norm, self.qk_norm, self.mlp_norm, *output_norms, self.spec.rms_norm_eps)
@@ -97,7 +99,10 @@ class DecoderLayer:
             self.few_rows.finish_(x, attended)
         else:
             attended = self._normed(self._summed(self.o(attended, adapters)), self.attention_output_norm)
-            normed = self._kernels.add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
+            if self.mlp_norm is None:
+                normed = self._kernels.add_(x, attended)
+            else:
+                normed = self._kernels.add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
             self._kernels.add_(x, self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm))
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -118,12 +123,15 @@ class DecoderLayer:
         adapters: RowAdapters | None = None,
     ) -> None:
         """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
-        if adapters is None and self.rotated is None and self.few_rows is not None and self.few_rows.takes(x):
+        as_usual = adapters is None and self.rotated is None and self.joint_norms is None
+        if as_usual and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
-        normed = self._kernels.rms_norm(x, self.input_norm, eps)
-        heads = self.qkv(normed, adapters).unflatten(-1, (-1, self.spec.head_dim))
+        qkv = self.qkv(self._normed(x, self.input_norm), adapters)
+        if self.joint_norms is not None:
+            self.joint_norms.normalize_(qkv[:, : self.spec.q_size + self.spec.kv_size])
+        heads = qkv.unflatten(-1, (-1, self.spec.head_dim))
         if self.rotated is not None:  # an order of features that q and k share does not change their products
             q_and_k = heads[:, : self.spec.num_heads + self.spec.num_kv_heads]
             q_and_k.copy_(q_and_k[..., self.rotated])
@@ -144,10 +152,17 @@ class DecoderLayer:
             yield from each.slots()
         if self.sinks is not None:
             yield f"{prefix}self_attn.sinks", slot_of(self.sinks)
-        if self.qk_norm is not None:
-            shape, heads = (self.spec.head_dim,), self.spec.num_heads
-            yield f"{prefix}self_attn.q_norm.weight", _norm_slot(self.spec, self.qk_norm[:heads], shape)
-            yield f"{prefix}self_attn.k_norm.weight", _norm_slot(self.spec, self.qk_norm[heads:], shape)
+        if self.spec.qk_norm:
+            order = None if self.spec.joint_qk_norm else self.rotated  # the heads come to their norms in this order
+            for (name, size), view in zip(self.spec.qk_norms, self._qk_norms(), strict=True):
+                yield f"{prefix}self_attn.{name}.weight", _norm_slot(self.spec, view, (size,), order)
+
+    def _qk_norms(self) -> Sequence[Tensor]:
+        """The weights of the norms of q and of k."""
+        if self.joint_norms is not None:
+            return self.joint_norms.weight.split((self.spec.q_size, self.spec.kv_size))
+        assert self.qk_norm is not None, "this family has no norms of q and k"
+        return self.qk_norm.split((self.spec.num_heads, self.spec.num_kv_heads))
 
     def _norms(self) -> Iterator[Tensor]:
         """The norms of hidden states, in the order of `DecoderSpec.layer_norms`."""
@@ -160,13 +175,25 @@ def _norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if spec.norms_in_fp32 else dtype
 
 
-def _norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int]) -> WeightSlot:
-    """The slot of a norm's weight of `shape`. The view may have a row for each head."""
-    return WeightSlot(view, tuple(shape), _plus_one if spec.zero_centered_norms else None)
+def _joint_norms(
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+) -> JointNorms:
+    sizes = (spec.q_size, spec.kv_size)
+    weight = torch.empty(sum(sizes), dtype=_norm_dtype(spec, dtype), device=device)
+    norms = JointNorms(weight, sizes, spec.rms_norm_eps, dtype)
+    if spec.sharding is not None and group is not None:
+        norms.divide(spec.sharding, group)
+    return norms
 
 
-def _plus_one(weight: Tensor) -> Tensor:
-    return weight.float() + 1.0
+def _norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int], order: Tensor | None = None) -> WeightSlot:
+    """The slot of a norm's weight of `shape`. The view may have a row for each head, in another order of features."""
+
+    def convert(weight: Tensor) -> Tensor:
+        weight = weight.float() + 1.0 if spec.zero_centered_norms else weight
+        return weight if order is None else weight[order.to(weight.device)]
+
+    return WeightSlot(view, tuple(shape), convert if spec.zero_centered_norms or order is not None else None)
 
 
 def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of
-from nanovllm.data.network import ExpertSpec, RopeSpec
+from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of, number, only
+from nanovllm.data.network import ExpertSpec, RopeSpec, SharedExpert
 from nanovllm.errors import ModelError, quoted
-from nanovllm.formats.config_fields import EXPERT_COUNT, LAYER_TYPES, MAX_LAYERS, NETWORK_FIELDS, READ_BY_ALL, THETA
+from nanovllm.formats.config_fields import (
+    EXPERT_COUNT,
+    LAYER_TYPES,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    NETWORK_FIELDS,
+    READ_BY_ALL,
+    THETA,
+)
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 # Transformers' names of the activations, and the network's.
@@ -30,7 +38,8 @@ class Family:
     names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
     rope: the RoPE parameters of a config that has none. window_pattern: n if every n-th layer has full attention, and
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
-    rotates_part: whether it may rotate only the first features of a head.
+    rotates_part: whether it may rotate only the first features of a head; rotated_share: their share
+    where a config names none, None: all.
     """
 
     architecture: str
@@ -45,6 +54,7 @@ class Family:
     dtype: str = "float32"
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rotates_part: bool = False
+    rotated_share: Callable[[Any], float | None] = lambda config: None
 
     def reads(self, name: str) -> bool:
         """Whether it reads this field of config.json."""
@@ -66,9 +76,11 @@ def _sliding_windows(family: Family, config: Any) -> tuple[int | None, ...]:
     return tuple(windows[kind] for kind in config.layer_types)
 
 
-def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: tuple[bool, ...]) -> ExpertSpec | None:
+def _experts(
+    config: Any, count: int, intermediate_size: int, norm_topk_prob: bool, layers: tuple[bool, ...]
+) -> ExpertSpec | None:
     """The experts of a config; None if no layer has any."""
-    count, chosen = config.num_experts, config.num_experts_per_tok
+    chosen = config.num_experts_per_tok
     if not (count and any(layers)):
         return None
     if chosen > count:
@@ -79,18 +91,21 @@ def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: 
 def _qwen3_moe_experts(config: Any) -> ExpertSpec | None:
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
     sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(config.num_hidden_layers))
-    return _experts(config, config.moe_intermediate_size, config.norm_topk_prob, sparse)
+    return _experts(config, config.num_experts, config.moe_intermediate_size, config.norm_topk_prob, sparse)
 
 
-def _mixtral_experts(config: Any) -> ExpertSpec:
-    experts = _experts(config, config.intermediate_size, True, (True,) * config.num_hidden_layers)
+def _mixtral_experts(config: Any, architecture: str = "MixtralForCausalLM") -> ExpertSpec:
+    layers = (True,) * config.num_hidden_layers
+    experts = _experts(config, config.num_experts, config.intermediate_size, True, layers)
     if experts is None:
-        raise ModelError("num_local_experts is 0; a MixtralForCausalLM needs at least 1 expert.")
+        raise ModelError(f"num_local_experts is 0; a {architecture} needs at least 1 expert.")
     return replace(experts, block="block_sparse_moe", projections=("w1", "w3", "w2"))
 
 
 def _gpt_oss(config: Any) -> dict[str, Any]:
-    experts = _experts(config, config.intermediate_size, True, (True,) * config.num_hidden_layers)
+    experts = _experts(
+        config, config.num_experts, config.intermediate_size, True, (True,) * config.num_hidden_layers
+    )
     if experts is None:
         raise ModelError("num_local_experts is 0; a GptOssForCausalLM needs at least 1 expert.")
     if config.hidden_act != "silu":
@@ -102,8 +117,40 @@ def _gpt_oss(config: Any) -> dict[str, Any]:
     return {"experts": experts, "activation": "clamped_swiglu", "attention_sinks": True, "wide_norms": True}
 
 
-def _equals(number: float) -> Field:
-    return Field(f"{number}; others are not supported", lambda value: value == number)
+def _glm_experts(config: Any) -> ExpertSpec | None:
+    count, groups, chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    layers = tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers))
+    experts = _experts(config, count, config.moe_intermediate_size, config.norm_topk_prob, layers)
+    if experts is None:
+        return None
+    if groups > 1 and (count % groups or count < 2 * groups):
+        raise ModelError(f"n_group={groups} must divide n_routed_experts={count} into groups of at least 2.")
+    if chosen_groups > groups:
+        raise ModelError(f"topk_group={chosen_groups} is above the number of groups, which is n_group={groups}.")
+    if experts.num_experts_per_tok > chosen_groups * (count // groups):
+        chosen = f"num_experts_per_tok={experts.num_experts_per_tok}"
+        raise ModelError(f"{chosen} is above the number of experts in topk_group={chosen_groups} of n_group={groups}.")
+    return replace(
+        experts,
+        scoring="sigmoid",
+        correction_bias="gate.e_score_correction_bias",
+        num_groups=groups,
+        chosen_groups=chosen_groups,
+        weight_scale=config.routed_scaling_factor,
+        fp32_router=True,
+        shared=SharedExpert(config.moe_intermediate_size * config.n_shared_experts),
+    )
+
+
+def _minimax_experts(config: Any) -> ExpertSpec:
+    experts = _mixtral_experts(config, "MiniMaxM2ForCausalLM")
+    return replace(experts, scoring="sigmoid", correction_bias="e_score_correction_bias")
+
+
+def _rotated_share_of_minimax(config: Any) -> float | None:
+    """Older configs give the number of rotated features instead of their share."""
+    rotary_dim = getattr(config, "rotary_dim", None)
+    return None if rotary_dim is None else min(1.0, rotary_dim / config.head_dim)
 
 
 # None is for what follows from other fields.
@@ -222,8 +269,6 @@ _ENTRIES = (
         {
             "num_local_experts": EXPERT_COUNT,
             "max_window_layers": NETWORK_FIELDS["max_window_layers"],
-            "moe_intermediate_size": integer(1),
-            "norm_topk_prob": FLAG,
             "decoder_sparse_step": integer(1),
             "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
         },
@@ -282,13 +327,121 @@ _ENTRIES = (
         {
             "num_local_experts": EXPERT_COUNT,
             "experts_per_token": integer(1) | NULL,
-            "swiglu_alpha": _equals(1.702),
-            "swiglu_limit": _equals(7.0),
+            "swiglu_alpha": only(1.702),
+            "swiglu_limit": only(7.0, 7),
         },
         theta=150_000.0,
         rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
         window_pattern=2,
         dtype="bfloat16",
+    ),
+    Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        lambda config: {
+            "qk_norm": True,
+            "joint_qk_norm": True,
+            "input_norms": False,
+            "output_norms": True,
+            "wide_norms": True,
+        },
+        {
+            **_SILU,
+            "vocab_size": 50304,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 50279,
+            "attention_bias": False,
+            "sliding_window": 4096,
+            "layer_types": None,
+        },
+        theta=500_000.0,
+        local_theta=500_000.0,
+        window_pattern=4,
+    ),
+    Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        lambda config: {
+            "o_bias": False,
+            "qk_norm": config.use_qk_norm,
+            "experts": _glm_experts(config),
+            "num_mtp_layers": config.num_nextn_predict_layers,
+        },
+        {
+            **_SILU,
+            "vocab_size": 151552,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
+        {
+            "use_qk_norm": FLAG,
+            "n_shared_experts": integer(1, MAX_EXPERTS),
+            "n_routed_experts": EXPERT_COUNT,
+            "routed_scaling_factor": number(1e-6, 1e6),
+            "n_group": integer(1, MAX_EXPERTS),
+            "topk_group": integer(1, MAX_EXPERTS),
+            "first_k_dense_replace": integer(0, MAX_LAYERS),
+            "num_nextn_predict_layers": integer(0, MAX_LAYERS),
+        },
+        rotates_part=True,
+        rotated_share=lambda config: 0.5,
+    ),
+    Family(  # the fields of the published checkpoints that Transformers does not have describe what it computes
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        lambda config: {
+            "qk_norm": True,
+            "joint_qk_norm": True,
+            "experts": _minimax_experts(config),
+            "num_mtp_layers": getattr(config, "num_mtp_modules", 0),
+        },
+        {
+            **_SILU,
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "eos_token_id": 200020,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        {
+            "num_local_experts": EXPERT_COUNT,
+            "rotary_dim": integer(2) | NULL,
+            "num_mtp_modules": integer(0, MAX_LAYERS),
+            "attn_type_list": list_of(only(1), MAX_LAYERS),
+            **dict.fromkeys(("layernorm_full_attention_beta", "layernorm_mlp_beta"), only(1, 1.0)),
+            "qk_norm_type": only("per_layer"),
+            "scoring_func": only("sigmoid"),
+            "shared_intermediate_size": only(0),
+            "use_qk_norm": only(True),
+            "use_routing_bias": only(True),
+        },
+        theta=5_000_000.0,
+        rotates_part=True,
+        rotated_share=_rotated_share_of_minimax,
     ),
     Family(
         "Gemma3ForCausalLM",

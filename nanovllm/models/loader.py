@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from nanovllm.models.hf_config import TEXT_MODELS, text_name
 from nanovllm.models.interleaved_experts import with_single_interleaved
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
+
+logger = logging.getLogger(__name__)
 
 
 def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
@@ -75,6 +78,7 @@ def load_model(
     stored: dict[str, StoredTensor] = {}
     if load_format != "dummy":
         stored = _of_text_model(with_single_experts(_list_tensors(directory), spec), spec)
+        stored = _without_mtp_layers(directory, stored, spec, says_so=group is None or group.rank == 0)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
     with closing(TensorReader()) as reader:
@@ -125,6 +129,19 @@ def _of_text_model(stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[s
         for name, new in names.items()
         if new is not None
     }
+
+
+def _without_mtp_layers(
+    model: Path, stored: dict[str, StoredTensor], spec: DecoderSpec, *, says_so: bool
+) -> dict[str, StoredTensor]:
+    """The tensors without those of layers for multi-token prediction, which a line names if there are any."""
+    layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+    prefixes = tuple(f"model.layers.{index}." for index in layers)
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(prefixes)}
+    if says_so and len(kept) < len(stored):
+        few = len(stored) - len(kept)
+        logger.warning("%s: %d tensors of layers for multi-token prediction are not read", model, few)
+    return kept
 
 
 def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: StoredTensor) -> Part:

@@ -29,6 +29,8 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
     def spec(fields: Mapping[str, Any], theta: float) -> RopeSpec:
         trained = getattr(config, "original_max_position_embeddings", None)
         found = rope_parameters(fields, positions, theta, trained)
+        if (share := family.rotated_share(config)) is not None:
+            found.setdefault("partial_rotary_factor", share)
         return rope_spec(found, positions, config.head_dim, kinds, rotates_part)
 
     if family.local_theta is None:
@@ -41,7 +43,7 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
 def _scaled_before(spec: RopeSpec, positions: int) -> RopeSpec:
     """The trained length of Gemma 3, whose max_position_embeddings counts the positions after linear scaling."""
     trained = max(1, int(positions / spec.factor))
-    return spec if spec.kind == "default" else replace(spec, original_max_position=trained)
+    return replace(spec, original_max_position=trained) if spec.kind == "linear" else spec
 
 
 def rope_parameters(

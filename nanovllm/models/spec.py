@@ -39,6 +39,7 @@ class DecoderSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
     qk_norm: bool = False  # RMS norm over each head of q and k, before RoPE
+    joint_qk_norm: bool = False  # that norm is over all heads of q together, and over all of k
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -52,10 +53,12 @@ class DecoderSpec:
     local_rope: RopeSpec | None = None  # of the layers with a sliding window; None: `rope`, as of the others
     query_pre_attn_scalar: float | None = None  # attention scores are divided by its root; None: by that of head_dim
     embedding_scale: float = 1.0  # rounded to the dtype, multiplies the embedding; not the tied output projection
-    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream, too
+    input_norms: bool = True  # RMS norms of what attention and MLP read
+    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream
     zero_centered_norms: bool = False  # norm weights are stored minus 1, and multiply in fp32, before the rounding
     wide_norms: bool = False  # norm weights are as they are, and multiply in fp32 too
     attention_sinks: bool = False  # every query head has a learned score beside those of its keys, with a value of 0
+    num_mtp_layers: int = 0  # layers behind the last in a checkpoint, for multi-token prediction, which are not read
     whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
 
     @property
@@ -178,9 +181,17 @@ class DecoderSpec:
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """The checkpoint's modules of a layer's norms: before attention, before the MLP, and then after each."""
+        if not self.input_norms:
+            return "post_attention_layernorm", "post_feedforward_layernorm"
         if not self.output_norms:
             return "input_layernorm", "post_attention_layernorm"
         return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+
+    @property
+    def qk_norms(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """The checkpoint's modules of the norms of q and k, and their weights."""
+        sizes = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
+        return ("q_norm", sizes[0]), ("k_norm", sizes[1])
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -361,8 +372,9 @@ class DecoderSpec:
             if self.attention_sinks:
                 yield f"{prefix}self_attn.sinks", CheckpointTensor((self.num_heads,), axes=(Axis(ROWS),))
             if self.qk_norm:
-                yield f"{prefix}self_attn.q_norm.weight", CheckpointTensor((self.head_dim,))
-                yield f"{prefix}self_attn.k_norm.weight", CheckpointTensor((self.head_dim,))
+                axes = (Axis(ROWS),) if self.joint_qk_norm else ()
+                for name, size in self.qk_norms:
+                    yield f"{prefix}self_attn.{name}.weight", CheckpointTensor((size,), axes=axes)
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
 
     @staticmethod

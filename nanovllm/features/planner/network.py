@@ -51,12 +51,23 @@ class Network:
 
     @property
     def num_all_reduces(self) -> int:
-        """Sums over the ranks in a step: after the embedding, and after attention and MLP of every layer."""
-        return 0 if self.num_ranks == 1 else 2 * self.spec.num_layers + 1
+        """Sums over the ranks in a step: after the embedding, and after attention and MLP of every layer.
+
+        Where q and k are normalized over all heads, also of their squares.
+        """
+        return 0 if self.num_ranks == 1 else 2 * self.spec.num_layers + 1 + self._sums_of_squares
+
+    @property
+    def _sums_of_squares(self) -> int:
+        return self.spec.num_layers if self.spec.joint_qk_norm else 0
 
     def all_reduce_bytes(self, tokens: int) -> int:
         """Bytes that a rank receives in a step for all sums."""
-        return self.num_all_reduces * all_reduce_bytes(tokens * self.spec.hidden_size * self.itemsize, self.num_ranks)
+        if self.num_ranks == 1:
+            return 0
+        squares = self._sums_of_squares * all_reduce_bytes(tokens * 2 * ITEMSIZES["float32"], self.num_ranks)
+        hidden = all_reduce_bytes(tokens * self.spec.hidden_size * self.itemsize, self.num_ranks)
+        return (self.num_all_reduces - self._sums_of_squares) * hidden + squares
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.json_fields import TEXT
+from nanovllm.data.json_fields import TEXT, only
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, Modules, only, read_fields
+from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.ops.packed_weights import pack_int4

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, OBJECT, TEXT, Field, list_of
+from nanovllm.data.json_fields import FLAG, OBJECT, TEXT, Field, list_of, only
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, WHERE, Modules, only, read_fields
+from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, WHERE, Modules, read_fields
 from nanovllm.formats.quantization.fp8 import BLOCK, Fp8
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedFormat, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor

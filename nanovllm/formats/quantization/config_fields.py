@@ -18,13 +18,6 @@ _MAX_REPEATS = 4  # a match takes up to length^repeats steps
 # What could make a match take exponential time, or look outside the name.
 _UNSAFE = re.compile(r"\)\s*[*+?{]|\(\?|\\[0-9]|[*+?}][*+{]")
 
-
-def only(*allowed: Any) -> Field:
-    """A field of which other values are not supported."""
-    rule = f"{' or '.join(map(quoted, allowed))}; others are not supported"
-    return Field(rule, lambda value: any(type(value) is type(each) and value == each for each in allowed))
-
-
 NAMES = list_of(TEXT, 1 << 16)
 _WHOLE = integer(-1, 1 << 20)
 # -1: one group for all inputs. The kernels take multiples of 32.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import TEXT
+from nanovllm.data.json_fields import TEXT, only
 from nanovllm.errors import ModelError
-from nanovllm.formats.quantization.config_fields import ANY, NAMES, Modules, only, read_fields
+from nanovllm.formats.quantization.config_fields import ANY, NAMES, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, TEXT
+from nanovllm.data.json_fields import FLAG, TEXT, only
 from nanovllm.errors import ModelError
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, WHERE, Modules, only, read_fields
+from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, WHERE, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 

@@ -1,0 +1,123 @@
+"""Olmo 3, GLM-4.5 and MiniMax-M2, beside the tests of all families."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
+from safetensors.torch import load_file, save_file
+from test_models import assert_same_logits, load, random_prompts, reference, run
+
+from nanovllm.data.network import RopeSpec
+from nanovllm.features.planner.network import Network
+from nanovllm.models.hf_config import load_decoder_spec
+
+
+@pytest.mark.parametrize("family", ["olmo3", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_transformers(family: str, dtype: str, tmp_path: Path) -> None:
+    """Norms and routers round where Transformers rounds. Rounded inputs of a router may choose other experts, so that
+    single rows differ much: the median counts."""
+    model = make_checkpoint(tmp_path, family, hidden=224, head_dim=64, layers=4, experts=8, dtype=dtype)
+    prompts = random_prompts(199)
+    theirs = torch.cat(reference(model, prompts))
+    exact = torch.cat(reference(model.float(), prompts))
+    ours = torch.cat(run(load(tmp_path, getattr(torch, dtype)), prompts, (0.4,)))
+    assert (ours - exact).abs().median() < 1.3 * (theirs - exact).abs().median()
+
+
+def test_layers_for_multi_token_prediction_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_checkpoint(tmp_path, "glm4_moe", attention_bias=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        tensors[name.replace(".1.", ".2.", 1)] = tensors[name].clone()
+    save_file({**tensors, "model.layers.2.enorm.weight": torch.ones(64)}, file)
+    with caplog.at_level(logging.WARNING):
+        assert_same_logits(model, tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("loader")]
+    assert str(tmp_path) in line and "multi-token prediction" in line
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    assert "model.layers.2." in refusal(lambda: load(tmp_path))
+
+
+def test_older_configs_of_olmo_mean_the_same(tmp_path: Path) -> None:
+    yarn = {**ROPES["yarn"], "rope_theta": 500_000.0, "attention_factor": 1.25}
+    make_checkpoint(tmp_path, "olmo3", layers=8, rope=yarn, sliding_window=20)
+    edit_config(tmp_path, rope_parameters={"full_attention": yarn, "sliding_attention": {"rope_type": "default"}})
+    spec = load_decoder_spec(tmp_path)
+    full = RopeSpec("yarn", 5e5, 4.0, original_max_position=64, attention_factor=1.25)
+    assert spec.ropes == (full, RopeSpec(theta=5e5)) and spec.sliding_windows == (20, 20, 20, None) * 2
+    assert spec.max_model_len == 256
+    edit_config(tmp_path, rope_parameters=..., rope_theta=500_000, rope_scaling=yarn, layer_types=...)
+    assert load_decoder_spec(tmp_path) == spec
+
+
+def test_rotated_features_are_given_in_several_ways(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "minimax_m2", head_dim=32)
+    rotated = {"rope_parameters": ..., "rope_theta": 1e4}
+    for changes, expected in (
+        ({}, None),
+        ({"rotary_dim": 12}, 12),
+        ({"rotary_dim": 12, "partial_rotary_factor": 0.5}, 16),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 8),
+    ):
+        edit_config(tmp_path, **{**rotated, **changes})
+        assert load_decoder_spec(tmp_path).rope.rotary_dim == expected
+    make_checkpoint(tmp_path, "glm4_moe", head_dim=32)
+    edit_config(tmp_path, **rotated)
+    assert load_decoder_spec(tmp_path).rope.rotary_dim == 16
+
+
+def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "glm4_moe", layers=3, experts=8)
+    spec, expert = load_decoder_spec(tmp_path), 3 * 64 * 48
+    whole = spec.layer_weight_bytes(4)
+    assert 3 * (whole - spec.layer_weight_bytes(4, 1)) == pytest.approx(2 * 6 * expert * 4, abs=3)
+    attention, shared, dense = 64 * 2 * (64 + 32), 2 * expert, 3 * 64 * 96
+    read = 3 * attention + dense + 2 * (8 * 64 + 8 + shared + 2 * expert)
+    assert Network(spec, "float32").matrix_operations(1) == 2 * read
+
+
+def test_norms_over_all_heads_are_summed_over_the_ranks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmo3", layers=4)
+    spec = load_decoder_spec(tmp_path)
+    sums = [Network(each, "float32").num_all_reduces for each in (spec, *spec.of_ranks(2))]
+    assert sums == [0, 1 + 3 * 4, 1 + 3 * 4]
+    hidden, means = 10 * 64 * 4, 10 * 2 * 4  # bytes of 10 tokens
+    assert Network(spec.of_rank(0, 2), "float32").all_reduce_bytes(10) == 9 * hidden + 4 * means
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("glm4_moe", {"n_group": 2}, "n_group=2 must divide n_routed_experts=5 into groups of at least 2"),
+        ("glm4_moe", {"n_routed_experts": 6, "n_group": 6}, "n_group=6 must divide n_routed_experts=6"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group=2 is above the number of groups, which is n_group=1"),
+        (
+            "glm4_moe",
+            {"n_routed_experts": 6, "n_group": 3, "num_experts_per_tok": 3},
+            "num_experts_per_tok=3 is above the number of experts in topk_group=1 of n_group=3",
+        ),
+        ("glm4_moe", {"scoring_func": "softmax"}, "'scoring_func': 'softmax'"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax': must be 'sigmoid'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+        ("minimax_m2", {"num_local_experts": 0}, "a MiniMaxM2ForCausalLM needs at least 1 expert"),
+        ("minimax_m2", {"rotary_dim": 3, "rope_parameters": None}, "rotates 3 of 16 features"),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("olmo3", {"rope_parameters": {"full_attention": LOCAL_ROPE, "other": LOCAL_ROPE}}, "'other'"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(
+    family: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    message = refusal(lambda: load_decoder_spec(tmp_path))
+    assert expected in message and str(tmp_path / "config.json") in message and "\n" not in message
