@@ -130,6 +130,64 @@ def store_kv(
 ) -> None:
     """Strides in bytes, of k and v (token, head). Raises ValueError for a slot outside of the blocks."""
 
+class DeltaSizes:
+    def __init__(self, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int) -> None:
+        """ValueError for sizes that are not positive, or value heads that are no multiple of key heads."""
+
+class DeltaRuns:
+    def __init__(self, *, slots: int, starts: int, of_row: int, count: int, rows: int, num_slots: int) -> None:
+        """Addresses of int64. Raises ValueError for a slot that is none of `num_slots`."""
+
+def delta_prepare(
+    *,
+    dtype: str,
+    sizes: DeltaSizes,
+    runs: DeltaRuns,
+    x: _Address,
+    weight: int,
+    conv: _Address,
+    b: _Address,
+    a: _Address,
+    rate: int,
+    dt_bias: int,
+    qk: int,
+    v: int,
+    decay: int,
+    beta: int,
+    threads: int,
+) -> None:
+    """rate, dt_bias, qk, decay and beta are fp32. A row of conv is a slot."""
+
+def delta_recur(
+    *,
+    dtype: str,
+    sizes: DeltaSizes,
+    runs: DeltaRuns,
+    qk: int,
+    v: int,
+    decay: int,
+    beta: int,
+    states: _Address,
+    y: int,
+    threads: int,
+) -> None:
+    """qk, decay, beta and states are fp32. A row of states is a slot."""
+
+def gated_norm(
+    *,
+    dtype: str,
+    x: _Address,
+    z: _Address,
+    weight: int,
+    y: _Address,
+    rows: int,
+    heads: int,
+    size: int,
+    eps: float,
+    threads: int,
+) -> None: ...
+def gate(*, dtype: str, x: _Address, gate: _Address, rows: int, size: int, threads: int) -> None: ...
+
 class DenseWeight:
     def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool = False) -> None: ...
 
