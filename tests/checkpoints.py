@@ -31,10 +31,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -51,6 +57,8 @@ class Tested(NamedTuple):
 
 
 _WINDOW = {"sliding_window": 20}
+_OTHER_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 24}
+_RECURRENT = ({}, {"layers": 4, "attention_bias": True}, {**_OTHER_HEADS, "linear_value_head_dim": 40})
 _ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
 # Every family of the engine. Tests of all families read this table.
 FAMILIES: dict[str, Tested] = {
@@ -65,6 +73,13 @@ FAMILIES: dict[str, Tested] = {
         ({"layers": 3, "mlp_only_layers": [1]}, {"norm_topk_prob": False}, {"attention_bias": True}),
     ),
     "mixtral": Tested(MixtralConfig, MixtralForCausalLM, ({}, _WINDOW)),
+    "qwen3_next": Tested(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        (*_RECURRENT, {"layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
+    ),
+    "qwen3_5": Tested(Qwen3_5TextConfig, Qwen3_5ForCausalLM, (*_RECURRENT, {"linear_conv_kernel_dim": 6})),
+    "qwen3_5_moe": Tested(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _RECURRENT),
     "seed_oss": Tested(SeedOssConfig, SeedOssForCausalLM, ({}, {"attention_out_bias": True}, {"mlp_bias": True})),
     "gpt_oss": Tested(
         GptOssConfig,
@@ -80,6 +95,7 @@ FAMILIES: dict[str, Tested] = {
     "minimax_m2": Tested(MiniMaxM2Config, MiniMaxM2ForCausalLM, ({}, {"rotary_dim": 6})),
     "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
 }
+GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with recurrent layers
 MAX_POSITIONS = 256
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}  # of Gemma 3's layers with a window
 
@@ -156,7 +172,7 @@ def make_checkpoint(
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         **_window_options(family, sliding_window, max_window_layers),
-        **{**_expert_options(family, intermediate, experts, experts_per_tok), **fields},
+        **{**_expert_options(family, intermediate, experts, experts_per_tok), **_recurrent_options(family), **fields},
     )
     model = FAMILIES[family].model(config).eval()
     randomize(model, seed)
@@ -182,6 +198,8 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
         return {"sliding_window": sliding_window or 20}
     if family == "olmo3":
         return {"sliding_window": sliding_window or MAX_POSITIONS}
+    if family in GATED_DELTA:
+        return {}
     if family.startswith("qwen"):
         used = sliding_window is not None
         return {"use_sliding_window": used, "sliding_window": sliding_window, "max_window_layers": max_window_layers}
@@ -194,10 +212,20 @@ def _expert_options(family: str, intermediate: int, experts: int, experts_per_to
     if family == "glm4_moe":
         own = {"moe_intermediate_size": intermediate // 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2}
         return {"n_routed_experts": experts, "num_experts_per_tok": experts_per_tok, **own}
-    if family == "qwen3_moe":
-        own = {"moe_intermediate_size": intermediate // 2, "norm_topk_prob": True}
-        return {"num_experts": experts, "num_experts_per_tok": experts_per_tok, **own}
-    return {}
+    own = {"num_experts": experts, "num_experts_per_tok": experts_per_tok, "moe_intermediate_size": intermediate // 2}
+    if family in ("qwen3_next", "qwen3_5_moe"):
+        own["shared_expert_intermediate_size"] = intermediate // 3
+    if family in ("qwen3_moe", "qwen3_next"):
+        own["norm_topk_prob"] = True
+    return own if family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe") else {}
+
+
+def _recurrent_options(family: str) -> dict[str, Any]:
+    """Layers in turn recurrent and with attention, the first one recurrent; four value heads for two of keys."""
+    if family not in GATED_DELTA:
+        return {}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
+    return {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **sizes}
 
 
 @torch.no_grad()
@@ -205,16 +233,20 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
     """Draw all weights from `seed`: projections keep sizes near 1, logits have a spread of about 4.
 
     Norm weights are around 1 and biases around 0, both far enough from them that omitting one shows. Gemma 3's norm
-    weights are around 0, since 1 is added to them, and its embedding is small, since it is multiplied.
+    weights are around 0, since 1 is added to them, and its embedding is small, since it is multiplied. So are the norm
+    weights of families with recurrent layers, but for those of a recurrence; states decay by a third per token or less.
     """
     is_gemma = isinstance(model, Gemma3ForCausalLM)
+    adds_one = is_gemma or isinstance(model, Qwen3NextForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:  # 3 for the experts of a layer
             gain = 4.0 if ("embed" in name and not is_gemma) or "lm_head" in name else 1.2
             parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
-        elif name.endswith("bias") or is_gemma:
+        elif name.endswith("A_log"):
+            parameter.copy_(noise - 2)
+        elif name.endswith("bias") or (adds_one and "linear_attn" not in name):
             parameter.copy_(0.3 * noise)
         else:
             parameter.copy_(1 + 0.2 * noise)

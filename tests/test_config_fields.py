@@ -132,6 +132,48 @@ OLMO_3 = {
     "rope_theta": 500000,
     "sliding_window": 64,
 }
+LINEAR = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+MROPE = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+QWEN_3_5 = {
+    **{name: value for name, value in {**SIZES, **TOKENS}.items() if name != "torch_dtype"},
+    **LINEAR,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {**MROPE, "rope_theta": 10000000, "rope_type": "default"},
+}
+QWEN_3_NEXT = {
+    **QWEN,
+    **{name: value for name, value in LINEAR.items() if name != "attn_output_gate"},
+    "architectures": ["Qwen3NextForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 32,
+}
 PUBLIC: dict[str, dict[str, Any]] = {
     "Llama 2": {**LLAMA, "_name_or_path": "x", "pad_token_id": 0, "rope_scaling": None, "max_length": 4096},
     "Llama 3.2": {**LLAMA_3, "head_dim": 16, "rope_scaling": LLAMA_3_ROPE, "eos_token_id": [5, 6, 7]},
@@ -149,6 +191,20 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "MiniMax-M2": MINIMAX_M2,
     "Olmo 3": OLMO_3,
     "Gemma 3 1B": {**GEMMA_3, "sliding_window_pattern": 6},
+    "Qwen3-Next": QWEN_3_NEXT,
+    "Qwen3.5, the text model": {**QWEN_3_5, "architectures": ["Qwen3_5ForCausalLM"]},
+    "Qwen3.5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 197,
+        "model_type": "qwen3_5",
+        "text_config": QWEN_3_5,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 198,
+        "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "model_type": "qwen3_5"},
+        "vision_end_token_id": 196,
+        "vision_start_token_id": 195,
+    },
     "Qwen3": {**QWEN_3, "attention_bias": False, "head_dim": 32, "rope_scaling": None, "sliding_window": None},
 }
 

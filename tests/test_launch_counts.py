@@ -48,7 +48,7 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
-from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.decoder import AttentionLayer
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, PagedStep
 from nanovllm.ops.row_kernels import store_kv
@@ -256,14 +256,14 @@ def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, mo
 
 
 def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward_, operators, layers = DecoderLayer.forward_, Operators(), []
+    forward_, operators, layers = AttentionLayer.forward_, Operators(), []
 
-    def watched(layer: DecoderLayer, *arguments: Any) -> None:
+    def watched(layer: AttentionLayer, *arguments: Any) -> None:
         layers.append(layer.index)
         with operators:
             forward_(layer, *arguments)
 
-    monkeypatch.setattr(DecoderLayer, "forward_", watched)
+    monkeypatch.setattr(AttentionLayer, "forward_", watched)
     llm.engine.add_request("r", None, greedy(3), random_prompt(5 * BLOCK, VOCAB, 2))
     while llm.engine.has_unfinished_requests():
         llm.engine.step()

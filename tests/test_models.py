@@ -12,6 +12,7 @@ from checkpoints import FAMILIES, ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
@@ -21,6 +22,8 @@ from nanovllm.ops.attention import SequenceMetadata
 CPU = torch.device("cpu")
 # Logits have a spread of 4; a float32 matrix product of these sizes is exact to about 1e-6 of its terms.
 FLOAT32_BOUND = 1e-4
+# What a recurrence gives for the first tokens is the small product of q and k, and then normalized: more of the rounding.
+RECURRENT_BOUND = 4e-4
 # In steps of the dtype at 1 (2^-7 for bfloat16), for four layers; the worst logits are about 16 in size.
 HALF_MAX_STEPS, HALF_MEAN_STEPS = 80, 8
 PROMPT_LENGTHS = (1, 2, 37, 130)
@@ -50,6 +53,18 @@ class DenseKVCache:
         return out
 
 
+class DenseStates:
+    """A state slot for each sequence, and for one more that no sequence has."""
+
+    def __init__(self, spec: RecurrentSpec, num_sequences: int, dtype: torch.dtype) -> None:
+        self.slots = torch.arange(0)
+        shape = (len(spec.layers), num_sequences + 1)
+        self.held = torch.zeros(*shape, *spec.conv_shape, dtype=dtype), torch.zeros(*shape, *spec.state_shape)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.held[0][layer], self.held[1][layer]
+
+
 def causal_attention(
     q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
@@ -72,7 +87,9 @@ def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], fo
     splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt represent
     generated ones: they come one per step and do not count as prompt.
     """
-    cache = DenseKVCache(decoder.spec.sliding_windows, decoder.spec.attention_scale, decoder.sinks)
+    spec = decoder.spec
+    cache = DenseKVCache(spec.kv_windows, spec.attention_scale, decoder.sinks)
+    states = None if spec.recurrent is None else DenseStates(spec.recurrent, len(prompts), decoder.dtype)
     starts = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for step in range(len(splits) + 1 + forced):
@@ -81,7 +98,7 @@ def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], fo
             own = len(prompt) - forced
             after = step - len(splits)
             ends.append(int(own * splits[step]) if after < 0 else own + after)
-        hidden = _step(decoder, prompts, starts, ends, cache, forced)
+        hidden = _step(decoder, prompts, starts, ends, cache, forced, states)
         pieces = hidden.split([end - start for start, end in zip(starts, ends, strict=True)])
         for kept, piece in zip(logits, pieces, strict=True):
             kept.append(decoder.compute_logits(piece))
@@ -96,6 +113,7 @@ def _step(
     ends: list[int],
     cache: DenseKVCache,
     forced: int,
+    states: DenseStates | None,
 ) -> Tensor:
     slices, ids, lengths, row = [], [], [], 0
     for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
@@ -105,7 +123,10 @@ def _step(
         ids.append(prompt[start:end])
         lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start
-    ctx = ForwardContext(torch.cat([part.positions() for part in slices]), torch.cat(lengths), tuple(slices), cache)
+    if states is not None:
+        states.slots = torch.tensor([part.block_table[0] for part in slices]) + 1
+    positions = torch.cat([part.positions() for part in slices])
+    ctx = ForwardContext(positions, torch.cat(lengths), tuple(slices), cache, states=states)
     return decoder(torch.cat(ids), ctx)
 
 
@@ -128,9 +149,10 @@ def assert_same_logits(model: PreTrainedModel, path: Path, prompts: Sequence[Ten
     decoder = load(path)
     prompts = random_prompts(decoder.spec.vocab_size) if prompts is None else prompts
     expected = reference(model, prompts)
+    bound = FLOAT32_BOUND if decoder.spec.recurrent is None else RECURRENT_BOUND
     for splits in ((), (0.4,)):
         for ours, theirs in zip(run(decoder, prompts, splits), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
+            torch.testing.assert_close(ours, theirs, atol=bound, rtol=0)
 
 
 # heads, kv_heads, head_dim: 1 to 4 query heads per KV head, head_dim 16 to 128

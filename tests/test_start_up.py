@@ -89,6 +89,7 @@ def test_configs_are_completed_as_by_transformers(family: families.Family, data:
         "max_window_layers": st.integers(0, 4),
         "layer_types": st.none() | st.lists(st.just("full_attention"), max_size=4),
         "sliding_window_pattern": st.integers(1, 4),
+        "full_attention_interval": st.integers(1, 4),
         "num_experts": st.integers(1, 4),
         "num_local_experts": st.integers(1, 4),
         "mlp_only_layers": st.none() | st.just([1]),
@@ -112,7 +113,9 @@ def test_configs_are_completed_as_by_transformers(family: families.Family, data:
         return
     own = families.complete_config(family, fields)
     theirs.head_dim = getattr(theirs, "head_dim", None) or own.head_dim
-    left_out = {"sliding_window_pattern", *(["layer_types"] if getattr(theirs, "layer_types", 0) is None else [])}
+    left_out = {"sliding_window_pattern", "full_attention_interval"}
+    left_out |= {"layer_types"} if getattr(theirs, "layer_types", 0) is None else set()
+    left_out |= {"intermediate_size"} if not own.intermediate_size else set()  # all layers have experts
     names = vars(own).keys() - left_out
     assert {name: getattr(own, name) for name in names} == {name: getattr(theirs, name) for name in names}
     thetas = {"global": family.theta, "local": family.local_theta}
@@ -162,7 +165,7 @@ def _legacy(path: Path) -> None:
     edit_config(path, "tokenizer_config.json", legacy=True)
 
 
-CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizer")
+CLASSES = ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizer")
 KINDS |= {name: partial(write_by_class, name=name) for name in CLASSES}
 KINDS |= {f"{name}Fast as published": partial(_as_published, name=name) for name in CLASSES}
 KINDS |= {
@@ -170,7 +173,8 @@ KINDS |= {
     "LlamaTokenizer as it was": _legacy,
 }
 PAIRS = [(kind, model_type) for kind in KINDS for model_type in (None, "llama")]
-PAIRS += [("Qwen2Tokenizer", name) for name in ("qwen2", "qwen3", "qwen3_moe")]
+PAIRS += [("Qwen2Tokenizer", name) for name in ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")]
+PAIRS += [("Qwen3_5Tokenizer", name) for name in ("qwen3_5_text", "qwen3_5_moe_text")]
 PAIRS += [("GemmaTokenizer", "gemma3_text"), ("LlamaTokenizer", "mistral"), ("LlamaTokenizer", "phi3")]
 
 

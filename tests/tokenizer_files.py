@@ -69,7 +69,7 @@ def write_by_class(path: Path, name: str, **options: Any) -> None:
 
     symbols = list(byte_symbols().values())
     end = "<|endoftext|>"
-    if name in ("Qwen2Tokenizer", "GPT2Tokenizer"):
+    if name in ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "GPT2Tokenizer"):
         words = [*symbols, "th", "the", "Ġa", "in", end, "<|end|>"]
         merges = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("i", "n")]
     else:

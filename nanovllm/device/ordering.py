@@ -24,7 +24,7 @@ from torch import Tensor
 from nanovllm.device.base import CallStream, Device, Event, HostTask, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
-GRANULE = 16  # bytes tracked together; the size of every KV row is a multiple
+GRANULE = 16  # bytes tracked together, or fewer if a row is not a multiple
 SMALL_GRANULE = 4  # in memory with elements of one byte, whose rows end with a scale of four
 
 Clock = dict[str, int]
@@ -66,7 +66,8 @@ class Memory:
         self._tensor = tensor  # keeps the addresses from being reused
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
-        self.granule = SMALL_GRANULE if tensor.element_size() == 1 else GRANULE
+        row_bytes = tensor.shape[-1] * tensor.element_size()
+        self.granule = SMALL_GRANULE if tensor.element_size() == 1 else math.gcd(GRANULE, row_bytes)
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // self.granule
         self.writer = zeros_on_demand(-(-tensor.nbytes // self.granule))
         self.readers: dict[str, np.ndarray] = {}

@@ -248,7 +248,10 @@ class TracedDevice(DeviceWrapper):
     def trace_model(self, model: Any) -> None:
         """Trace the linear layers of a `Decoder`, with the norms and the rest of the row-wise work around them."""
         for index, layer in enumerate(model.layers):
-            self.wrap(layer, "project", "norm, QKV, RoPE", index)
+            if model.spec.is_recurrent(index):
+                self.wrap(layer, "recur_", "norm, projections, recurrence", index)
+            else:
+                self.wrap(layer, "project", "norm, QKV, RoPE", index)
             self.wrap(layer, "finish_", "output projection, MLP", index)
         self.wrap(model, "embed", "embedding", None)
         self.wrap(model, "normalize_", "final norm", None)

@@ -73,8 +73,20 @@ def part_of(tensor: StoredTensor, name: str, *index: int | slice, transposed: bo
     ]
     kept = [each for each in found if isinstance(each, range)]
     shape = (*map(len, kept), *tensor.shape[len(index) :])
-    whole = (name, found)
+    whole = (name, found) if tensor.whole is None else (tensor.whole[0], _part_of_ranges(tensor.whole[1], found))
     return StoredTensor(tensor.file, shape[::-1] if transposed else shape, tensor.dtype, None, whole, transposed)
+
+
+def _part_of_ranges(outer: Sequence[int | range], inner: Sequence[int | range]) -> list[int | range]:
+    """The index into a whole tensor of a part of its part."""
+    rest, found = iter(inner), list[int | range]()
+    for each in outer:
+        index = None if isinstance(each, int) else next(rest, None)
+        if index is None or isinstance(each, int):
+            found.append(each)
+        else:
+            found.append(each[index] if isinstance(index, int) else each[index.start : index.stop : index.step])
+    return [*found, *rest]
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:

@@ -14,6 +14,7 @@ from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, integer, 
 MAX_LAYERS = 1024  # more than any network has; a layer takes memory even without weights
 MAX_EXPERTS = 1024  # of a layer; each takes memory even without weights
 MAX_HEAD_DIM = 1 << 16  # RoPE allocates a frequency per pair
+MAX_CONV_KERNEL = 64  # tokens that a short convolution sees
 LAYER_TYPES = list_of(TEXT, MAX_LAYERS) | NULL
 EXPERT_COUNT = integer(0, MAX_EXPERTS)
 THETA = number(1, 1e15, above=True) | NULL
@@ -97,8 +98,11 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         *("_attn_implementation_internal", "_output_attentions", "_post_init_done", "base_model_ep_plan"),
         *("base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "keys_to_ignore_at_inference"),
         *("use_return_dict", "_flash_attn_2_enabled", "output_attentions", "output_hidden_states", "output_scores"),
+        "mamba_ssm_dtype",  # of recurrent states, which are fp32
         *("return_dict", "return_dict_in_generate", "torchscript", "use_bfloat16", "tf_legacy_loss"),
         "chunk_size_feed_forward",
+        # heads that predict further tokens, which are not read
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         # classification
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         # sampling, which generation_config.json recommends now

@@ -31,7 +31,7 @@ WITHOUT_EFFECT = frozenset(
         "use_default_system_prompt",
     }
 )
-OFF_FIELDS = ("add_prefix_space", "split_special_tokens")
+OFF_FIELDS = ("add_prefix_space", "split_special_tokens", "merges_file", "vocab_file")
 READ_FIELDS = frozenset(
     {
         *("added_tokens_decoder", "additional_special_tokens", "chat_template", "clean_up_tokenization_spaces"),

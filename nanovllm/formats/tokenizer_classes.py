@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +22,18 @@ _GENERIC_NAMES = ("PreTrainedTokenizerFast", GENERIC)
 CLASSES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("mistral", "mixtral", "phi3", "olmo3", "glm4_moe", "minimax_m2"), GENERIC),
-        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+        **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
         "gemma3_text": "GemmaTokenizer",
     }
 )
-_OVERRIDDEN = ("qwen2",)
+_OVERRIDDEN = ("qwen2", "qwen3_5_moe_text")
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5 = (  # with marks, such as accents, in words
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
 _SPACE = "▁"  # SentencePiece's mark
 _END = "<|endoftext|>"
@@ -82,12 +88,12 @@ def built_by(name: str, config: Mapping[str, Any]) -> BuiltTokenizer | None:
     return None if make is None else make(config)
 
 
-def _qwen2(config: Mapping[str, Any]) -> BuiltTokenizer:
+def _qwen(config: Mapping[str, Any], pattern: str) -> BuiltTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False)
     return BuiltTokenizer(
         dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END),
         decoders.ByteLevel(),
-        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN), "isolated"), byte_level]),
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]),
         normalizers.NFC(),
     )
 
@@ -124,7 +130,13 @@ def _gemma(config: Mapping[str, Any]) -> BuiltTokenizer:
 
 
 _MAKERS: Mapping[str, Callable[[Mapping[str, Any]], BuiltTokenizer]] = MappingProxyType(
-    {"Qwen2Tokenizer": _qwen2, "GPT2Tokenizer": _gpt2, "LlamaTokenizer": _llama, "GemmaTokenizer": _gemma}
+    {
+        "Qwen2Tokenizer": partial(_qwen, pattern=_QWEN),
+        "Qwen3_5Tokenizer": partial(_qwen, pattern=_QWEN3_5),
+        "GPT2Tokenizer": _gpt2,
+        "LlamaTokenizer": _llama,
+        "GemmaTokenizer": _gemma,
+    }
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -36,9 +37,13 @@ class StatePool:
             ("convolution states", spec.recurrent.conv_shape, dtype),
             ("recurrent states", spec.recurrent.state_shape, torch.float32),
         ]
-        count = len(self._layers)
-        self._on_device = [device.empty(name, (count, num_device_slots, *shape), kind) for name, shape, kind in parts]
-        self._on_host = [device.empty_host(name, (num_host_slots, count, *shape), kind) for name, shape, kind in parts]
+        count, self._on_device, self._on_host = len(self._layers), list[Tensor](), list[Tensor]()
+        for name, shape, kind in parts:
+            one = (1, 1, 1, prod(shape))  # a state is one row, where a KV block has [2, kv_heads, tokens, head_dim]
+            on_device = device.empty(name, (count, num_device_slots, *one), kind)
+            on_host = device.empty_host(name, (num_host_slots, count, *one), kind)
+            self._on_device.append(on_device.view(count, num_device_slots, *shape))
+            self._on_host.append(on_host.view(num_host_slots, count, *shape))
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -56,7 +61,7 @@ class StatePool:
         last = {move.dst: move.src for move in moves}  # a slot may begin, and then be given to another sequence
         for slot in (dst for dst, src in last.items() if src is None):
             for memory in self._on_device:
-                self._device.declare_kernel("clear a state", writes=memory[:, slot])
+                self._device.declare_kernel("clear a state", writes=(layer[slot].flatten() for layer in memory))
                 memory[:, slot].zero_()
         self._device.end_kernel()
 
@@ -71,7 +76,8 @@ class StatePool:
             to, origin = self._slot(part, dst), self._slot(part, src)
             dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))
             width = to[0].numel() * to.element_size()
-            self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)
+            if width:  # a convolution over one token keeps nothing
+                self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)
 
     def _slot(self, part: int, slot: int) -> Tensor:
         """`[layers, ...]`, each layer contiguous."""
@@ -93,7 +99,7 @@ class SlotStates:
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `StepStates`."""
         conv, state = (memory[self.layers.index(layer)] for memory in self.memory)
-        written = [part[slot] for slot in self.slot_ids for part in (conv, state)]
+        written = (part[slot].flatten() for slot in self.slot_ids for part in (conv, state))
         self.device.declare_kernel("recurrent layer", writes=written)
         self.device.end_kernel()
         return conv, state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.layers.gated_delta import GatedDelta, parts_of_states
 from nanovllm.layers.joint_norms import JointNorms
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
@@ -18,6 +21,8 @@ from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
+from nanovllm.ops.delta_inputs import StateRows
+from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.row_kernels import kernels_on, widened
 
 
@@ -28,12 +33,27 @@ def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-class DecoderLayer:
-    """Attention, and a gated MLP or experts.
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What all layers of one forward pass share, besides the residual stream."""
+
+    ctx: ForwardContext
+    chunk: int  # rows that row-wise work takes at a time
+    angles: Mapping[int, tuple[Tensor, Tensor]]  # cos and sin of the tokens, by rotary embedding
+    q: Tensor  # memory [tokens, heads, head_dim]
+    k: Tensor  # memory [tokens, kv_heads, head_dim]
+    v: Tensor
+    state_rows: Sequence[StateRows]  # of each part of `chunk` rows; empty if no layer is recurrent
+
+
+class DecoderLayer(ABC):
+    """What mixes tokens, attention or a recurrence, and a gated MLP or experts.
 
     Each reads RMS-normalized input, and its output, in some families normalized too, is added to the residual stream.
     In some families only the output is normalized.
     """
+
+    qk_norm: Tensor | None = None
 
     def __init__(
         self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device, group: RankGroup | None
@@ -41,28 +61,28 @@ class DecoderLayer:
         self.spec = spec
         self.group = group
         self.index = index
-        self.kv_layer = spec.kv_layer(index)
+        self.rope = spec.rope_of(index)
         self.dtype = dtype
         self._kernels = kernels_on(device, dtype)
-        hidden, prefix = spec.hidden_size, f"model.layers.{index}."
-        linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
-        weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
-        norms: list[Tensor | None] = [weight(hidden) for _ in spec.layer_norms]
+        weight = partial(torch.empty, spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        norms: list[Tensor | None] = [weight() for _ in spec.layer_norms]
         norms = (norms if spec.input_norms else [None, None, *norms]) + [None, None]
         self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm = norms[:4]
-        self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
-        # One row per head, so that a single call normalizes q and k.
-        qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        self.qk_norm = weight(qk_norm_shape) if spec.qk_norm and not spec.joint_qk_norm else None
-        self.joint_norms = _joint_norms(spec, dtype, device, group) if spec.joint_qk_norm else None
-        o_bias = spec.o_bias and spec.adds_biases
-        self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
-        self.sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device) if spec.attention_sinks else None
-        self.rope = spec.rope_of(index)
-        rotary_dim = spec.ropes[self.rope].rotary_dim
-        self.rotated = None if rotary_dim is None else rotated_order(rotary_dim, spec.head_dim, device)
+        self.qkv, self.o = self._projections(dtype, device)
         self.mlp = _mlp(spec, index, dtype, device)
         self.few_rows = self._few_rows()
+
+    @abstractmethod
+    def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
+        """Make what mixes tokens. Returns the projections of its input, q, k and v among them, and of its output."""
+
+    @abstractmethod
+    def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
+        """Advance the residual stream x [tokens, hidden] in place, row-wise work in parts of `inputs.chunk` rows."""
+
+    @abstractmethod
+    def _mixer_slots(self) -> NamedSlots:
+        """The slots of what mixes tokens."""
 
     def _few_rows(self) -> FewRowLayer | None:
         """The kernels of the whole layer for few rows, if they support it."""
@@ -77,32 +97,16 @@ class DecoderLayer:
         """Called when the weights have the form in which their kernels read them."""
         self.few_rows = self._few_rows()
 
-    def forward_(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int
-    ) -> None:
-        """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time.
-
-        qkv: memory for q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], which layers share.
-        """
-        q, k, v = qkv
-        parts = row_parts(chunk, x, cos, sin, q, k, v)
-        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
-            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
-        attended = ctx.kv_cache.attend(self.kv_layer, q, k, v, ctx).reshape(x.shape[0], self.spec.q_size)
-        parts = row_parts(chunk, x, attended)
-        for adapters, (x_rows, attended_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
-            self.finish_(x_rows, attended_rows, adapters)
-
-    def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
-        """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
+    def finish_(self, x: Tensor, mixed: Tensor, adapters: RowAdapters | None = None) -> None:
+        """Add the output projection of what was mixed, then the MLP, to rows x of the residual stream, in place."""
         if self.group is None and adapters is None and self.few_rows is not None and self.few_rows.takes(x):
-            self.few_rows.finish_(x, attended)
+            self.few_rows.finish_(x, mixed)
         else:
-            attended = self._normed(self._summed(self.o(attended, adapters)), self.attention_output_norm)
+            mixed = self._normed(self._summed(self.o(mixed, adapters)), self.attention_output_norm)
             if self.mlp_norm is None:
-                normed = self._kernels.add_(x, attended)
+                normed = self._kernels.add_(x, mixed)
             else:
-                normed = self._kernels.add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
+                normed = self._kernels.add_rms_norm_(x, mixed, self.mlp_norm, self.spec.rms_norm_eps)
             self._kernels.add_(x, self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm))
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -111,6 +115,58 @@ class DecoderLayer:
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._kernels.rms_norm(x, weight, self.spec.rms_norm_eps)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """Those that adapters may add to: without the router and the experts that it chooses."""
+        mlp = self.mlp.shared if isinstance(self.mlp, Experts) else self.mlp
+        return (self.qkv, self.o) if mlp is None else (self.qkv, self.o, mlp.gate_up, mlp.down)
+
+    def slots(self) -> NamedSlots:
+        """The parameter view of each of this layer's checkpoint tensors, by name."""
+        for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
+            yield f"model.layers.{self.index}.{name}.weight", _norm_slot(self.spec, norm, norm.shape)
+        for each in (self.qkv, self.o, self.mlp):
+            yield from each.slots()
+        yield from self._mixer_slots()
+
+    def _norms(self) -> Iterator[Tensor]:
+        """The norms of hidden states, in the order of `DecoderSpec.layer_norms`."""
+        norms = (self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm)
+        return (norm for norm in norms if norm is not None)
+
+
+class AttentionLayer(DecoderLayer):
+    """A layer with attention, by way of the KV cache."""
+
+    def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
+        spec, prefix = self.spec, f"model.layers.{self.index}.self_attn."
+        linear = partial(Linear, method=spec.quantization, prefix=prefix, dtype=dtype, device=device)
+        self.kv_layer = spec.kv_layer(self.index)
+        # One row per head, so that a single call normalizes q and k.
+        shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        weight = partial(torch.empty, shape, dtype=_norm_dtype(spec, dtype), device=device)
+        self.qk_norm = weight() if spec.qk_norm and not spec.joint_qk_norm else None
+        self.joint_norms = _joint_norms(spec, dtype, device, self.group) if spec.joint_qk_norm else None
+        self.sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device) if spec.attention_sinks else None
+        rotary_dim = spec.ropes[self.rope].rotary_dim
+        self.rotated = None if rotary_dim is None else rotated_order(rotary_dim, spec.head_dim, device)
+        self._gate = recurrent_kernels_on(device, dtype).sigmoid_gate_
+        qkv = linear(spec.hidden_size, spec.qkv_parts, bias=spec.qkv_bias)
+        return qkv, linear(spec.q_size, {"o_proj": spec.hidden_size}, bias=spec.o_bias and spec.adds_biases)
+
+    def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
+        ctx, chunk, q_size = inputs.ctx, inputs.chunk, self.spec.q_size
+        gates = x.new_empty(x.shape[0], q_size if self.spec.attention_gate else 0)
+        parts = row_parts(chunk, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, gates)
+        for adapters, (x_rows, cos, sin, q, k, v, gate) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.project(x_rows, cos, sin, q, k, v, adapters, gate)
+        attended = ctx.kv_cache.attend(self.kv_layer, inputs.q, inputs.k, inputs.v, ctx).reshape(x.shape[0], q_size)
+        parts = row_parts(chunk, x, attended, gates)
+        for adapters, (x_rows, attended_rows, gate) in zip(ctx.adapters_of_parts, parts, strict=False):
+            if self.spec.attention_gate:
+                self._gate(attended_rows, gate)
+            self.finish_(x_rows, attended_rows, adapters)
 
     def project(
         self,
@@ -121,41 +177,45 @@ class DecoderLayer:
         k: Tensor,
         v: Tensor,
         adapters: RowAdapters | None = None,
+        gate: Tensor | None = None,
     ) -> None:
-        """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
-        as_usual = adapters is None and self.rotated is None and self.joint_norms is None
-        if as_usual and self.few_rows is not None and self.few_rows.takes(x):
+        """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms.
+
+        gate: where the gates of the output go [rows, heads * head_dim], if the family has any.
+        """
+        plain = self.rotated is None and self.joint_norms is None and not self.spec.attention_gate
+        if adapters is None and plain and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
-        qkv = self.qkv(self._normed(x, self.input_norm), adapters)
+        projected = self.qkv(self._normed(x, self.input_norm), adapters)
+        if self.spec.attention_gate:
+            assert gate is not None, "a layer with gates needs memory for them"
+            projected = self._without_gates(projected, gate)
         if self.joint_norms is not None:
-            self.joint_norms.normalize_(qkv[:, : self.spec.q_size + self.spec.kv_size])
-        heads = qkv.unflatten(-1, (-1, self.spec.head_dim))
+            self.joint_norms.normalize_(projected[:, : self.spec.q_size + self.spec.kv_size])
+        heads = projected.unflatten(-1, (-1, self.spec.head_dim))
         if self.rotated is not None:  # an order of features that q and k share does not change their products
             q_and_k = heads[:, : self.spec.num_heads + self.spec.num_kv_heads]
             q_and_k.copy_(q_and_k[..., self.rotated])
         self._kernels.place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        """Those that adapters may add to: without the router and the experts that it chooses."""
-        mlp = self.mlp.shared if isinstance(self.mlp, Experts) else self.mlp
-        return (self.qkv, self.o) if mlp is None else (self.qkv, self.o, mlp.gate_up, mlp.down)
+    def _without_gates(self, projected: Tensor, gate: Tensor) -> Tensor:
+        """q, k and v of a projection in which each head's gate follows its query; the gates are written to `gate`."""
+        spec = self.spec
+        both, k_and_v = projected.split((spec.gated_q_size, 2 * spec.kv_size), dim=1)
+        both = both.unflatten(1, (spec.num_heads, 2, spec.head_dim))
+        gate.unflatten(1, (spec.num_heads, spec.head_dim)).copy_(both[:, :, 1])
+        return torch.cat((both[:, :, 0].flatten(1), k_and_v), dim=1)
 
-    def slots(self) -> NamedSlots:
-        """The parameter view of each of this layer's checkpoint tensors, by name."""
-        prefix = f"model.layers.{self.index}."
-        for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
-            yield f"{prefix}{name}.weight", _norm_slot(self.spec, norm, norm.shape)
-        for each in (self.qkv, self.o, self.mlp):
-            yield from each.slots()
+    def _mixer_slots(self) -> NamedSlots:
+        prefix = f"model.layers.{self.index}.self_attn."
         if self.sinks is not None:
-            yield f"{prefix}self_attn.sinks", slot_of(self.sinks)
+            yield f"{prefix}sinks", slot_of(self.sinks)
         if self.spec.qk_norm:
             order = None if self.spec.joint_qk_norm else self.rotated  # the heads come to their norms in this order
             for (name, size), view in zip(self.spec.qk_norms, self._qk_norms(), strict=True):
-                yield f"{prefix}self_attn.{name}.weight", _norm_slot(self.spec, view, (size,), order)
+                yield f"{prefix}{name}.weight", _norm_slot(self.spec, view, (size,), order)
 
     def _qk_norms(self) -> Sequence[Tensor]:
         """The weights of the norms of q and of k."""
@@ -164,10 +224,33 @@ class DecoderLayer:
         assert self.qk_norm is not None, "this family has no norms of q and k"
         return self.qk_norm.split((self.spec.num_heads, self.spec.num_kv_heads))
 
-    def _norms(self) -> Iterator[Tensor]:
-        """The norms of hidden states, in the order of `DecoderSpec.layer_norms`."""
-        norms = (self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm)
-        return (norm for norm in norms if norm is not None)
+
+class RecurrentLayer(DecoderLayer):
+    """A layer with the gated delta rule, by way of the states of the step's sequences."""
+
+    def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
+        spec, prefix = self.spec, f"model.layers.{self.index}.linear_attn."
+        assert spec.recurrent is not None, "a recurrent layer needs its sizes"
+        stored = (spec.quantization, dtype, device)
+        self.delta = GatedDelta(spec.recurrent, spec.hidden_size, prefix, spec.rms_norm_eps, *stored)
+        return self.delta.input, self.delta.out
+
+    def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
+        ctx = inputs.ctx
+        assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
+        states = ctx.states.of_layer(self.index)
+        parts = zip(ctx.adapters_of_parts, inputs.state_rows, row_parts(inputs.chunk, x), strict=False)
+        for adapters, rows, (x_rows,) in parts:
+            self.finish_(x_rows, self.recur_(x_rows, rows, states, adapters), adapters)
+
+    def recur_(
+        self, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor], adapters: RowAdapters | None = None
+    ) -> Tensor:
+        """What the output projection reads of rows x; advances their states. See `GatedDelta`."""
+        return self.delta(self._normed(x, self.input_norm), rows, states, adapters)
+
+    def _mixer_slots(self) -> NamedSlots:
+        yield from self.delta.slots()
 
 
 def _norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
@@ -223,7 +306,10 @@ class Decoder:
         if not spec.tie_word_embeddings:
             head = {HEAD_MODULE: spec.vocab_rows}
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
-        self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
+        kinds = [RecurrentLayer if spec.is_recurrent(index) else AttentionLayer for index in range(spec.num_layers)]
+        self.layers: list[DecoderLayer] = [
+            kind(spec, index, dtype, device, group) for index, kind in enumerate(kinds)
+        ]
         self.norm = torch.empty(spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
         # A layer's index is its `rope`.
         self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
@@ -233,15 +319,27 @@ class Decoder:
         """Hidden states after the final norm: int64 [tokens] -> [tokens, hidden] in the decoder's dtype.
 
         The KV cache gets contiguous q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]. Apart from
-        attention, a row depends only on its own token.
+        attention and recurrent layers, a row depends only on its own token.
         """
         x = self.embed(input_ids)
-        angles = [rotary.cos_sin(ctx.positions, ctx.rope_lengths) for rotary in self.rotaries]
-        q = x.new_empty(x.shape[0], self.spec.num_heads, self.spec.head_dim)
-        k, v = x.new_empty(2, x.shape[0], self.spec.num_kv_heads, self.spec.head_dim)
+        inputs = self._inputs(x, ctx, range(len(self.rotaries)))
         for layer in self.layers:
-            layer.forward_(x, (q, k, v), *angles[layer.rope], ctx, self.chunk_rows)
+            layer.forward_(x, inputs)
         return self.normalize_(x)
+
+    def _inputs(self, x: Tensor, ctx: ForwardContext, ropes: Iterable[int]) -> LayerInputs:
+        """What layers with these rotary embeddings share in a pass of x [tokens, hidden]."""
+        spec, tokens = self.spec, x.shape[0]
+        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+        return LayerInputs(
+            ctx=ctx,
+            chunk=self.chunk_rows,
+            angles={rope: self.rotaries[rope].cos_sin(ctx.positions, ctx.rope_lengths) for rope in ropes},
+            q=x.new_empty(tokens, spec.num_heads, spec.head_dim),
+            k=k,
+            v=v,
+            state_rows=parts_of_states(ctx, self.chunk_rows) if spec.recurrent is not None else (),
+        )
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
@@ -254,10 +352,7 @@ class Decoder:
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
         layer = self.layers[index]
-        cos, sin = self.rotaries[layer.rope].cos_sin(ctx.positions, ctx.rope_lengths)
-        q = x.new_empty(x.shape[0], self.spec.num_heads, self.spec.head_dim)
-        k, v = x.new_empty(2, x.shape[0], self.spec.num_kv_heads, self.spec.head_dim)
-        layer.forward_(x, (q, k, v), cos, sin, ctx, self.chunk_rows)
+        layer.forward_(x, self._inputs(x, ctx, (layer.rope,)))
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
@@ -279,7 +374,8 @@ class Decoder:
     @property
     def sinks(self) -> tuple[Tensor, ...]:
         """Of each layer, fp32 [heads]; () if attention has none."""
-        return tuple(layer.sinks for layer in self.layers if layer.sinks is not None)
+        layers = (layer for layer in self.layers if isinstance(layer, AttentionLayer))
+        return tuple(layer.sinks for layer in layers if layer.sinks is not None)
 
     @property
     def has_logits(self) -> bool:

@@ -8,12 +8,14 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of, number, only
-from nanovllm.data.network import ExpertSpec, RopeSpec, SharedExpert
+from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec, SharedExpert
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import (
     EXPERT_COUNT,
     LAYER_TYPES,
+    MAX_CONV_KERNEL,
     MAX_EXPERTS,
+    MAX_HEAD_DIM,
     MAX_LAYERS,
     NETWORK_FIELDS,
     READ_BY_ALL,
@@ -38,8 +40,8 @@ class Family:
     names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
     rope: the RoPE parameters of a config that has none. window_pattern: n if every n-th layer has full attention, and
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
-    rotates_part: whether it may rotate only the first features of a head; rotated_share: their share
-    where a config names none, None: all.
+    rotates_part: whether it may rotate only the first features of a head; rotated_share: their share where a config
+    names none, None: all. left_out: what the names of a checkpoint's tensors begin with that no text needs.
     """
 
     architecture: str
@@ -55,6 +57,7 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rotates_part: bool = False
     rotated_share: Callable[[Any], float | None] = lambda config: None
+    left_out: tuple[str, ...] = ()
 
     def reads(self, name: str) -> bool:
         """Whether it reads this field of config.json."""
@@ -67,13 +70,18 @@ def _sliding_windows(family: Family, config: Any) -> tuple[int | None, ...]:
         if len(set(getattr(config, "layer_types", ()))) > 1:
             raise ModelError(f"Several layer_types are not supported: a {family.architecture} has one window for all.")
         return (getattr(config, "sliding_window", None),) * config.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    is_recurrent = "linear_num_value_heads" in family.defaults
+    windows = {"full_attention": None, "linear_attention": None} if is_recurrent else _windows_of_kinds(config)
     unknown = sorted(set(config.layer_types) - set(windows))
     if unknown:
         raise ModelError(f"layer_types holds {quoted(', '.join(unknown))}; supported: {', '.join(windows)}.")
+    return tuple(windows[kind] for kind in config.layer_types)
+
+
+def _windows_of_kinds(config: Any) -> dict[str, int | None]:
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
-    return tuple(windows[kind] for kind in config.layer_types)
+    return {"full_attention": None, "sliding_attention": config.sliding_window}
 
 
 def _experts(
@@ -153,6 +161,36 @@ def _rotated_share_of_minimax(config: Any) -> float | None:
     return None if rotary_dim is None else min(1.0, rotary_dim / config.head_dim)
 
 
+def _recurrent(config: Any, *, merged_projections: bool = False) -> RecurrentSpec | None:
+    """The recurrent layers of a config; None if all layers have attention."""
+    layers = tuple(kind == "linear_attention" for kind in config.layer_types)
+    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    if heads % key_heads:
+        raise ModelError(f"linear_num_value_heads={heads} must be a multiple of linear_num_key_heads={key_heads}.")
+    sizes = (config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim)
+    return RecurrentSpec(layers, key_heads, heads, *sizes, merged_projections) if any(layers) else None
+
+
+def _with_shared_expert(experts: ExpertSpec | None, config: Any) -> ExpertSpec | None:
+    """The experts of a layer with the one that all tokens pass through, and its gate."""
+    shared = SharedExpert(config.shared_expert_intermediate_size, "shared_expert", "shared_expert_gate")
+    return None if experts is None else replace(experts, shared=shared)
+
+
+def _gated_delta_facts(config: Any, *, merged_projections: bool = False) -> dict[str, Any]:
+    """Of Qwen3-Next and Qwen3.5."""
+    recurrent = _recurrent(config, merged_projections=merged_projections)
+    return {"qk_norm": True, "zero_centered_norms": True, "attention_gate": True, "recurrent": recurrent}
+
+
+def _qwen3_5_experts(config: Any) -> ExpertSpec:
+    layers = (True,) * config.num_hidden_layers
+    experts = _experts(config, config.num_experts, config.moe_intermediate_size, True, layers)
+    if experts is None:
+        raise ModelError("num_experts is 0; a Qwen3_5MoeForCausalLM needs at least 1 expert.")
+    return experts
+
+
 # None is for what follows from other fields.
 _ALL: Mapping[str, Any] = MappingProxyType(
     {
@@ -164,6 +202,26 @@ _ALL: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": None,
+    }
+)
+# Types and ranges of the fields of some families.
+_EXPERT_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        "moe_intermediate_size": integer(1),
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": integer(1),
+        "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
+    }
+)
+_RECURRENT_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        "attn_output_gate": Field("true; others are not supported", lambda value: value is True),
+        "full_attention_interval": integer(1, MAX_LAYERS),
+        "linear_conv_kernel_dim": integer(1, MAX_CONV_KERNEL),
+        "linear_key_head_dim": integer(1, MAX_HEAD_DIM),
+        "linear_value_head_dim": integer(1, MAX_HEAD_DIM),
+        "linear_num_key_heads": integer(1),
+        "linear_num_value_heads": integer(1),
     }
 )
 _SILU: Mapping[str, Any] = MappingProxyType({**_ALL, "hidden_act": "silu"})
@@ -191,6 +249,29 @@ _MISTRAL: Mapping[str, Any] = MappingProxyType(
         "sliding_window": 4096,
     }
 )
+
+_GATED_DELTA: Mapping[str, Any] = MappingProxyType(
+    {
+        **_SILU,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }
+)
+_QWEN3_5: Mapping[str, Any] = MappingProxyType({**_GATED_DELTA, "vocab_size": 248320})
+_SHARED_EXPERT: Mapping[str, Any] = MappingProxyType(
+    {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+)
+_MTP = ("mtp.",)  # weights of heads that predict further tokens
 
 _ENTRIES = (
     Family(
@@ -267,10 +348,9 @@ _ENTRIES = (
             "mlp_only_layers": None,
         },
         {
+            **_EXPERT_FIELDS,
             "num_local_experts": EXPERT_COUNT,
             "max_window_layers": NETWORK_FIELDS["max_window_layers"],
-            "decoder_sparse_step": integer(1),
-            "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
         },
     ),
     Family(
@@ -444,6 +524,66 @@ _ENTRIES = (
         rotated_share=_rotated_share_of_minimax,
     ),
     Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        lambda config: {
+            **_gated_delta_facts(config, merged_projections=True),
+            "experts": _with_shared_expert(_qwen3_moe_experts(config), config),
+        },
+        {
+            **_GATED_DELTA,
+            **_SHARED_EXPERT,
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "decoder_sparse_step": 1,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+            "mlp_only_layers": None,
+        },
+        {**_RECURRENT_FIELDS, **_EXPERT_FIELDS, "shared_expert_intermediate_size": integer(1)},
+        rotates_part=True,
+        rotated_share=lambda config: 0.25,
+        left_out=_MTP,
+    ),
+    Family(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _gated_delta_facts,
+        {**_QWEN3_5, "num_key_value_heads": 4, "intermediate_size": 12288},
+        _RECURRENT_FIELDS,
+        rotates_part=True,
+        rotated_share=lambda config: 0.25,
+        left_out=_MTP,
+    ),
+    Family(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        lambda config: {
+            **_gated_delta_facts(config),
+            "experts": _with_shared_expert(_qwen3_5_experts(config), config),
+        },
+        {
+            **_QWEN3_5,
+            **_SHARED_EXPERT,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "intermediate_size": 0,  # all layers have experts
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        {
+            **_RECURRENT_FIELDS,
+            "moe_intermediate_size": integer(1),
+            "shared_expert_intermediate_size": integer(1),
+        },
+        rotates_part=True,
+        rotated_share=lambda config: 0.25,
+        left_out=_MTP,
+    ),
+    Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
         lambda config: {
@@ -515,8 +655,11 @@ def complete_config(family: Family, fields: Mapping[str, Any]) -> SimpleNamespac
 
 
 def _complete_layer_types(config: SimpleNamespace, pattern: int | None) -> None:
-    """Each layer's kind: with a pattern each n-th layer is full; with Qwen's number the first layers are."""
-    layers = range(config.num_hidden_layers)
+    """Each layer's kind: with a pattern each n-th layer is full; with Qwen's number the first layers are. With an
+    interval each n-th layer has attention, and the others are recurrent."""
+    layers, interval = range(config.num_hidden_layers), getattr(config, "full_attention_interval", None)
+    if config.layer_types is None and interval is not None:
+        config.layer_types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in layers]
     if config.layer_types is None:
         pattern, num_full = getattr(config, "sliding_window_pattern", pattern), getattr(config, "max_window_layers", 0)
         if pattern is not None:

@@ -272,12 +272,21 @@ def _token_ids(value: Any) -> list[int]:
 
 
 # The architecture of the whole model, and that of its text model.
-TEXT_MODELS: Mapping[str, str] = MappingProxyType({"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"})
+TEXT_MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+        "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    }
+)
 # Fields that the whole model has and the text model reads.
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 # Prefixes of tensors, of newer and older checkpoints: those of the text model with its own, and the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+_IMAGES = (
+    *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+    "model.visual.",
+)
 
 
 def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.sharding import Part
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import TEXT_MODELS, text_name
 from nanovllm.models.interleaved_experts import with_single_interleaved
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
-    Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
-    are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. Tensor-parallel ranks agree on what
-    each of them holds whole; together they are another network than one rank would be.
+    Matrices, and convolutions, are uniform with variance 1 / columns, so that a normalized input gives outputs of size
+    1. Norm weights are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. Tensor-parallel ranks
+    agree on what each of them holds whole; together they are another network than one rank would be.
     """
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
@@ -41,8 +42,8 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if slot.randomize is not None:
             slot.randomize(generator)
-        elif len(slot.shape) == 2:
-            bound = (3 / slot.shape[1]) ** 0.5
+        elif len(slot.shape) > 1:
+            bound = (3 / slot.shape[-1]) ** 0.5
             slot.view.uniform_(-bound, bound, generator=generator)
         else:
             centre, drawn = 0.0 if name.endswith("bias") else 1.0, slot.view.new_empty(slot.shape)
@@ -77,7 +78,7 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
     stored: dict[str, StoredTensor] = {}
     if load_format != "dummy":
-        stored = _of_text_model(with_single_experts(_list_tensors(directory), spec), spec)
+        stored = with_single_experts(_of_text_model(directory, _list_tensors(directory), spec), spec)
         stored = _without_mtp_layers(directory, stored, spec, says_so=group is None or group.rank == 0)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
@@ -119,11 +120,17 @@ def _list_tensors(model: Path) -> dict[str, StoredTensor]:
     return list_gguf_tensors(model)
 
 
-def _of_text_model(stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
-    """The tensors under the text model's names, if the checkpoint's model may take images too."""
-    if spec.architecture not in TEXT_MODELS.values():
-        return stored
-    names = {name: text_name(name) for name in stored}
+def _of_text_model(directory: Path, stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+    """The tensors of the text model under its names. Those of images, and what else no text needs, are left out with a
+    line in the log."""
+    left_out = FAMILIES[spec.architecture].left_out
+    is_whole = spec.architecture in TEXT_MODELS.values()
+    names = {
+        name: None if name.startswith(left_out) else text_name(name) if is_whole else name for name in stored
+    }
+    unread = [name for name, new in names.items() if new is None]
+    if unread:
+        logger.info("%s: tensors that text does not need are left out (%s)", directory, some_of(unread))
     return {
         new: stored[name] if new == name else part_of(stored[name], name, slice(None))
         for name, new in names.items()

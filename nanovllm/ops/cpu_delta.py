@@ -36,12 +36,7 @@ def delta_inputs_(
             "[slots, channels, kernel - 1] of one dtype, and fp32 weights of the decay [value heads], dense, on the CPU"
         )
         raise misfit(rule, x=x, weight=weight, conv=conv, b=b, a=a, rate=decay.rate, bias=decay.bias)
-    found = DeltaInputs(
-        torch.empty(count, 2, spec.num_key_heads, spec.key_dim),
-        x.new_empty(count, heads, spec.value_dim),
-        torch.empty(count, heads),
-        torch.empty(count, heads),
-    )
+    found = DeltaInputs.empty_for(spec, x)
     _cpu_kernels.delta_prepare(
         dtype=KERNEL_DTYPES[dtype], sizes=_sizes(spec), runs=_runs(rows, count, conv), x=address(x),
         weight=weight.data_ptr(), conv=address(conv), b=address(b), a=address(a), rate=decay.rate.data_ptr(),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from nanovllm.data.network import RecurrentSpec
 
 
 class StateRows(NamedTuple):
@@ -22,6 +25,17 @@ class DeltaInputs(NamedTuple):
     v: Tensor  # [rows, value_heads, value_dim], in the network's dtype
     decay: Tensor  # fp32 [rows, value_heads]: what the state is multiplied by
     beta: Tensor  # fp32 [rows, value_heads]: the share of a new value that is written
+
+    @classmethod
+    def empty_for(cls, spec: RecurrentSpec, x: Tensor) -> DeltaInputs:
+        """Memory for the inputs of the rows of x."""
+        rows, heads = x.shape[0], spec.num_value_heads
+
+        def wide(*shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=torch.float32, device=x.device)
+
+        keys = (spec.num_key_heads, spec.key_dim)
+        return cls(wide(2, *keys), x.new_empty(rows, heads, spec.value_dim), wide(heads), wide(heads))
 
 
 class DecayWeights(NamedTuple):

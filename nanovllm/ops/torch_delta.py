@@ -1,4 +1,7 @@
-"""The operations of `recurrent_kernels` in plain torch, token by token: for tensors that no other kernels take."""
+"""The operations of `recurrent_kernels` in plain torch, token by token: for tensors that no other kernels take.
+
+On the meta device they make what the other kernels would, and compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def delta_inputs_(
     a: Tensor,
     decay: DecayWeights,
 ) -> DeltaInputs:
+    if x.is_meta:
+        return DeltaInputs.empty_for(spec, x)
     mixed = F.silu(_convolved_(rows, x, weight, conv)).to(x.dtype)
     q, k, v = mixed.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
     q, k = (_normed(each.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for each in (q, k))
@@ -53,6 +58,8 @@ def _normed(x: Tensor) -> Tensor:
 def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, states: Tensor) -> Tensor:
     qk, v, decay, beta = inputs
     y = torch.empty_like(v)
+    if v.is_meta:
+        return y.flatten(1)
     group = spec.num_value_heads // spec.num_key_heads
     for slot, (begin, end) in _runs(rows):
         state = states[slot]
@@ -67,17 +74,17 @@ def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, state
 
 
 def _runs(rows: StateRows) -> list[tuple[int, tuple[int, int]]]:
-    """The slot and the rows of each run; none on the meta device, where nothing is computed."""
-    if rows.slots.is_meta:
-        return []
+    """The slot and the rows of each run."""
     return list(zip(rows.slots.tolist(), pairwise(rows.starts.tolist()), strict=True))
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.is_meta:
+        return x.new_empty(x.shape)
     heads = (x.shape[1] // len(weight), len(weight))
     normed = rms_norm(x.unflatten(1, heads), weight, eps)
     return (normed * F.silu(z.unflatten(1, heads).float())).to(x.dtype).flatten(1)
 
 
 def sigmoid_gate_(x: Tensor, gate: Tensor) -> Tensor:
-    return x.mul_(gate.sigmoid())
+    return x if x.is_meta else x.mul_(gate.sigmoid())

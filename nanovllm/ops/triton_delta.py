@@ -6,7 +6,6 @@ operations wherever the run begins.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,13 +126,7 @@ def delta_inputs_(
     decay: DecayWeights,
 ) -> DeltaInputs:
     count, heads = x.shape[0], spec.num_value_heads
-    wide = torch.empty(count, 2 * heads, dtype=torch.float32, device=x.device)
-    found = DeltaInputs(
-        wide.new_empty(count, 2, spec.num_key_heads, spec.key_dim),
-        x.new_empty(count, heads, spec.value_dim),
-        wide.new_empty(count, heads),
-        wide.new_empty(count, heads),
-    )
+    found = DeltaInputs.empty_for(spec, x)
     assert x.stride(1) == b.stride(1) == a.stride(1) == 1, "rows must be contiguous"
     assert conv[0].is_contiguous(), "what is in a slot must be contiguous"
     block = triton.next_power_of_2(max(spec.key_dim, spec.value_dim))

@@ -24,7 +24,7 @@ from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.memory.layout import layout_of
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import AttentionLayer, Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -95,6 +95,7 @@ def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> N
         model.layers[index - 1].finish_(step.x, step.q.flatten(1))
     if index < model.spec.num_layers:
         layer = model.layers[index]
+        assert isinstance(layer, AttentionLayer), "graphs have no slots of recurrent states"
         cos, sin = (angles[:, layer.rope : layer.rope + 1] for angles in (step.cos, step.sin))
         layer.project(step.x, cos, sin, step.q, step.k, step.v)
     else:

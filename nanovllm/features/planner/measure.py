@@ -180,14 +180,13 @@ def _compute(probe: Probe, rates: Rates) -> float:
 def _weights_seconds(probe: Probe) -> tuple[float, float]:
     """Time of all products of the layers on one row, and of the output projection."""
     model, spec = probe.model, probe.model.spec
-    by_width = {
-        width: torch.ones(1, width, dtype=model.dtype, device=model.device) for width in (spec.hidden_size, spec.q_size)
-    }
+    widths = {spec.hidden_size, *(layer.o.in_features for layer in model.layers)}
+    by_width = {width: torch.ones(1, width, dtype=model.dtype, device=model.device) for width in widths}
 
     def layers() -> None:
         for layer in model.layers:
             layer.qkv(by_width[spec.hidden_size])
-            layer.o(by_width[spec.q_size])
+            layer.o(by_width[layer.o.in_features])
             layer.mlp(by_width[spec.hidden_size])
 
     return probe.seconds(layers), probe.seconds(lambda: model.compute_logits(by_width[spec.hidden_size]))
