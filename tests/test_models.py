@@ -22,7 +22,7 @@ from nanovllm.ops.attention import SequenceMetadata
 CPU = torch.device("cpu")
 # Logits have a spread of 4; a float32 matrix product of these sizes is exact to about 1e-6 of its terms.
 FLOAT32_BOUND = 1e-4
-# What a recurrence gives for the first tokens is the small product of q and k, and then normalized: more of the rounding.
+# What a recurrence gives for the first tokens is a small product of q and k, normalized: more of the rounding is left.
 RECURRENT_BOUND = 4e-4
 # In steps of the dtype at 1 (2^-7 for bfloat16), for four layers; the worst logits are about 16 in size.
 HALF_MAX_STEPS, HALF_MEAN_STEPS = 80, 8

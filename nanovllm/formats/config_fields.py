@@ -123,6 +123,7 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1),
         **dict.fromkeys(("interpolate_factor", "full_attn_mod"), 1),
         "pruned_heads": {},
+        "mlp_only_layers": [],
     }
 )
 

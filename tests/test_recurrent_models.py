@@ -1,0 +1,177 @@
+"""Engines of models with recurrent layers: tokens of Transformers, and bits that depend on tokens alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import GATED_DELTA, make_checkpoint, refusal
+from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from lora_helpers import ALL, make_adapter, merge_adapter
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from nanovllm import LLM, SamplingParams
+
+VOCAB, BLOCK = 199, 16
+RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60}
+CHUNKS: dict[str, Any] = {**RESIDENT, "max_num_batched_tokens": 29}
+OFFLOADED: dict[str, Any] = offloaded(BLOCK, 4, 40, max_num_batched_tokens=31, cpu_attention=False)
+ENGINES = {"resident": RESIDENT, "chunks": CHUNKS, "offloaded": OFFLOADED, "CPU attention": offloaded(BLOCK, 4, 40)}
+LENGTHS = (1, BLOCK, 3 * BLOCK - 1, 3 * BLOCK + 1, 90)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, VOCAB, seed=length) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5 in bfloat16."""
+    path = tmp_path_factory.mktemp("half")
+    make_checkpoint(path, "qwen3_5", layers=4, dtype="bfloat16")
+    return path
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A Qwen3.5 in float32, and Transformers' model of it."""
+    path = tmp_path_factory.mktemp("exact")
+    return path, make_checkpoint(path, "qwen3_5", layers=4)
+
+
+@pytest.mark.parametrize("family", GATED_DELTA)
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_those_of_transformers(name: str, family: str, tmp_path: Path) -> None:
+    """Of prompts around the edges of blocks, together, and again from the prefix cache."""
+    model = make_checkpoint(tmp_path, family, layers=4)
+    given = prompts(*LENGTHS)
+    expected = [greedy_reference(model, prompt, 8) for prompt in given]
+    with LLM(tmp_path, dtype="float32", **ENGINES[name]) as llm:
+        assert token_ids(llm, given, greedy(8)) == expected
+        again = llm.generate(given, greedy(8), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == expected
+    assert again[-1].num_cached_tokens > 0
+
+
+def same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[key], each) for key, each in expected.items())
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_bits_do_not_depend_on_chunks_or_batch(half: Path) -> None:
+    given = prompts(70, 3, 41)
+    with LLM(half, **RESIDENT, max_num_seqs=1) as llm:
+        alone = logits_by_request(llm, given, 5)
+    for budget in (1, 7, 64):
+        with LLM(half, **{**RESIDENT, "max_num_batched_tokens": max(budget, 4), "max_num_seqs": 4}) as llm:
+            assert same(logits_by_request(llm, given, 5), alone)
+    with LLM(half, **OFFLOADED) as llm:
+        assert same(logits_by_request(llm, given, 5), alone)
+
+
+def test_bits_do_not_depend_on_a_snapshot(half: Path) -> None:
+    """A prompt that goes on where another ended, by one token or many, and one that leaves it in the middle."""
+    first, more = prompts(64, 40)
+    given = [first, first + more[:1], first + more, first[:50] + more]
+    with LLM(half, **CHUNKS, enable_prefix_caching=False) as llm:
+        fresh = [logits_by_request(llm, [prompt], 4) for prompt in given]
+    with LLM(half, **CHUNKS) as llm:
+        for prompt, expected in zip(given, fresh, strict=True):
+            assert same(logits_by_request(llm, [prompt], 4), expected)
+            assert same(logits_by_request(llm, [prompt], 4), expected)
+        assert llm.metrics().prefix_cache_hit_tokens > 64
+
+
+def test_the_next_turn_goes_on_from_the_end_of_the_answer(half: Path) -> None:
+    (question, more) = prompts(40, 30)
+    with LLM(half, **CHUNKS) as llm:
+        (answer,) = token_ids(llm, [question], greedy(30))
+        (turn,) = llm.generate([question + answer + more], greedy(3), use_tqdm=False)
+    assert turn.num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_go_on_with_the_same_bits(mode: str, half: Path) -> None:
+    given = prompts(30, 33, 41, 20)
+    with LLM(half, **RESIDENT) as llm:
+        expected = logits_by_request(llm, given, 40)
+    few = {**RESIDENT, "num_gpu_blocks": 12, "preemption_mode": mode}
+    with LLM(half, **few, **({"swap_space": 0.01} if mode == "swap" else {})) as llm:
+        assert same(logits_by_request(llm, given, 40), expected)
+        metrics = llm.metrics()
+    assert (metrics.preemptions_by_swap if mode == "swap" else metrics.preemptions_by_recompute) > 0
+
+
+@pytest.mark.parametrize("name", ["resident", "offloaded"])
+def test_several_outputs_of_a_prompt_are_those_of_separate_requests(name: str, half: Path) -> None:
+    """Each sample continues a copy of the prompt's state."""
+    (prompt,) = prompts(45)
+    params = SamplingParams(temperature=0.9, n=3, seed=4, max_tokens=12, ignore_eos=True)
+    with LLM(half, **ENGINES[name]) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    with LLM(half, **RESIDENT, enable_prefix_caching=False) as llm:
+        (expected,) = llm.generate([prompt], params, use_tqdm=False)
+    texts = [each.token_ids for each in output.outputs]
+    assert texts == [each.token_ids for each in expected.outputs] and len(set(map(tuple, texts))) == 3
+
+
+def test_beams_are_those_of_an_engine_without_a_prefix_cache(exact: tuple[Path, PreTrainedModel]) -> None:
+    path, _ = exact
+    params = SamplingParams(temperature=0.0, use_beam_search=True, best_of=3, n=3, max_tokens=10, ignore_eos=True)
+    found = []
+    for arguments in (RESIDENT, {**OFFLOADED, "enable_prefix_caching": False}):
+        with LLM(path, dtype="float32", **arguments) as llm:
+            found.append([each.token_ids for each in llm.generate(prompts(37), params, use_tqdm=False)[0].outputs])
+    assert found[0] == found[1]
+
+
+def test_an_aborted_request_leaves_no_state(half: Path) -> None:
+    with LLM(half, **CHUNKS) as llm:
+        expected = token_ids(llm, prompts(50), greedy(4))
+        for number in range(30):  # more than there are states
+            llm.engine.add_request(str(number), None, greedy(5), prompts(60 + number)[0])
+            llm.engine.step()
+            llm.engine.abort_request(str(number))
+        assert token_ids(llm, prompts(50), greedy(4)) == expected
+
+
+def test_ranks_are_refused(half: Path) -> None:
+    assert "tensor_parallel_size=1" in refusal(lambda: LLM(half, tensor_parallel_size=2), Exception)
+
+
+@pytest.mark.parametrize("targets", [ALL, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")], ids=len)
+def test_adapters_of_recurrent_layers(targets: tuple[str, ...], tmp_path: Path) -> None:
+    model, given = make_checkpoint(tmp_path / "model", "qwen3_5", layers=4), prompts(50, 20)
+    adapter = make_adapter(tmp_path / "adapter", model, 1, targets)
+    plain = greedy_reference(model, given[1], 8)
+    merge_adapter(model, tmp_path / "adapter")
+    expected = [greedy_reference(model, given[0], 8), plain]
+    with LLM(tmp_path / "model", dtype="float32", enable_lora=True, max_lora_rank=4, **CHUNKS) as llm:
+        for _ in range(2):
+            outputs = llm.generate(given, greedy(8), use_tqdm=False, lora_request=[adapter, None])
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_text_of_a_model_for_images_is_continued(
+    exact: tuple[Path, PreTrainedModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What no text needs is left out with a line: the vision tower, and heads that predict further tokens."""
+    text, model = exact
+    fields = json.loads((text / "config.json").read_text())
+    names = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "vision_config": {"depth": 2}}))
+    stored = load_file(text / "model.safetensors")
+    whole = {name.replace("model.", "model.language_model.", 1): part for name, part in stored.items()}
+    others = {name: torch.ones(4) for name in ("model.visual.pos_embed.weight", "mtp.norm.weight")}
+    save_file({**whole, **others}, tmp_path / "model.safetensors", {"format": "pt"})
+    (prompt,) = prompts(40)
+    with caplog.at_level(logging.INFO), LLM(tmp_path, dtype="float32", **CHUNKS) as llm:
+        assert token_ids(llm, [prompt], greedy(6)) == [greedy_reference(model, prompt, 6)]
+    (line,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "mtp.norm.weight" in line and "model.visual.pos_embed.weight" in line
