@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.memory import sizing
 from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.models.hf_config import load_decoder_spec
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 
@@ -85,6 +88,16 @@ def offloaded(block_size: int = 16, num_gpu_blocks: int = 4, num_cpu_blocks: int
         "num_cpu_blocks": num_cpu_blocks,
         **others,
     }
+
+
+def for_groups(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments whose numbers of blocks are for one KV group, for a model that may have more.
+
+    A token takes a block of every group.
+    """
+    num_groups = len(kv_groups(load_decoder_spec(model).kv_windows, block_size=1))
+    counts = {name: num_groups * arguments[name] for name in ("num_gpu_blocks", "num_cpu_blocks") if name in arguments}
+    return arguments | counts
 
 
 def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
+from engines import for_groups, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
 from torch import Tensor
 
 from nanovllm import LLM
@@ -43,12 +43,12 @@ def test_logits_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: s
     make_checkpoint(tmp_path, family, vocab=VOCAB, dtype=dtype, hidden=128, intermediate=160, **options)
     prompts = [random_prompt(length, VOCAB, seed=6) for length in LENGTHS]
     alone: dict[tuple[int, int], Tensor] = {}
-    with LLM(tmp_path, kvcache_block_size=BLOCK, num_gpu_blocks=40) as llm:
+    with LLM(tmp_path, **for_groups(tmp_path, {"kvcache_block_size": BLOCK, "num_gpu_blocks": 40})) as llm:
         for index, prompt in enumerate(prompts):
             alone |= {(index, token): row for (_, token), row in logits_by_request(llm, [prompt], MAX_TOKENS).items()}
     assert len(alone) == len(LENGTHS) * MAX_TOKENS
     for name, arguments in ENGINES.items():
-        with LLM(tmp_path, **arguments) as llm:
+        with LLM(tmp_path, **for_groups(tmp_path, arguments)) as llm:
             layerwise_memory = watch_layerwise(llm)
             set_prefill(llm, "chunk-major" if "chunk by chunk" in name else "layer-major")
             for state in ("cold", "warm"):

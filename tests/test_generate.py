@@ -10,6 +10,7 @@ import torch
 from checkpoints import FAMILIES, GPT_OSS_ROPE, ROPES, make_checkpoint
 from engines import (
     PREFILL_WAYS,
+    for_groups,
     greedy,
     greedy_reference,
     offloaded,
@@ -79,7 +80,7 @@ def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
     prompts = [random_prompt(length, VOCAB, seed=1) for length in LENGTHS]
     expected = [greedy_reference(reference, prompt, MAX_TOKENS) for prompt in prompts]
     for engine, way in WAYS:
-        with LLM(tmp_path, dtype="float32", **ENGINES[engine]) as llm:
+        with LLM(tmp_path, dtype="float32", **for_groups(tmp_path, ENGINES[engine])) as llm:
             set_prefill(llm, way)
             assert token_ids(llm, prompts, greedy(MAX_TOKENS)) == expected, engine
             # Again, now that prefixes are cached and blocks have been used.

@@ -12,7 +12,16 @@ import torch
 from checkpoints import make_checkpoint, refusal
 from engines import greedy, offloaded, random_prompt, token_ids
 from plans import parameter_bytes
-from quantized_checkpoints import VARIANTS, VOCAB, dequantized, load, quantize, weight_of, write_dequantized
+from quantized_checkpoints import (
+    VARIANTS,
+    VOCAB,
+    dequantized,
+    load,
+    quantize,
+    set_quantization,
+    weight_of,
+    write_dequantized,
+)
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
@@ -140,7 +149,7 @@ def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Ca
     assert all(other == found[0] for other in found[1:])
 
 
-# ---- the recall network, and a mixture of experts
+# ---- the recall network, and other families
 
 
 @pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
@@ -159,12 +168,25 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
     assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Every expert's matrices are quantized; the router is plain."""
-    make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab=VOCAB)
-    path = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-32-asymmetric")
+@pytest.mark.parametrize(
+    ("family", "variant", "options"),
+    [
+        ("qwen3_moe", "gptq-32-asymmetric", {}),
+        ("glm4_moe", "float-quantized", {"layers": 3, "attention_bias": True}),
+        ("minimax_m2", "fp8", {}),
+        pytest.param("glm4_moe", "awq-32", {"n_group": 3, "topk_group": 2, "experts": 6}, marks=pytest.mark.slow),
+        pytest.param("minimax_m2", "gptq-128", {}, marks=pytest.mark.slow),
+        pytest.param("olmo3", "pack-quantized-32", {"layers": 4, "sliding_window": 21}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_families(family: str, variant: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Every matrix of MLP and experts is quantized, also of an expert that all rows share; the router is plain."""
+    make_checkpoint(tmp_path / "plain", family, vocab=VOCAB, hidden=128, intermediate=256, **options)
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
+    if variant == "fp8":  # as MiniMax-M2 is published
+        set_quantization(path, modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"])
     decoder, prompts = load(path), [random_prompt(length, VOCAB, 5) for length in (30, 3)]
-    assert all(weight.dense is None for weight in decoder.layers[0].mlp.weights())
+    assert all(weight.dense is None for layer in decoder.layers for weight in layer.mlp.weights())
     assert decoder.weight_bytes == parameter_bytes(decoder)
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "dequantized"), **SMALL) as reference:
         assert token_ids(llm, prompts, greedy(6)) == token_ids(reference, prompts, greedy(6))
