@@ -51,6 +51,7 @@ from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.features.distributed.executor import TensorParallelExecutor
+    from nanovllm.features.kv_disk.store import DiskStore
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         layerwise_memory=plan.layerwise_memory,
         max_loras=config.max_loras if config.enable_lora else 0,
     )
+    store = _open_store(config, runner)
     manager = BlockManager(
         plan.split.resident_blocks,
         plan.num_cpu_blocks,
@@ -93,6 +95,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         runner.num_swap_blocks,
         num_state_slots=None if states is None else (states.device, states.host),
         chunk=limits.chunk,
+        store=store,
     )
     features = EngineFeatures(
         request_factory=request_factory,
@@ -101,6 +104,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
         adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
+        close_store=None if store is None else store.close,
     )
     facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
     engine = LLMEngine(
@@ -206,6 +210,21 @@ def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:
     from nanovllm.features.lora.adapter_files import AdapterRegistry
 
     return AdapterRegistry(spec, config.max_lora_rank)
+
+
+def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecutor) -> DiskStore | None:
+    """The KV blocks on disk that the arguments ask for."""
+    if config.kv_cache_dir is None or not isinstance(runner, ModelRunner):
+        return None
+    if runner.spec.recurrent is not None:
+        logger.warning(
+            "kv_cache_dir is not used: a %s has recurrent layers, whose states are not kept on disk yet",
+            runner.spec.architecture,
+        )
+        return None
+    from nanovllm.features.kv_disk.engine import open_store_of
+
+    return open_store_of(config, runner)
 
 
 # ---- what build_runner assembles

@@ -58,6 +58,13 @@ def _can_be_file(path: Any) -> bool:
         return False
 
 
+def _can_be_dir(path: object) -> bool:
+    try:
+        return path is None or (isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
+    except (OSError, ValueError):
+        return False
+
+
 _MODEL = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
 _FROM_MEMORY = " or -1 to size it from memory"
 _FIELDS = Rule(_is_fields, "must be a dict of fields and their values")
@@ -82,6 +89,7 @@ class EngineConfig:
     cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
         device. Only used with offload.
     preemption_mode: None swaps requests with several sequences and recomputes the others.
+    kv_cache_dir: docs/kv-on-disk.md. kv_cache_dir_space: of all engines and models that use the directory.
     swap_space: None takes up to 4 (vLLM's default), at most half of the host memory that is left, and never more than
         the KV cache holds.
     batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
@@ -166,6 +174,16 @@ class EngineConfig:
         None,
         number(_SWAP, lambda gib: 0 <= gib <= MOST_GIB, none=True),
         "GiB of host memory for swapped KV blocks; none: from memory",
+    )
+    kv_cache_dir: str | Path | None = argument(
+        None,
+        Rule(_can_be_dir, "must be None or a directory, or a path where one can be made"),
+        "directory where KV blocks of prompts outlive the engine, and are found by later ones",
+    )
+    kv_cache_dir_space: float | None = argument(
+        None,
+        number(_GIB, lambda gib: 0 < gib <= MOST_GIB, none=True),
+        "GiB that kv_cache_dir may take; none: half of what is free there",
     )
     load_format: str = argument(
         "auto", one_of(*LOAD_FORMATS), "safetensors, gguf, or dummy for random weights from a config alone"
@@ -254,6 +272,12 @@ class EngineConfig:
             is_twice = getattr(self, name) is not None and getattr(self, blocks) != -1
             same = f"{blocks}={quoted(getattr(self, blocks))} sizes the same memory in blocks: give only one of them"
             yield name, is_twice, same
+        stored = self.kv_cache_dir is not None
+        yield "kv_cache_dir_space", self.kv_cache_dir_space is not None and not stored, "needs kv_cache_dir"
+        cached = "needs enable_prefix_caching=True: what is read from the directory is found through the prefix cache"
+        yield "kv_cache_dir", stored and not self.enable_prefix_caching, cached
+        whole_only = "is not used by several ranks yet: leave it out, or use tensor_parallel_size=1"
+        yield "kv_cache_dir", stored and ranks > 1, whole_only
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             is_unused = not self.enable_lora and getattr(self, name) != getattr(EngineConfig, name)
             yield name, is_unused, "needs enable_lora=True: without it requests have no adapters"

@@ -41,7 +41,8 @@ class RequestMetrics:
     is set meanwhile. Durations are in seconds, rates in tokens per second; None until they are known.
     Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
-    prefix cache when the request first ran. decode_tokens: generated tokens without the first of each sequence.
+    prefix cache when the request first ran, cached_tokens_disk of them in kv_cache_dir. decode_tokens: generated tokens
+    without the first of each sequence.
     preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
     counts for the first of them.
     """
@@ -53,6 +54,7 @@ class RequestMetrics:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
+    cached_tokens_disk: int = 0
     preemptions: int = 0
     swaps: int = 0
     h2d_bytes: int = 0
@@ -105,6 +107,7 @@ class RequestMetrics:
             "prefill_tokens": self.prefill_tokens,
             "decode_tokens": self.decode_tokens,
             "cached_tokens": self.cached_tokens,
+            "cached_tokens_disk": self.cached_tokens_disk,
             "preemptions": self.preemptions,
             "swaps": self.swaps,
             "h2d_bytes": self.h2d_bytes,

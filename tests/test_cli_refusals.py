@@ -58,7 +58,7 @@ def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
-    told = "no command is given: name one of generate, chat, serve, batch, plan, bench, or see"
+    told = "no command is given: name one of generate, chat, serve, batch, plan, bench, cache, or see"
     assert told in capsys.readouterr().err
 
 

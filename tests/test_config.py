@@ -19,7 +19,7 @@ from tools.arguments import DOCS, PAGES, page
 NONE = (
     "device max_model_len kvcache_block_size kv_cache_memory_bytes kv_offloading_size preemption_mode swap_space "
     "quantization max_cpu_loras batch_invariant distributed_executor_backend trace tokenizer served_model_name "
-    "revision tokenizer_revision download_dir hf_token"
+    "revision tokenizer_revision download_dir hf_token kv_cache_dir kv_cache_dir_space"
 )
 FLAGS = ("enable_cpu_offload", "enforce_eager", "enable_lora", "trust_remote_code", "skip_tokenizer_init")
 DEFAULTS = {
@@ -74,6 +74,8 @@ REFUSED: dict[str, list[Any]] = {
     "long_prefill_token_threshold": [-1, *NOT_INTS],
     "preemption_mode": ["none", True],
     "swap_space": [-0.5, math.inf, "4"],
+    "kv_cache_dir": [1, __file__],
+    "kv_cache_dir_space": [0, math.inf, "4"],
     "max_logprobs": [-2, *NOT_INTS],
     "tensor_parallel_size": [0, *NOT_INTS],
     "distributed_executor_backend": ["ray", 0],

@@ -143,6 +143,7 @@ PUBLIC = {
     *("nanovllm", "nanovllm.config", "nanovllm.errors", "nanovllm.outputs", "nanovllm.sampling_params"),
     *("nanovllm.vllm_names", "nanovllm.text.prompts", "nanovllm.text.tokenizer", "nanovllm.text.chat_template"),
     *("nanovllm.data.progress", "nanovllm.features.progress_bar", "nanovllm.features.planner"),
+    "nanovllm.features.kv_disk",
 }
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, IntEnum
 from itertools import islice
+from typing import Protocol
 
 from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
@@ -51,6 +52,24 @@ def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
     return [block_id for table in tables for block_id in table if block_id != HOLE]
 
 
+class BlockStore(Protocol):
+    """Keeps what was computed of prompts beyond this engine. Tables have physical ids. See `features/kv_disk`."""
+
+    def reach(self, seq: Sequence, begin: int) -> int:
+        """Up to which token `load` could read, of a sequence that has `begin` tokens; `begin` if that does not help."""
+        ...
+
+    def load(
+        self, seq: Sequence, begin: int, end: int, tables: Seq[Seq[int]], moves: Seq[BlockMove]
+    ) -> bool:
+        """Carry out the moves, then read tokens into the tables. False if that failed: then `reach` is less."""
+        ...
+
+    def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]]) -> None:
+        """The sequence has computed its tokens from `begin` on."""
+        ...
+
+
 class BlockManager:
     """Allocates KV blocks to sequences, shares full blocks by content, and prefers the device tier for active blocks.
 
@@ -68,11 +87,13 @@ class BlockManager:
         hash_block_size: int | None = None,
         num_state_slots: tuple[int, int] | None = None,
         chunk: int | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`.
 
         num_state_slots: on the device and on the host, for a model with recurrent layers; None for other models.
         chunk: most tokens of a sequence in a step, which bounds the blocks of windows; None: any number.
+        store: where prompts are found that are not cached; not for models with recurrent layers.
         """
         self.groups = groups
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
@@ -80,6 +101,7 @@ class BlockManager:
         self.watermark = int(WATERMARK * self.num_blocks)
         self.capacity = KVCapacity(groups, chunk, self.num_blocks, self.watermark)
         self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
+        self.store = store
         self.num_copied_blocks = 0  # by copy-on-write
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
@@ -147,6 +169,9 @@ class BlockManager:
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
         if any(hit.parts):
             self._continue_parts(seq, hit)
+        seq.num_stored = 0
+        if self.store is not None:
+            self._load_stored(seq, self.store)
         self.stats.queried_tokens += seq.end
         self.stats.hit_tokens += seq.num_computed
         self._extend(seq)
@@ -164,6 +189,38 @@ class BlockManager:
                 seq.block_tables[index].append(self._continue_block(part, unreferenced[index], num_tokens, needed))
         shared = min(hit.num_tokens // group.block_size * group.block_size for group in self.groups)
         self.register_computed(seq, shared)
+
+    # ---- the block store
+
+    def _load_stored(self, seq: Sequence, store: BlockStore) -> None:
+        """Let a sequence go on where what the store holds of it ends. What is read is in the prefix cache then."""
+        begin = seq.num_computed
+        while (end := store.reach(seq, begin)) > begin:
+            before = [len(table) for table in seq.block_tables]
+            firsts = [
+                max(length, group.first_visible(end)) for length, group in zip(before, self.groups, strict=True)
+            ]
+            needed = sum(
+                max(0, group.num_blocks(end) - first) for first, group in zip(firsts, self.groups, strict=True)
+            )
+            if needed > self.num_allocatable:  # windows: those of both ends are held until the sequence goes on
+                return
+            for index, (table, first) in enumerate(zip(seq.block_tables, firsts, strict=True)):
+                table += [HOLE] * (first - len(table))
+                table += [self._new_block(index) for _ in range(len(table), self.groups[index].num_blocks(end))]
+            if store.load(seq, begin, end, self.physical_ids(seq, end), self.take_moves()):
+                seq.num_computed, seq.num_stored = end, end - begin
+                self.register_computed(seq, begin)
+                self.release_hidden(seq)
+                return
+            for table, length in zip(seq.block_tables, before, strict=True):
+                self._punch(table, range(length, len(table)))
+                del table[length:]
+
+    def store_computed(self, seq: Sequence, previously_computed: int) -> None:
+        """Offer the store what was computed since then, before windows are released."""
+        if self.store is not None:
+            self.store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed))
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""

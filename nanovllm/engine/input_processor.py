@@ -171,7 +171,7 @@ class InputProcessor:
         if threshold is not None and self.facts.recomputed_above is not None:
             length = min(length, threshold + 1)
         number = 0 if adapter is None else adapter.number
-        fixed = length.to_bytes(8, "little") + number.to_bytes(8, "little")
+        fixed = length.to_bytes(8, "little") + number.to_bytes(8, "little")  # see `salt_of_content`
         return fixed + (salt or "").encode("utf-8", "surrogatepass")
 
     def _rope_switch(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> RopeSwitch | None:
@@ -179,3 +179,11 @@ class InputProcessor:
         if above is None or prompt_len > above or above >= self.limits.max_model_len:
             return None
         return RopeSwitch(above, self._cache_salt(above + 1, salt, adapter))
+
+
+def salt_of_content(cache_salt: bytes, adapter: bytes) -> bytes:
+    """A request's cache salt with a digest of its adapter's files, b"" for none, in place of the adapter's number.
+
+    Another engine may give the same number to another adapter.
+    """
+    return cache_salt[:8] + len(adapter).to_bytes(8, "little") + adapter + cache_salt[16:]

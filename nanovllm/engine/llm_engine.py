@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
@@ -158,7 +158,8 @@ class EngineFeatures:
     """What an engine has besides requests of one sequence that are computed chunk by chunk.
 
     request_factory, preemption: of requests of several sequences. layerwise: None prefills all prompts chunk by chunk.
-    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them.
+    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. close_store: ends the
+    block manager's store when the engine is closed.
     """
 
     request_factory: RequestFactory
@@ -167,6 +168,7 @@ class EngineFeatures:
     grammars: GrammarCompiler | None = None
     adapters: Adapters | None = None
     metrics: MetricsReader | None = None
+    close_store: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +437,8 @@ class LLMEngine:
             return
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
+            if self._features.close_store is not None:
+                self._features.close_store()
             self.executor.close()
             if self._features.grammars is not None:
                 self._features.grammars.close()

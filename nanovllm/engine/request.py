@@ -233,6 +233,7 @@ class Sequence:
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1  # removals from the prefix cache before that
+        self.num_stored = 0  # tokens that were read from the block store when it was admitted last
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()

@@ -299,6 +299,7 @@ class Scheduler:
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
                 self.block_manager.keep_state(seq)
+                self.block_manager.store_computed(seq, scheduled.context_len)
             self.block_manager.release_hidden(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
             self.prompt_tokens_computed += prefilled
@@ -432,6 +433,7 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
+            request.metrics.cached_tokens_disk = seq.num_stored
         request.status = RequestStatus.RUNNING
         _insert(self.running, request)
         self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists

@@ -67,7 +67,7 @@ class KVPools:
 
     def _move(self, move: BlockMove, stream: Stream) -> None:
         layout, first_host = self.layout, self.split.resident_blocks
-        dst, src = self._block(move.dst), self._block(move.src)
+        dst, src = self.block(move.dst), self.block(move.src)
         kind = MOVE_KINDS[move.src >= first_host][move.dst >= first_host]
         if move.num_tokens is None:  # one strided copy for all planes
             dpitch, spitch = (block.stride(0) * block.element_size() for block in (dst, src))
@@ -81,7 +81,7 @@ class KVPools:
             self.device.copy_2d(PitchedCopy(dst[plane], src[plane], pitch, pitch, width, height, kind), stream)
         self.count(kind, 1, layout.planes * width * height)
 
-    def _block(self, physical_id: int) -> Tensor:
+    def block(self, physical_id: int) -> Tensor:
         """`[planes, 2, kv_heads, block_size, head_dim]`, each plane contiguous."""
         if physical_id < self.split.resident_blocks:
             return self.resident[:, physical_id]

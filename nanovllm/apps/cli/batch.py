@@ -46,8 +46,9 @@ WITHOUT_EFFECT = (
     *("num_cpu_blocks", "enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "preemption_mode"),
     *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
+    *("kv_cache_dir", "kv_cache_dir_space"),
 )
-PATHS = ("tokenizer", "generation_config", "download_dir")  # engine arguments that may be directories
+PATHS = ("tokenizer", "generation_config", "download_dir", "kv_cache_dir")  # engine arguments that may be directories
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:

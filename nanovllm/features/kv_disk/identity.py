@@ -1,0 +1,105 @@
+"""Digests of what decides the bits of K and V, besides the tokens: the model, how it is computed, an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.features.kv_disk.inspect import DIGESTS
+from nanovllm.features.kv_disk.records import KEY_BYTES
+
+READ_BYTES = 8 << 20
+WEIGHTS = (".safetensors", ".gguf")
+CODE = ("ops", "layers", "models", "kvcache", "features", "device", "comm")  # of the package: what computes K and V
+
+
+def digest(*parts: bytes) -> bytes:
+    """Of the parts with their lengths, so that no others have the same."""
+    found = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can write it, the same in every process."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"": type(value).__name__, **{each.name: plain(getattr(value, each.name)) for each in fields(value)}}
+    if isinstance(value, Mapping):
+        return sorted((str(key), plain(item)) for key, item in value.items())
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)
+
+
+def digest_of_fields(known: Mapping[str, Any]) -> bytes:
+    return digest(json.dumps(plain(known), sort_keys=True).encode())
+
+
+def model_files(model: str | Path) -> list[Path]:
+    """The files that decide a model's numbers: its weights and its config."""
+    path = Path(model)
+    if path.is_file():
+        return [path]
+    return sorted(each for each in path.iterdir() if each.suffix in WEIGHTS or each.name == "config.json")
+
+
+def code_files() -> list[Path]:
+    package = Path(__file__).parents[2]
+    files = (path for room in CODE for path in (package / room).rglob("*") if path.suffix in (".py", ".so"))
+    return sorted(path for path in files if path.is_file())
+
+
+def file_digest(path: Path) -> bytes:
+    """Of the file's bytes. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=KEY_BYTES)).digest()
+
+
+class FileDigests:
+    """Digests of large files, kept in `root` by path, size and times, so that a file is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / DIGESTS
+
+    def of(self, paths: Iterable[Path]) -> bytes:
+        """One digest of all these files' names and bytes. Raises OSError."""
+        known, parts = self._known(), list[bytes]()
+        before = dict(known)
+        for path in paths:
+            found = path.stat()
+            times = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+            key = f"{path.resolve()}:{':'.join(map(str, times))}"
+            if key not in known:
+                known[key] = file_digest(path).hex()
+            parts += (path.name.encode(), bytes.fromhex(known[key]))
+        if known != before:
+            self._keep(known)
+        return digest(*parts)
+
+    def _known(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._path.read_text())
+            return {str(key): str(value) for key, value in found.items() if len(bytes.fromhex(value)) == KEY_BYTES}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def _keep(self, known: dict[str, str]) -> None:
+        """Replace the file at once, so that another process reads the old or the new one; a failure only costs time."""
+        draft = self._path.with_name(f"{DIGESTS}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(fd, "w") as file:
+                json.dump(known, file)
+            os.replace(draft, self._path)
+        except OSError:
+            draft.unlink(missing_ok=True)

@@ -1,0 +1,91 @@
+"""What a directory of KV blocks holds, for people: list, check, remove."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.errors import ConfigError, quoted
+from nanovllm.features.kv_disk.policy import UNIT
+from nanovllm.features.kv_disk.records import HEADER_BYTES, checksum_of
+from nanovllm.features.kv_disk.segments import SUFFIX, read_headers
+
+ABOUT = "about.json"  # in each model's directory: what it is of
+DIGESTS = "digests.json"  # in the root: of the files of models
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of one model as one kind of engine computes it.
+
+    tokens: in the KV group that has most records. size: bytes. last_used: seconds since the epoch, 0 if never.
+    damaged: bytes that are no whole record with its checksum; None if contents were not read.
+    """
+
+    path: Path
+    model: str
+    tokens: int
+    size: int
+    last_used: float
+    damaged: int | None = None
+
+
+def kept_in(root: str | Path) -> list[Kept]:
+    """What the directory holds, by model; contents are not read. Raises ConfigError if it is no such directory."""
+    return [_kept(path, is_read=False) for path in _models(Path(root))]
+
+
+def verify(root: str | Path) -> list[Kept]:
+    """The same, with every record read and its checksum computed."""
+    return [_kept(path, is_read=True) for path in _models(Path(root))]
+
+
+def remove(root: str | Path) -> int:
+    """Delete what `kept_in` lists and nothing else. Returns the bytes. Raises OSError if something stays."""
+    size = 0
+    for each in kept_in(root):
+        size += each.size
+        shutil.rmtree(each.path)
+    (Path(root) / DIGESTS).unlink(missing_ok=True)
+    return size
+
+
+def _models(root: Path) -> list[Path]:
+    if not root.is_dir():
+        raise ConfigError(f"{quoted(str(root))} is no directory: give the path that kv_cache_dir had")
+    return sorted(path.parent for path in root.glob(f"*/{ABOUT}"))
+
+
+def _kept(directory: Path, is_read: bool) -> Kept:
+    counts: dict[int, int] = {}
+    size = damaged = 0
+    last_used = 0.0
+    for path in directory.glob(f"*{SUFFIX}"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # deleted meanwhile, or not ours to read
+            continue
+        try:
+            found = os.fstat(fd)
+            size, last_used, end = size + found.st_size, max(last_used, found.st_mtime), 0
+            for at, header in read_headers(fd, 0, found.st_size):
+                end = at + HEADER_BYTES + header.size
+                if is_read and checksum_of(os.pread(fd, header.size, at + HEADER_BYTES)) != header.checksum:
+                    damaged += HEADER_BYTES + header.size
+                else:
+                    counts[header.group] = counts.get(header.group, 0) + 1
+            damaged += found.st_size - end
+        finally:
+            os.close(fd)
+    tokens = max(counts.values(), default=0) * UNIT
+    return Kept(directory, _model_of(directory), tokens, size, last_used, damaged if is_read else None)
+
+
+def _model_of(directory: Path) -> str:
+    try:
+        return str(json.loads((directory / ABOUT).read_text())["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"

@@ -1,0 +1,240 @@
+"""The store of an engine: prompts' units on disk, read at admission and written behind the steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.data.batch import Adapter, BlockMove
+from nanovllm.data.kv_groups import KVGroups
+from nanovllm.engine.input_processor import salt_of_content
+from nanovllm.engine.request import Sequence as TokenSequence
+from nanovllm.features.kv_disk.identity import digest, file_digest
+from nanovllm.features.kv_disk.inspect import ABOUT
+from nanovllm.features.kv_disk.policy import UNIT, longest_end, needed_units, wanted_units
+from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
+from nanovllm.features.kv_disk.units import UnitCopier
+from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
+CLOSE_SECONDS = 60.0  # for what is in the queue at the end
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The keys of a sequence's units, as far as they were asked for; root: what comes before the tokens."""
+
+    root: bytes
+    keys: list[bytes]
+
+
+class DiskStore:
+    """Implements `engine.block_manager.BlockStore` over a directory. Whatever is wrong with that is a miss.
+
+    Used by the engine's thread, but for the writer's own.
+    """
+
+    def __init__(self, root: Path, identity: bytes, model: str, space: int, copier: UnitCopier) -> None:
+        """identity: of what decides bits besides the tokens; space: bytes of all models. Raises OSError."""
+        self.directory = root / identity.hex()
+        self.directory.mkdir(0o700, parents=True, exist_ok=True)
+        self._identity = identity
+        self._copier = copier
+        self._groups: KVGroups = copier.pools.layout.groups
+        self._reader = SegmentReader(self.directory)
+        self._chains: weakref.WeakKeyDictionary[TokenSequence, _Chain] = weakref.WeakKeyDictionary()
+        self._adapters: dict[int, bytes | None] = {}  # digests by number
+        self._warned: set[str] = set()
+        self._buffers: dict[int, Tensor] = {}
+        self._writer = _WriterThread(SegmentWriter(self.directory, space), self._reader, model)
+        self._scan()
+
+    # ---- reading
+
+    def reach(self, seq: TokenSequence, begin: int) -> int:
+        """Up to which token the sequence could go on if what is on disk were read; `begin` if that does not help."""
+        limit = seq.num_cacheable
+        if limit // UNIT * UNIT <= begin or (chain := self._chain(seq)) is None:
+            return begin
+        end = self._longest(seq, chain, begin, limit)
+        if end < limit // UNIT * UNIT:  # others may have written since
+            self._scan()
+            end = self._longest(seq, chain, begin, limit)
+        return end
+
+    def _longest(self, seq: TokenSequence, chain: _Chain, begin: int, limit: int) -> int:
+        return longest_end(
+            self._groups, begin, limit, lambda unit, group: (self._key(seq, chain, unit), group) in self._reader
+        )
+
+    def load(
+        self, seq: TokenSequence, begin: int, end: int, tables: Sequence[Sequence[int]], moves: Sequence[BlockMove]
+    ) -> bool:
+        """Read the tokens from `begin` to `end` into the blocks of `tables`, by physical id.
+
+        moves: planned before, carried out first. False if a record cannot be read, which is not found again.
+        """
+        chain = self._chain(seq)
+        self._copier.begin(moves)
+        if chain is None:
+            return False
+        for unit, group in self._needed(begin, end):
+            if group not in self._buffers:
+                self._buffers[group] = self._copier.new_buffer(group)
+            buffer, key = self._buffers[group], self._key(seq, chain, unit)
+            wrong = self._reader.read(key, group, _bytes_of(buffer))
+            if wrong is not None:
+                self._reader.discard(key, group)
+                self._warn("a record cannot be read, and its tokens are computed", wrong)
+                return False
+            self._copier.copy_in(buffer, unit, group, begin, tables[group])
+        self._reader.used((self._key(seq, chain, unit), group) for unit, group in self._needed(begin, end))
+        return True
+
+    def _needed(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        for index, group in enumerate(self._groups):
+            for unit in needed_units(group, begin, end):
+                yield unit, index
+
+    def _scan(self) -> None:
+        try:
+            self._reader.scan()
+        except OSError as error:
+            self._warn("the directory cannot be read", f"{self.directory}: {error.strerror}")
+
+    # ---- writing
+
+    def keep(self, seq: TokenSequence, begin: int, tables: Sequence[Sequence[int]]) -> None:
+        """Hand over what the sequence has computed of its prompt since token `begin`. Never waits for the disk.
+
+        tables: physical ids. What the queue has no room for is left out.
+        """
+        if self._writer.has_failed or begin // UNIT == min(seq.num_computed, seq.prompt_len) // UNIT:
+            return
+        chain, has_begun = self._chain(seq), False
+        for index, group in enumerate(self._groups if chain is not None else ()):
+            for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed):
+                assert chain is not None
+                key = self._key(seq, chain, unit)
+                if (key, index) in self._reader or not self._writer.has_room:
+                    continue
+                if not has_begun:
+                    self._copier.begin()
+                    has_begun = True
+                if (content := self._copier.copy_out(unit, index, tables[index])) is not None:
+                    self._writer.put(key, index, content)
+
+    def close(self) -> None:
+        """Write what was handed over, and end the thread. Safe to call twice."""
+        self._writer.close()
+
+    # ---- keys
+
+    def _chain(self, seq: TokenSequence) -> _Chain | None:
+        """The keys of a sequence; None if its adapter's files are not the ones that it was made with any more."""
+        adapter, content = seq.request.adapter, bytes(0)
+        if adapter is not None:
+            if adapter.number not in self._adapters:
+                self._adapters[adapter.number] = adapter_digest(adapter)
+            found = self._adapters[adapter.number]
+            if found is None:
+                return None
+            content = found
+        root = digest(self._identity, salt_of_content(seq.request.cache_salt, content))
+        known = self._chains.get(seq)
+        if known is None or known.root != root:  # the salt changes where a sequence outgrows its RoPE
+            known = self._chains[seq] = _Chain(root, [])
+        return known
+
+    def _key(self, seq: TokenSequence, chain: _Chain, unit: int) -> bytes:
+        while len(chain.keys) <= unit:
+            at = len(chain.keys)
+            tokens = struct.pack(f"<{UNIT}q", *seq.token_ids[at * UNIT : (at + 1) * UNIT])
+            chain.keys.append(digest(chain.keys[-1] if chain.keys else chain.root, tokens))
+        return chain.keys[unit]
+
+    def _warn(self, what: str, why: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("kv_cache_dir: %s: %s (said once)", what, why)
+
+
+def _bytes_of(buffer: Tensor) -> memoryview:
+    found: Any = buffer.view(-1).numpy()
+    return memoryview(found)
+
+
+def adapter_digest(adapter: Adapter) -> bytes | None:
+    """Of the bytes of an adapter's files; None if they have changed since the adapter was found."""
+    directory = Path(adapter.request.lora_path)
+    try:
+        found = digest(*(file_digest(directory / name) for name in (CONFIG, WEIGHTS)))
+        return found if stamp_of(directory) == adapter.stamp else None
+    except Exception:  # whatever is wrong with the files, the request itself will say
+        return None
+
+
+class _WriterThread:
+    """Writes what is put, in order, in a thread of its own that starts with the first of it."""
+
+    def __init__(self, writer: SegmentWriter, reader: SegmentReader, model: str) -> None:
+        self.has_failed = False
+        self._writer, self._reader, self._model = writer, reader, model
+        self._queue: queue.SimpleQueue[tuple[bytes, int, Tensor] | None] = queue.SimpleQueue()
+        self._bytes = 0  # in the queue
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return self._bytes < QUEUE_BYTES and not self.has_failed
+
+    def put(self, key: bytes, group: int, content: Tensor) -> None:
+        with self._lock:
+            self._bytes += content.nbytes
+        self._queue.put((key, group, content))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            key, group, content = item
+            try:
+                if not self.has_failed and (key, group) not in self._reader:
+                    self._write(key, group, _bytes_of(content))
+            except Exception as error:
+                self.has_failed = True
+                logger.warning("kv_cache_dir: nothing more is written by this engine: %s", error)
+            with self._lock:
+                self._bytes -= content.nbytes
+        self._writer.close()
+
+    def _write(self, key: bytes, group: int, content: memoryview) -> None:
+        about = self._writer.directory / ABOUT
+        if not about.exists():
+            fd = os.open(about, os.O_WRONLY | os.O_CREAT, 0o600)
+            with open(fd, "w") as file:
+                json.dump({"model": self._model}, file)
+        place = self._writer.append(key, group, content)
+        if place is not None:
+            self._reader.add(*place)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            self._queue.put(None)
+            thread.join(CLOSE_SECONDS)

@@ -1,0 +1,305 @@
+"""KV blocks on disk: what a later engine finds has the same bits, and whatever happens to the files is a miss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import offloaded, random_prompt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lora_helpers import make_adapter
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.apps.cli.main import main
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.features.kv_disk import kept_in, verify
+from nanovllm.features.kv_disk import segments as segments_module
+from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.outputs import RequestOutput
+
+VOCAB = 199
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3)
+PROMPT = random_prompt(850, VOCAB, 1)
+RESIDENT = {"kvcache_block_size": 128, "num_gpu_blocks": 30}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kv-disk") / "model"
+    make_checkpoint(path, seed=3, max_positions=2048)
+    return path
+
+
+def run(model: Path, directory: Path | None, prompt: Any = None, **arguments: Any) -> RequestOutput:
+    """The answer of an engine of its own."""
+    llm = LLM(model, **{"dtype": "float32", "device": "cpu", **RESIDENT, **arguments}, kv_cache_dir=directory)
+    try:
+        given = {"prompt_token_ids": PROMPT} if prompt is None else prompt
+        return llm.generate([given], PARAMS, use_tqdm=False)[0]
+    finally:
+        llm.close()
+
+
+def numbers(output: RequestOutput) -> Any:
+    found = output.outputs[0]
+    return found.token_ids, [{token: each.logprob for token, each in row.items()} for row in found.logprobs or ()]
+
+
+WAYS: list[dict[str, Any]] = [
+    RESIDENT,
+    {"kvcache_block_size": 384, "num_gpu_blocks": 12, "max_num_batched_tokens": 100},
+    {"num_gpu_blocks": 8},
+    offloaded(128, 4, 20, max_num_batched_tokens=200),
+    offloaded(512, 3, 6),
+]
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*/*.kv"))
+
+
+def test_a_later_engine_finds_the_prompt_whatever_its_blocks_and_budget(model: Path, tmp_path: Path) -> None:
+    """Block sizes that are multiples of attention's tile: the order of sums is the same."""
+    expected = numbers(run(model, None))
+    for index, writing in enumerate(WAYS):
+        directory = tmp_path / str(index)
+        assert numbers(run(model, directory, **writing)) == expected
+        for reading in WAYS:
+            found = run(model, directory, **reading)
+            assert found.metrics.cached_tokens == found.metrics.cached_tokens_disk == 768
+            assert numbers(found) == expected
+    assert {path.stat().st_mode & 0o777 for path in segments(tmp_path / "0")} == {0o600}
+
+
+@pytest.mark.parametrize("others", [{"kv_cache_dtype": "int8"}, {"kvcache_block_size": 16, "num_gpu_blocks": 100}])
+def test_what_decides_bits_is_in_the_key(model: Path, tmp_path: Path, others: dict[str, Any]) -> None:
+    run(model, tmp_path)
+    expected = numbers(run(model, None, **others))
+    for stored in (0, 768):
+        found = run(model, tmp_path, **others)
+        assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+def test_another_model_of_the_same_shape_finds_nothing(model: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "other", seed=4, max_positions=2048)
+    run(model, tmp_path / "kv")
+    found = run(tmp_path / "other", tmp_path / "kv")
+    assert found.metrics.cached_tokens == 0 and numbers(found) == numbers(run(tmp_path / "other", None))
+
+
+def test_the_salt_is_in_the_key_and_a_shared_start_is_found(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    salted = {"prompt_token_ids": PROMPT, "cache_salt": "mine"}
+    longer = {"prompt_token_ids": PROMPT[:600] + random_prompt(300, VOCAB, 2)}
+    for prompt, stored in ((salted, 0), (salted, 768), (longer, 512), (longer, 768)):
+        found = run(model, tmp_path, prompt)
+        assert found.metrics.cached_tokens_disk == stored
+        assert numbers(found) == numbers(run(model, None, prompt))
+
+
+def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
+    built = make_checkpoint(tmp_path / "model", seed=3, max_positions=2048)
+    adapters = [make_adapter(tmp_path / f"a{index}", built, 1, seed=index) for index in (1, 2)]
+
+    def ask(directory: Path | None, adapter: LoRARequest) -> RequestOutput:
+        llm = LLM(
+            tmp_path / "model", dtype="float32", device="cpu", enable_lora=True, kv_cache_dir=directory, **RESIDENT
+        )
+        try:
+            return llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, lora_request=adapter, use_tqdm=False)[0]
+        finally:
+            llm.close()
+
+    for adapter in adapters:  # both have the number 1 in their engine
+        for stored in (0, 768):
+            found = ask(tmp_path / "kv", adapter)
+            assert found.metrics.cached_tokens_disk == stored
+            assert numbers(found) == numbers(ask(None, adapter))
+
+
+@pytest.mark.parametrize("ways", [(0, 0), (0, 3), (3, 1)])
+def test_windows(tmp_path: Path, ways: tuple[int, int]) -> None:
+    make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=150)
+    expected = numbers(run(tmp_path / "model", None))
+    for way, stored in zip(ways, (0, 768), strict=True):
+        arguments = {**WAYS[way], "num_gpu_blocks": 3 * int(WAYS[way]["num_gpu_blocks"])}
+        found = run(tmp_path / "model", tmp_path / "kv", **arguments)
+        assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
+    """The second finds what the first writes while both run."""
+    llms = [LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path, **RESIDENT) for _ in range(2)]
+    prompts = [{"prompt_token_ids": random_prompt(600, VOCAB, seed)} for seed in (5, 6)]
+    try:
+        first = [llm.generate([prompt], PARAMS, use_tqdm=False)[0] for llm, prompt in zip(llms, prompts, strict=True)]
+        wait_for(lambda: [each.tokens for each in kept_in(tmp_path)] == [2 * 512])
+        second = [
+            llm.generate([prompt], PARAMS, use_tqdm=False)[0]
+            for llm, prompt in zip(llms, reversed(prompts), strict=True)
+        ]
+    finally:
+        for llm in llms:
+            llm.close()
+    assert [each.metrics.cached_tokens_disk for each in second] == [512, 512]
+    assert [numbers(each) for each in reversed(second)] == [numbers(each) for each in first]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
+@given(data=st.data())
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_files_are_misses(model: Path, written: tuple[Path, Any], data: st.DataObject) -> None:
+    """A flipped bit, a cut, longer or deleted file: the same answer, and what is damaged is seen by `verify`."""
+    source, expected = written
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "kv"
+        shutil.copytree(source, directory)
+        (path,) = segments(directory)
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        change = data.draw(st.sampled_from(("flip", "cut", "extend", "delete")))
+        if change == "flip":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content[:at] if change == "cut" else content + content[:at] * (change == "extend"))
+        if change == "delete":
+            path.unlink()
+        assert change != "flip" or any(each.damaged for each in verify(directory))
+        for _ in range(2):
+            assert numbers(run(model, directory)) == expected
+        assert run(model, directory).metrics.cached_tokens_disk == 768
+
+
+@pytest.fixture(scope="module")
+def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A directory with the prompt, and its answer."""
+    directory = tmp_path_factory.mktemp("written")
+    return directory, numbers(run(model, directory))
+
+
+@pytest.mark.parametrize("call", ["writev", "open", "preadv", "pread"])
+def test_failing_files_are_misses(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A full or read-only disk, and one that cannot be read."""
+    source, expected = written
+    shutil.copytree(source, tmp_path / "kv")
+    if call in ("writev", "open"):
+        for path in segments(tmp_path / "kv"):
+            path.unlink()
+    known = getattr(os, call)
+
+    def fail(*arguments: Any) -> Any:
+        if call == "open" and not str(arguments[0]).endswith(".kv"):
+            return known(*arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(segments_module.os, call, fail)
+    found = run(model, tmp_path / "kv")
+    assert (found.metrics.cached_tokens_disk, numbers(found)) == (0, expected)
+
+
+def test_a_directory_that_cannot_be_made_or_vanishes(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert numbers(run(model, tmp_path / "file" / "kv")) == written[1]
+    llm = LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT)
+    shutil.rmtree(tmp_path / "kv")
+    try:
+        found = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)[0]
+    finally:
+        llm.close()
+    assert numbers(found) == written[1]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from engines import random_prompt
+from nanovllm import LLM, SamplingParams
+engine = {"dtype": "float32", "device": "cpu", "kvcache_block_size": 128, "num_gpu_blocks": 30}
+llm = LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **engine)
+for seed in range(1, 1000):
+    llm.generate([{"prompt_token_ids": random_prompt(850, 199, seed)}], SamplingParams(max_tokens=1), use_tqdm=False)
+    print(seed, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.11])
+def test_a_killed_process_leaves_what_can_be_used(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, delay: float
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    command = [sys.executable, "-c", KILLED, str(model), str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "1\n"
+        time.sleep(delay)
+        process.kill()
+    verify(tmp_path)
+    for _ in range(2):
+        found = run(model, tmp_path)
+        assert numbers(found) == written[1]
+    assert found.metrics.cached_tokens_disk == 768
+
+
+def test_space_is_bounded_by_deleting_what_was_used_least_recently(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    writer, reader = SegmentWriter(directory, 8000), SegmentReader(directory)
+    for number in range(40):
+        assert writer.append(number.to_bytes(32, "little"), 0, bytes([number]) * 900) is not None
+        assert sum(path.stat().st_size for path in segments(tmp_path)) <= 8000
+        for path in segments(tmp_path):  # times of files may be coarse
+            os.utime(path, ns=(int(path.name.split("-")[0]),) * 2)
+    assert writer.append(bytes(32), 1, bytes(9000)) is None
+    writer.close()
+    reader.scan()
+    kept = [number for number in range(40) if (number.to_bytes(32, "little"), 0) in reader]
+    assert kept == list(range(40 - len(kept), 40)) and len(kept) >= 6
+
+
+def test_the_command_lists_verifies_and_removes(
+    written: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(written[0], tmp_path / "kv")
+    (path,) = segments(tmp_path / "kv")
+    assert main(["cache", "ls", str(tmp_path / "kv")]) == 0 and "768 tokens" in capsys.readouterr().out
+    assert main(["cache", "verify", str(tmp_path / "kv")]) == 0
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert main(["cache", "verify", str(tmp_path / "kv")]) == 1 and "damaged" in capsys.readouterr().out
+    assert main(["cache", "rm", str(tmp_path / "kv")]) == 0 and not segments(tmp_path / "kv")
+    assert main(["cache", "ls", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kv_cache_dir_space": 1.0},
+        {"kv_cache_dir": "kv", "enable_prefix_caching": False},
+        {"kv_cache_dir": "kv", "tensor_parallel_size": 2},
+        {"kv_cache_dir": __file__},
+    ],
+)
+def test_arguments_that_are_refused(model: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        EngineConfig(model=str(model), **arguments)
