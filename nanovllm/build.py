@@ -20,7 +20,7 @@ from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
-from nanovllm.engine.scheduler import LayerwiseScheduling, SchedulerLimits
+from nanovllm.engine.scheduler import Drafter, LayerwiseScheduling, SchedulerLimits
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
@@ -85,6 +85,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         num_layers=spec.num_layers,
         layerwise_memory=plan.layerwise_memory,
         max_loras=config.max_loras if config.enable_lora else 0,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
     store = _open_store(config, runner)
     manager = BlockManager(
@@ -105,6 +106,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
         close_store=None if store is None else store.close,
+        drafter=_drafter(config, spec),
     )
     facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
     engine = LLMEngine(
@@ -225,6 +227,19 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
     from nanovllm.features.kv_disk.engine import open_store_of
 
     return open_store_of(config, runner)
+
+
+def _drafter(config: EngineConfig, spec: DecoderSpec) -> Drafter | None:
+    if config.speculative_config is None:
+        return None
+    if spec.recurrent is not None:
+        logger.warning("speculative_config changes nothing: the states of recurrent layers cannot go back to a token")
+        return None
+    from nanovllm.features.speculation import NgramDrafter
+    from nanovllm.speculative_config import speculative_config
+
+    asked = speculative_config(config.speculative_config)
+    return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
 
 
 # ---- what build_runner assembles

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.formats.hub import find_directories, is_gguf
 from nanovllm.rules import FLAG, TEXT_OR_NONE, Rule, argument, number, one_of, refusal, whole
+from nanovllm.speculative_config import speculative_config
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 MOST_GIB = 2**30  # more than any machine has
@@ -103,6 +104,7 @@ class EngineConfig:
     tokenizer: None takes the model's.
     hf_overrides: None is JSON's null; a field that the model family does not read may be null.
     served_model_name: text, or a list whose first name is the model's in metrics; None takes `model` as given.
+    speculative_config: None computes one token of a sequence in a pass; docs/speculation.md has the fields.
     enable_lora: memory for all adapters is set aside at the start.
     max_loras: the most that running requests use. max_cpu_loras: at least max_loras.
     revision, tokenizer_revision, download_dir, hf_token: see `nanovllm.formats.hub.find_directory`.
@@ -243,6 +245,11 @@ class EngineConfig:
     enable_lora: bool = argument(False, FLAG, "let requests use LoRA adapters")
     max_loras: int = argument(1, whole(1), "adapters on the device")
     max_lora_rank: int = argument(16, whole(1), "largest rank of an adapter")
+    speculative_config: Mapping[str, Any] | None = argument(
+        None,
+        Rule(lambda value: value is None or _is_fields(value), "must be None or a dict of fields and their values"),
+        'several tokens in a pass, such as {"method": "ngram", "num_speculative_tokens": 8}; outputs do not change',
+    )
     max_cpu_loras: int | None = argument(None, whole(1, also=(None,)), "adapters in host memory; by default max_loras")
     revision: str | None = argument(None, TEXT_OR_NONE, "branch, tag or commit of a hub model")
     tokenizer_revision: str | None = argument(None, TEXT_OR_NONE, "the same for the tokenizer")
@@ -254,6 +261,8 @@ class EngineConfig:
             object.__setattr__(self, "enable_cpu_offload", True)  # as in vLLM
         for each in fields(self):
             each.metadata["rule"].check(each.name, getattr(self, each.name), ConfigError)
+        if self.speculative_config is not None:
+            speculative_config(self.speculative_config)
         for name, is_wrong, rule in self._contradictions():
             if is_wrong:
                 raise refusal(ConfigError, name, getattr(self, name), rule)
@@ -299,6 +308,12 @@ class EngineConfig:
     def chunk(self) -> int:
         """Most tokens of one prompt in a step."""
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafted tokens of a sequence in a step."""
+        given = self.speculative_config
+        return 0 if given is None else speculative_config(given).num_speculative_tokens
 
     @property
     def num_cpu_loras(self) -> int:

@@ -42,7 +42,8 @@ class RequestMetrics:
     Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
     prefix cache when the request first ran, cached_tokens_disk of them in kv_cache_dir. decode_tokens: generated tokens
-    without the first of each sequence.
+    without the first of each sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the
+    right ones.
     preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
     counts for the first of them.
     """
@@ -57,6 +58,8 @@ class RequestMetrics:
     cached_tokens_disk: int = 0
     preemptions: int = 0
     swaps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
 
@@ -110,6 +113,8 @@ class RequestMetrics:
             "cached_tokens_disk": self.cached_tokens_disk,
             "preemptions": self.preemptions,
             "swaps": self.swaps,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "h2d_bytes": self.h2d_bytes,
             "d2h_bytes": self.d2h_bytes,
         }

@@ -76,7 +76,7 @@ ENGINE_ARGUMENTS = _table(
         "ec_transfer_config engram_config eplb_config fault_tolerance_config ir_op_priority kernel_config "
         "kv_events_config kv_transfer_config limit_mm_per_prompt logging_config mamba_config media_io_kwargs "
         "mm_processor_kwargs model_class_overrides model_loader_extra_config pooler_config profiler_config "
-        "quantization_config reasoning_config rope_scaling speculative_config structured_outputs_config "
+        "quantization_config reasoning_config rope_scaling structured_outputs_config "
         "watchdog_config watermark_config weight_transfer_config",
         None,
         {},

@@ -67,7 +67,7 @@ ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"vllm_names"},
     {"outputs", "rules"},
-    {"sampling_rules"},
+    {"sampling_rules", "speculative_config"},
     {"sampling_params"},
     {"data"},
     {"comm", "ops"},

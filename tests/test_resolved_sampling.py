@@ -52,7 +52,7 @@ def sequence(prompt: list[int], output: list[int], **params: Any) -> Sequence:
 
 
 def adjustments(prompt: list[int], output: list[int], **params: Any) -> LogitAdjustments | None:
-    return sequence(prompt, output, **params).sampling_row().adjustments
+    return sequence(prompt, output, **params).sampling_rows()[0].adjustments
 
 
 REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [

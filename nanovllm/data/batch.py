@@ -159,6 +159,10 @@ class PackedMask:
             bits[token // 8] |= 1 << token % 8
         return cls(bytes(bits))
 
+    def allows(self, token: int) -> bool:
+        """Whether the token may be chosen."""
+        return token // 8 < len(self.bits) and bool(self.bits[token // 8] >> token % 8 & 1)
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessors:
@@ -238,7 +242,9 @@ class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
     `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
-    sequences that share the prompt begin. `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
+    sequences that share the prompt begin. `num_drafts`: so many of the last `token_ids` are guesses of what follows;
+    `samples` are then one of the row before them and one of each of theirs, drawn as if the guesses before were right.
+    `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
     these layer chunks of them; None: they go through all layers in the step. `adapter`: its number, or None.
     `state_slot`: of a model with recurrent layers, on the device: the state before `token_ids`, then that after them.
     """
@@ -256,6 +262,12 @@ class ScheduledSequence:
     request_id: str = ""
     adapter: int | None = None
     state_slot: int | None = None
+    num_drafts: int = 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The drafted tokens among `token_ids`."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +314,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """For each scheduled sequence, in batch order: the tokens drawn for its `samples`, KV bytes moved each way.
+
+    Of a sequence with drafts: the tokens drawn up to the first that is not the drafted one.
 
     prompt_logprobs: of each sequence's `prompt_targets`; empty if no sequence has any. errors: by the index of a
     sequence, what is wrong with its numbers; its samples are then meaningless.

@@ -273,6 +273,31 @@ class BlockManager:
             while len(table) < self._wanted(seq, group):
                 table.append(self._new_block(index))
 
+    # ---- drafts
+
+    def look_ahead(self, seq: Sequence, num_drafts: int) -> int:
+        """Give a sequence that has its blocks those of up to `num_drafts` tokens more. Returns for how many.
+
+        It has them for one step: `end_look_ahead` takes them back.
+        """
+        while num_drafts and self._num_ahead(seq, num_drafts) > self.num_allocatable:
+            num_drafts -= 1
+        if num_drafts:
+            for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
+                while len(table) < group.num_blocks(seq.end + num_drafts):
+                    table.append(self._new_block(index))
+        return num_drafts
+
+    def end_look_ahead(self, seq: Sequence) -> None:
+        """Free the blocks beyond the sequence's tokens. Nothing in them was accepted, so that none is cached."""
+        for table, group in zip(seq.block_tables, self.groups, strict=False):
+            while len(table) > group.num_blocks(seq.end):
+                self._drop_reference(table.pop())
+
+    def _num_ahead(self, seq: Sequence, num_drafts: int) -> int:
+        tables = zip(seq.block_tables, self.groups, strict=True)
+        return sum(max(0, group.num_blocks(seq.end + num_drafts) - len(table)) for table, group in tables)
+
     # ---- windows
 
     def release_hidden(self, seq: Sequence) -> None:

@@ -18,7 +18,7 @@ from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestF
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
-from nanovllm.engine.scheduler import LayerwiseScheduling, Preemption, Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Drafter, LayerwiseScheduling, Preemption, Scheduler, SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -92,6 +92,7 @@ class EngineMetrics:
 
     A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
     tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
+    drafts: how often a step verified drafts of a sequence; drafted_tokens, accepted_tokens: in these.
     prefix_cache_copied_blocks, prefix_cache_copied_tokens: hits that end within a block, whose tokens are copied.
     """
 
@@ -115,6 +116,9 @@ class EngineMetrics:
     prefix_cache_hit_rate: float
     prefix_cache_copied_blocks: int
     prefix_cache_copied_tokens: int
+    drafts: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
@@ -140,6 +144,9 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         prefix_cache_hit_rate=manager.stats.hit_rate,
         prefix_cache_copied_blocks=manager.stats.copied_blocks,
         prefix_cache_copied_tokens=manager.stats.copied_tokens,
+        drafts=scheduler.draft_stats.drafts,
+        drafted_tokens=scheduler.draft_stats.drafted_tokens,
+        accepted_tokens=scheduler.draft_stats.accepted_tokens,
     )
 
 
@@ -159,7 +166,7 @@ class EngineFeatures:
 
     request_factory, preemption: of requests of several sequences. layerwise: None prefills all prompts chunk by chunk.
     grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. close_store: ends the
-    block manager's store when the engine is closed.
+    block manager's store when the engine is closed. drafter: of speculative decoding.
     """
 
     request_factory: RequestFactory
@@ -169,6 +176,7 @@ class EngineFeatures:
     adapters: Adapters | None = None
     metrics: MetricsReader | None = None
     close_store: Callable[[], None] | None = None
+    drafter: Drafter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class LLMEngine:
         """model: its name for `model_config`; sampling_defaults: the sampling parameters that it recommends."""
         self.limits = limits
         self.facts = facts
-        self.scheduler = Scheduler(limits, block_manager, features.preemption, features.layerwise)
+        self.scheduler = Scheduler(limits, block_manager, features.preemption, features.layerwise, features.drafter)
         self.executor = executor
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults or {}
@@ -407,24 +415,36 @@ class LLMEngine:
         batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
-        self._batch = batch
+        self._batch, begin = batch, time.monotonic()
         try:
             result = self.executor.execute(batch)
         finally:
             self._batch = None
+        drafter = self._features.drafter
+        if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
+            drafter.measured(batch.num_tokens, time.monotonic() - begin)
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             outputs = self._requests[request.request_id]
             for seq in request.sequences:
-                try:
-                    stop_string = outputs.detokenize(seq)
-                except Exception as error:
-                    outputs.fail_text(seq, error)
-                    self.scheduler.abort(request, self._clock.now(), "error")
+                goes_on = self._read(outputs, seq)
+                while self.scheduler.accept_draft(seq, self._clock.now()):
+                    goes_on = self._read(outputs, seq)
+                if not goes_on:
                     break
-                if stop_string is not None:
-                    self.scheduler.end_by_string(seq, stop_string, self._clock.now())
         return stepped
+
+    def _read(self, outputs: OutputProcessor, seq: Sequence) -> bool:
+        """Decode the new token of a sequence, which a stop string may end. Returns False if the tokenizer fails."""
+        try:
+            stop_string = outputs.detokenize(seq)
+        except Exception as error:
+            outputs.fail_text(seq, error)
+            self.scheduler.abort(outputs.request, self._clock.now(), "error")
+            return False
+        if stop_string is not None:
+            self.scheduler.end_by_string(seq, stop_string, self._clock.now())
+        return True
 
     # ---- closing
 

@@ -6,7 +6,7 @@ Sequences go chunk by chunk (`ChunkedPass`) or layer by layer (`features/layerwi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -303,12 +303,12 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     """Append the tokens of each sequence's `samples`. Returns errors by index of a sequence, None for logits that are
     not finite.
     """
-    hidden, sequences, starts = rows.hidden, rows.sequences, rows.starts
+    hidden, sequences = rows.hidden, rows.sequences
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
-    last_rows = torch.tensor([starts[i] + len(sequences[i].token_ids) - 1 for i, _ in due])
-    logits = model.compute_logits(hidden[upload(last_rows, hidden.device)])
+    drawn_rows = torch.tensor([row for i in range(len(sequences)) for row in _drawn_rows(rows, i)])
+    logits = model.compute_logits(hidden[upload(drawn_rows, hidden.device)])
     if not model.has_logits:
         return {}
     sampling = [row for _, row in due]
@@ -316,18 +316,57 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     processed, errors = _processed(logits, sampling) if has_processors else ({}, {})
     tokens = sample(logits, sampling, processed)
     failed: dict[int, str | None] = {}
+    counting = _Counting(sequences)
     for position, ((i, row), token) in enumerate(zip(due, tokens, strict=True)):
         error = errors.get(position) or (row.mask.error if row.mask is not None else None)
+        is_wrong = error is not None or token < 0
+        if not counting.count(position, i, token, is_wrong) or not is_wrong:
+            continue
         if token == NOT_FINITE:
             failed[i] = None
-        elif error is not None or token < 0:
+        else:
             failed.setdefault(i, error or EVERYTHING_BANNED)
-    counts = [None if i in failed else row.num_logprobs for i, row in due]
+    drawn = enumerate(due)
+    counts = [row.num_logprobs if i not in failed and at in counting.positions else None for at, (i, row) in drawn]
     asked = any(count is not None for count in counts)
     logprobs = token_logprobs(logits, tokens, counts) if asked else [None] * len(due)
-    for (i, _), token, found in zip(due, tokens, logprobs, strict=True):
-        samples[i].append(Sample(token, found))
+    for position, ((i, _), token, found) in enumerate(zip(due, tokens, logprobs, strict=True)):
+        if position in counting.positions:
+            samples[i].append(Sample(token, found))
     return failed
+
+
+def _drawn_rows(rows: ComputedRows, index: int) -> Iterator[int]:
+    """The rows from which the `samples` of a sequence are drawn."""
+    seq = rows.sequences[index]
+    last = rows.starts[index] + len(seq.token_ids) - 1
+    for place in range(len(seq.samples)):
+        yield last - seq.num_drafts + place if seq.num_drafts else last
+
+
+class _Counting:
+    """Which of the draws count: of a sequence with drafts those up to the first that is not the drafted token.
+
+    A draw after a draft that is wrong in itself (everything is banned) does not count either: the next step draws it
+    again, unless the sequence has ended before it. positions: of the draws that count.
+    """
+
+    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
+        self.positions: set[int] = set()
+        self._drafts = [seq.drafts if seq.num_drafts else None for seq in sequences]
+        self._accepted = [0] * len(sequences)  # drafts so far; -1 once one was refused
+
+    def count(self, position: int, index: int, token: int, is_wrong: bool) -> bool:
+        """Whether the next draw of a sequence counts."""
+        drafts, accepted = self._drafts[index], self._accepted[index]
+        if drafts is not None:
+            if accepted < 0 or (is_wrong and accepted > 0):
+                self._accepted[index] = -1
+                return False
+            is_right = accepted < len(drafts) and token == drafts[accepted]
+            self._accepted[index] = accepted + 1 if is_right else -1
+        self.positions.add(position)
+        return True
 
 
 def _processed(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, Tensor], dict[int, str]]:

@@ -167,6 +167,11 @@ class Request:
         """
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether its next tokens may be drafted. A logits processor may keep a state, and must see each token once."""
+        return len(self.sequences) == 1 and not self.sampling.processors
+
+    @property
     def num_logprobs(self) -> int | None:
         """Log-probabilities that its samples must have."""
         return self.sampling.num_logprobs
@@ -237,6 +242,7 @@ class Sequence:
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()
+        self.drafting: object = None  # what the drafter keeps of it
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -310,21 +316,28 @@ class Sequence:
 
     # ---- what the executor needs to sample its next token, and to score its prompt
 
-    def sampling_row(self) -> SamplingRow:
-        """How to sample its next token."""
-        sampling, processors = self.request.sampling, None
-        mask: TokenMask | None = sampling.allowed
-        if self.grammar is not None:  # the mask is made while the step computes
+    def sampling_rows(self, drafts: Seq[int] = ()) -> tuple[SamplingRow, ...]:
+        """How to sample its next token, and after each of `drafts` the one that follows if the output goes on so."""
+        masks: Seq[TokenMask | None] = [self.request.sampling.allowed] * (len(drafts) + 1)
+        if self.grammar is not None:  # the masks are made while the step computes
             new = self.token_ids[self.prompt_len + self.grammar.num_read :]
-            mask = self.grammar.mask(new, hold_end=self.num_output_tokens < self.params.min_tokens)
+            first = self.num_output_tokens
+            masks = self.grammar.masks(
+                new, drafts, [first + count < self.params.min_tokens for count in range(len(drafts) + 1)]
+            )
+        return tuple(self._sampling_row(drafts[:count], mask) for count, mask in enumerate(masks))
+
+    def _sampling_row(self, ahead: Seq[int], mask: TokenMask | None) -> SamplingRow:
+        """How to sample the token after the tokens `ahead` of the output."""
+        sampling, processors = self.request.sampling, None
         if sampling.processors:
             processors = LogitsProcessors(sampling.processors, self.request.prompt_token_ids, self.output_token_ids)
         return SamplingRow(
             **sampling.draw,
             seed=self.seed,
-            index=self.num_output_tokens,
+            index=self.num_output_tokens + len(ahead),
             num_logprobs=self.request.num_logprobs,
-            adjustments=self._adjustments(),
+            adjustments=self._adjustments(ahead),
             mask=mask,
             processors=processors,
         )
@@ -338,20 +351,20 @@ class Sequence:
             return None
         return PromptTargets(first - self.num_computed, self.token_ids[first + 1 : end + 1], count)
 
-    def _adjustments(self) -> LogitAdjustments | None:
-        """Changes to the logits of the next token; None for no change."""
+    def _adjustments(self, ahead: Seq[int]) -> LogitAdjustments | None:
+        """Changes to the logits of the token after the tokens `ahead`; None for no change."""
         sampling, banned = self.request.sampling, token_array()
         # A grammar's mask holds end tokens back itself, unless nothing else may follow.
-        if self.num_output_tokens < self.params.min_tokens and self.grammar is None:
+        if self.num_output_tokens + len(ahead) < self.params.min_tokens and self.grammar is None:
             banned.extend(sampling.end_tokens)
         if sampling.bad_words:
             longest = max(map(len, sampling.bad_words))
             end_of_output = self.token_ids[max(self.prompt_len, len(self) - longest + 1) :]
-            banned.extend(banned_tokens(sampling.bad_words, end_of_output))
+            banned.extend(banned_tokens(sampling.bad_words, [*end_of_output, *ahead]))
         always = sampling.adjustments
         if not banned and not always.biased and not always.penalizes:
             return None
-        output = self.output_array()[:] if always.penalizes else token_array()
+        output = self.output_array() + token_array(ahead) if always.penalizes else token_array()
         return replace(always, banned=banned, output_tokens=output)
 
 

@@ -27,6 +27,14 @@ class GrammarState(Protocol):
         """
         ...
 
+    def masks(self, token_ids: Sequence[int], drafts: Sequence[int], hold_ends: Sequence[bool]) -> Sequence[TokenMask]:
+        """`mask`, and after each of `drafts` the one that would follow if the output went on with them.
+
+        The state does not read the drafts. After a draft that the grammar does not allow, masks mean nothing.
+        hold_ends: one more than drafts.
+        """
+        ...
+
 
 class Grammar(Protocol):
     """What the outputs of one request match."""

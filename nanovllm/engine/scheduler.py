@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.batch import Batch, LayerwiseStep, Sample, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, LayerwiseStep, Sample, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.errors import ConfigError, RequestError, told
@@ -27,6 +27,7 @@ class SchedulerLimits:
     preemption_mode: None swaps requests of several sequences and recomputes the others.
     layerwise_memory: device memory for layer-by-layer prefill.
     max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
+    num_speculative_tokens: most drafted tokens of a sequence in a step.
     """
 
     max_num_seqs: int
@@ -38,6 +39,7 @@ class SchedulerLimits:
     num_layers: int = 1
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE
     max_loras: int = 0
+    num_speculative_tokens: int = 0
 
     @property
     def chunk(self) -> int:
@@ -196,6 +198,34 @@ class LayerwiseScheduling(Protocol):
         ...
 
 
+class Drafter(Protocol):
+    """Guesses what follows. A wrong guess costs time, and changes no output."""
+
+    def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
+        """At most `most` token ids of the model that may follow, or none.
+
+        rows, tokens: that the step computes and generates without them.
+        """
+        ...
+
+    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """A step has accepted the first `accepted` of `drafted` tokens."""
+        ...
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step of decoding sequences took so long."""
+        ...
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Totals since the engine was created. drafts: how often a step verified drafts of a sequence."""
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 class Scheduler:
     """Continuous batching with chunked prefill: prefill and decode share a step.
 
@@ -211,8 +241,12 @@ class Scheduler:
         block_manager: BlockManager,
         preemption: Preemption | None = None,
         layerwise: LayerwiseScheduling | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """preemption: by recomputation if it is None; layerwise: None prefills every prompt chunk by chunk."""
+        """preemption: by recomputation if it is None; layerwise: None prefills every prompt chunk by chunk.
+
+        drafter: None computes one token of a sequence in a step.
+        """
         longest = block_manager.capacity.max_sequence_tokens
         if limits.max_model_len > longest:  # such a sequence could never be resumed
             raise ConfigError(
@@ -223,6 +257,9 @@ class Scheduler:
         self.block_manager = block_manager
         self.preemption = Preemption(block_manager) if preemption is None else preemption
         self.layerwise = layerwise
+        self.drafter = drafter
+        self.draft_stats = DraftStats()
+        self._drafted: dict[int, list[Sample]] = {}  # by seq_id: samples of the last step that are not yet applied
         # All three are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
@@ -269,9 +306,10 @@ class Scheduler:
         if self.waiting:
             self._admit_waiting(budget, now)
         budget.add_long_prefill()
+        drafts = self._draft(budget) if self.drafter is not None else {}
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
-        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
+        sequences = [self._scheduled(seq, chunk, drafts.get(seq, ())) for seq, chunk in budget.chunks]
         if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
@@ -292,7 +330,7 @@ class Scheduler:
         sampled: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
-            computed = len(scheduled.token_ids)
+            computed = len(scheduled.token_ids) - scheduled.num_drafts
             if self.layerwise is not None and scheduled.layerwise is not None:
                 computed = self.layerwise.advance(seq, scheduled.layerwise)
             seq.num_computed += computed
@@ -306,6 +344,9 @@ class Scheduler:
             seq.request.metrics.prefill_tokens += prefilled
             seq.request.metrics.h2d_bytes += h2d_bytes
             seq.request.metrics.d2h_bytes += d2h_bytes
+            if scheduled.num_drafts and seq.request not in errors:
+                self._count_drafts(seq, scheduled.num_drafts, len(samples) - 1)
+                samples, self._drafted[seq.seq_id] = samples[:1], samples[:0:-1]
             sampled.setdefault(seq.request, []).extend(samples)
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:
@@ -323,6 +364,25 @@ class Scheduler:
         return list(sampled)
 
     # ---- the stages of a step
+
+    def accept_draft(self, seq: Sequence, now: float) -> bool:
+        """Append the next token of the step, which followed an accepted draft. Returns False when there is none left.
+
+        Call it after `update` for every sequence until it returns False. The tokens come one by one, since each may end
+        the sequence: what would have followed is dropped.
+        """
+        samples = self._drafted.get(seq.seq_id)
+        if samples is None:
+            return False
+        if seq.finished or not samples:
+            del self._drafted[seq.seq_id]
+            self.block_manager.end_look_ahead(seq)
+            return False
+        seq.num_computed += 1  # the draft that is now the last token was computed with the others
+        self.block_manager.register_computed(seq, seq.num_computed - 1)
+        self.block_manager.release_hidden(seq)
+        self._apply_samples(seq.request, [samples.pop()], now)
+        return True
 
     def _restart_longer(self, request: Request) -> None:
         """A request that has outgrown the length up to which its K/V holds waits to be computed again."""
@@ -399,6 +459,52 @@ class Scheduler:
             else:
                 budget.reserve_for(request)
 
+    def _draft(self, budget: SchedulingBudget) -> dict[Sequence, Seq[int]]:
+        """Drafts of the decoding sequences, as far as this step has tokens and blocks that nothing else takes."""
+        assert self.drafter is not None
+        layer_by_layer = budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is not None
+        if layer_by_layer:  # it takes all that is left
+            return {}
+        drafts: dict[Sequence, Seq[int]] = {}
+        rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
+        left = min(budget.left, self.limits.max_num_seqs + self.limits.num_speculative_tokens - tokens)
+        for seq, _ in budget.chunks:
+            most = min(left, self._most_drafts(seq))
+            found = self.drafter.draft(seq, most, rows, tokens) if most > 0 else ()
+            found = found[: self._num_before_end(seq, found)]
+            if count := self.block_manager.look_ahead(seq, len(found)):
+                drafts[seq] = found[:count]
+                left, rows = left - count, rows + count
+        return drafts
+
+    def _most_drafts(self, seq: Sequence) -> int:
+        """How many tokens may follow the next one."""
+        request, limits = seq.request, self.limits
+        if not request.takes_drafts or seq.num_remaining > 1 or seq.num_output_tokens == 0:
+            return 0
+        longest = limits.max_model_len
+        if request.rope_switch is not None:
+            longest = min(longest, request.rope_switch.above + 1)
+        most = min(limits.num_speculative_tokens, longest - len(seq) - 1)
+        return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
+
+    def _num_before_end(self, seq: Sequence, drafts: Seq[int]) -> int:
+        """How many drafts come before one that would end the sequence, which no other can follow."""
+        ends = set(seq.params.stop_token_ids)
+        if not seq.params.ignore_eos:
+            ends |= self.limits.eos_token_ids
+        return next((count for count, token in enumerate(drafts) if token in ends), len(drafts))
+
+    def _count_drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        assert self.drafter is not None
+        self.drafter.verified(seq, drafted, accepted)
+        stats, metrics = self.draft_stats, seq.request.metrics
+        stats.drafts += 1
+        stats.drafted_tokens += drafted
+        stats.accepted_tokens += accepted
+        metrics.drafted_tokens += drafted
+        metrics.accepted_tokens += accepted
+
     # ---- helpers of the stages
 
     def _plan_layerwise(self, seq: Sequence) -> None:
@@ -443,20 +549,24 @@ class Scheduler:
         _insert(self.swapped if request.status is RequestStatus.SWAPPED else self.waiting, request)
         self.running.remove(request)
 
-    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
+    def _scheduled(self, seq: Sequence, chunk: int, drafts: Seq[int] = ()) -> ScheduledSequence:
         end, states = seq.num_computed + chunk, self.block_manager.states
+        samples: list[SamplingRow] = []
+        for other in seq.request.sampled_from(seq) if end == seq.end else ():
+            samples += other.sampling_rows(drafts)
         return ScheduledSequence(
             seq_id=seq.seq_id,
-            token_ids=seq.token_ids[seq.num_computed : end],
+            token_ids=[*seq.token_ids[seq.num_computed : end], *drafts],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             rope_len=seq.request.rope_len,
-            block_tables=self.block_manager.physical_ids(seq, end),
-            samples=[other.sampling_row() for other in seq.request.sampled_from(seq)] if end == seq.end else (),
+            block_tables=self.block_manager.physical_ids(seq, end + len(drafts)),
+            samples=samples,
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
             state_slot=states.own(seq) if states is not None else None,
+            num_drafts=len(drafts),
         )
 
     # ---- the result of a step
@@ -509,7 +619,7 @@ class Scheduler:
         failed = [*self.running, *admitted]
         swapped = [request for request in self.swapped if request not in failed]
         self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
-        self.running, self.swapped = [], []
+        self.running, self.swapped, self._drafted = [], [], {}
         self.block_manager.reset()
         for request in [*failed, *swapped]:
             for seq in request.live:

@@ -177,7 +177,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
     """Run one prefill of max_num_batched_tokens tokens, with prompt log-probabilities and max_num_seqs samples."""
     tokens = config.max_num_batched_tokens
-    rows = min(config.max_num_seqs, tokens)
+    rows = min(config.max_num_seqs + config.num_speculative_tokens, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     recurrent = model.spec.recurrent

@@ -132,6 +132,10 @@ class BeamRequest(GroupRequest):
         return [GroupSequence(self, next(self.seq_ids), 0)]
 
     @property
+    def takes_drafts(self) -> bool:
+        return False
+
+    @property
     def num_seqs(self) -> int:
         """Sequence slots for all beams, from the beginning."""
         return self.search.width

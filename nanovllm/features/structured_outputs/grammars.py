@@ -176,18 +176,31 @@ class MatcherState:
         self.num_read = 0
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
-        self._last: Future[PackedMask] | None = None
+        self._last: Future[list[PackedMask]] | None = None
 
     def mask(self, token_ids: Sequence[int], hold_end: bool) -> PendingMask:
+        return self.masks(token_ids, (), (hold_end,))[0]
+
+    def masks(self, token_ids: Sequence[int], drafts: Sequence[int], hold_ends: Sequence[bool]) -> list[PendingMask]:
         if self._last is not None:  # a step that failed, or that sampled nothing, has not waited for it
             wait([self._last])
         self.num_read += len(token_ids)
-        self._last = self._grammar.pool.submit(self._make, list(token_ids), hold_end)
-        return PendingMask(self._last)
+        self._last = self._grammar.pool.submit(self._make, list(token_ids), list(drafts), list(hold_ends))
+        return [PendingMask(self._last, index) for index in range(len(hold_ends))]
 
-    def _make(self, token_ids: Sequence[int], hold_end: bool) -> PackedMask:
+    def _make(self, token_ids: Sequence[int], drafts: Sequence[int], hold_ends: Sequence[bool]) -> list[PackedMask]:
         """Runs in a thread of the pool; the library releases the interpreter's lock."""
-        matcher, grammar = self._matcher, self._grammar
+        made = [self._after(self._matcher, token_ids, hold_ends[0])]
+        ahead = self._matcher.deep_copy() if drafts and made[0].error is None else None
+        for draft, hold_end in zip(drafts, hold_ends[1:], strict=True):
+            if ahead is None or made[-1].error is not None or not made[-1].allows(draft):
+                break
+            made.append(self._after(ahead, [draft], hold_end))
+        return made + made[-1:] * (len(hold_ends) - len(made))
+
+    def _after(self, matcher: Any, token_ids: Sequence[int], hold_end: bool) -> PackedMask:
+        """The mask once `matcher` has read these tokens."""
+        grammar = self._grammar
         try:
             if token_ids:
                 matcher.consume_tokens(token_ids)
@@ -210,16 +223,17 @@ class MatcherState:
 class PendingMask:
     """A mask that another thread makes, see `data.batch.TokenMask`. It is pickled as the finished mask."""
 
-    def __init__(self, made: Future[PackedMask]) -> None:
+    def __init__(self, made: Future[list[PackedMask]], index: int) -> None:
         self._made = made
+        self._index = index
 
     @property
     def bits(self) -> bytes:
-        return self._made.result().bits
+        return self._made.result()[self._index].bits
 
     @property
     def error(self) -> str | None:
-        return self._made.result().error
+        return self._made.result()[self._index].error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedMask, (self.bits, self.error)

@@ -1,0 +1,5 @@
+"""Speculative decoding: guesses of what follows, verified several in a pass. Outputs are those without it."""
+
+from nanovllm.features.speculation.drafter import NgramDrafter
+
+__all__ = ["NgramDrafter"]

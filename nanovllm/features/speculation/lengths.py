@@ -1,0 +1,46 @@
+"""How many tokens to draft: what a pass costs by its rows, as measured, against the drafts that will be right."""
+
+from __future__ import annotations
+
+MARGIN = 1.02  # drafts must promise this much more than none
+FORGET = 0.95  # weight of what was measured one pass earlier
+LEAST_SPREAD = 0.01  # of the numbers of rows: with less, the cost of a row is not known anew
+
+
+class PassCosts:
+    """The cost of a pass of m rows as fixed + m * per_row, fitted to the latest passes.
+
+    share: per_row / fixed. It starts at 0, so that drafts are tried and measured.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weighted: passes, rows, seconds, rows * rows, rows * seconds
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Count a pass."""
+        new = (1, rows, seconds, rows * rows, rows * seconds)
+        self._sums = tuple(FORGET * old + more for old, more in zip(self._sums, new, strict=True))
+        passes, sum_rows, sum_seconds, squares, products = self._sums
+        spread = passes * squares - sum_rows * sum_rows
+        if spread > LEAST_SPREAD * passes * squares and sum_seconds > 0:
+            per_row = max(0.0, (passes * products - sum_rows * sum_seconds) / spread)
+            fixed = (sum_seconds - per_row * sum_rows) / passes
+            self.share = per_row / max(fixed, 1e-3 * sum_seconds / passes)
+
+
+def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: float) -> int:
+    """How many tokens of a sequence to draft, from 0 to `most`: that which gives most tokens in a second.
+
+    acceptance: the probability that a draft is right if those before it are. rows, tokens: what the pass computes and
+    generates without them. share: `PassCosts.share`.
+    """
+    best, best_rate = 0, MARGIN * tokens / (1 + share * rows)
+    expected, probability = float(tokens), 1.0
+    for length in range(1, most + 1):
+        probability *= acceptance
+        expected += probability
+        rate = expected / (1 + share * (rows + length))
+        if rate > best_rate:
+            best, best_rate = length, rate
+    return best

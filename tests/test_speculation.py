@@ -1,0 +1,204 @@
+"""Speculative decoding: outputs are those without it, to the bit, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, refusal
+from engines import offloaded, random_prompt
+from gguf_files import WIDE, write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lora_helpers import make_adapter
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM, SamplingParams, build
+from nanovllm.engine.request import Sequence as Running
+from nanovllm.errors import ConfigError
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.features.speculation.lengths import PassCosts, draft_length
+from nanovllm.features.speculation.ngrams import NgramIndex
+
+BLOCK, VOCAB, EOS = 16, 300, 277  # the end of `write_byte_level`
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+MODEL = {**WIDE, "family": "llama", "vocab": VOCAB, "eos_token_id": EOS}
+SHARED = random_prompt(2 * BLOCK + 3, 256, seed=1)
+PROMPTS = [SHARED, [*SHARED, 7, 8], SHARED[:BLOCK] + random_prompt(30, 256, seed=2), random_prompt(17, 256, seed=3)]
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "seed": 5, "top_p": 0.95},
+    "penalties": {"temperature": 0.8, "seed": 6, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+    "held back": {"temperature": 0.8, "seed": 9, "min_tokens": 8, "stop_token_ids": list(range(60))},
+    "stop strings": {"temperature": 1.0, "seed": 2, "stop": ["a", "e", "()"], "include_stop_str_in_output": True},
+    "bad words": {"temperature": 0.0, "bad_words": ["ab", "c"], "logit_bias": {65: 3.0}},
+    "grammar": {"temperature": 0.8, "seed": 1, "structured_outputs": {"regex": "([a-c]{2,3} [0-9]{2},){1,6}"}},
+    "schema": {
+        "temperature": 0.0,
+        "structured_outputs": {"json": {"type": "array", "items": {"enum": ["aa", "ab"]}, "maxItems": 4}},
+    },
+}
+COMMON = {"max_tokens": 3 * BLOCK + 5, "logprobs": 2}
+RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 90}
+FEW = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 40, "num_gpu_blocks": 14}
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": RESIDENT,
+    "offloaded": offloaded(BLOCK, 4, 90, max_num_batched_tokens=40),
+    "offloaded, copies alone": offloaded(BLOCK, 6, 90, max_num_batched_tokens=29, cpu_attention=False),
+    "recomputed": {**FEW, "preemption_mode": "recompute"},
+    "swapped": {**FEW, "preemption_mode": "swap", "swap_space": 0.01},
+    "int8": {**offloaded(BLOCK, 4, 90), "kv_cache_dtype": "int8"},
+}
+
+
+class Scripted:
+    """Drafts the expected tokens, others or a mixture: a token after token 0 of `wrong` is right, as long as it is 0.
+
+    expected: the output of each prompt. wrong: what is added to each drafted token, in turn.
+    """
+
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], wrong: Sequence[int]) -> None:
+        self.expected, self.wrong, self.accepted = expected, wrong, 0
+        self._calls = 0
+
+    def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
+        output = self.expected[tuple(seq.token_ids[: seq.prompt_len])]
+        rest = [*output[seq.num_output_tokens :], 0, VOCAB - 1, 0, VOCAB - 1, 5][:most]
+        self._calls += 1
+        wrong = [self.wrong[(self._calls + place) % len(self.wrong)] for place in range(len(rest))]
+        return [(token + add) % VOCAB for token, add in zip(rest, wrong, strict=True)]
+
+    def verified(self, seq: Running, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.accepted += accepted
+
+    def measured(self, rows: int, seconds: float) -> None:
+        assert rows > 0 and seconds >= 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speculation") / "model"
+    make_checkpoint(path, seed=3, **MODEL)
+    write_byte_level(path)
+    return path
+
+
+def requests() -> list[SamplingParams]:
+    return [
+        SamplingParams(**{**COMMON, "ignore_eos": "structured_outputs" not in each, **each}) for each in PARAMS.values()
+    ]
+
+
+def outputs(llm: LLM, params: Sequence[SamplingParams], lora: LoRARequest | None = None) -> list[Any]:
+    """All that a request answers, of every prompt with all parameters at once."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in params]
+    adapters = [lora if index % 2 else None for index in range(len(prompts))] if lora is not None else None
+    named = {} if adapters is None else {"lora_request": adapters}
+    found = llm.generate(prompts, [*params] * len(PROMPTS), use_tqdm=False, **named)
+    assert llm.metrics().used_blocks == 0
+    one = [output.outputs[0] for output in found]
+    return [(c.token_ids, c.text, c.logprobs, c.cumulative_logprob, c.finish_reason, c.stop_reason) for c in one]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[Any]:
+    with LLM(checkpoint, **RESIDENT) as llm:
+        found = outputs(llm, requests())
+    assert {each[4] for each in found} == {"stop", "length"} and any(isinstance(each[5], str) for each in found)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[Any], way: str) -> None:
+    if way == "int8":
+        with LLM(checkpoint, **WAYS[way]) as llm:
+            expected = outputs(llm, requests())
+    with LLM(checkpoint, **WAYS[way], speculative_config=NGRAM) as llm:
+        assert outputs(llm, requests()) == expected
+        assert outputs(llm, requests()) == expected, "from the prefix cache"
+        metrics, transfers = llm.metrics(), llm.kv_stats().transfers
+    assert metrics.drafted_tokens >= metrics.accepted_tokens > 0 and metrics.prefix_cache_hit_tokens > 0
+    assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
+    assert metrics.preemptions_by_swap > 0 or way != "swapped"
+    assert transfers.h2d_bytes > 0 or not way.startswith("offloaded")
+
+
+@pytest.mark.parametrize("case", ["window", "gguf", "lora"])
+def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_path: Path, case: str) -> None:
+    engine: dict[str, Any] = offloaded(BLOCK, 4, 90, max_num_batched_tokens=40)
+    stored, lora = tmp_path / "model", None
+    if case == "lora":
+        stored, engine = checkpoint, engine | {"enable_lora": True, "max_lora_rank": 4}
+        model = make_checkpoint(tmp_path / "same", seed=3, **MODEL)
+        lora = make_adapter(tmp_path / "adapter", model)
+    else:
+        changes = {"family": "mistral", "sliding_window": 21} if case == "window" else {}
+        model = make_checkpoint(stored, seed=4, **{**MODEL, **changes})
+        write_byte_level(stored)
+        if case == "gguf":
+            model = make_checkpoint(tmp_path / "narrow", seed=4, **{**WIDE, "family": "llama"})
+            stored = write_gguf(tmp_path / "model.gguf", model)
+    params = requests()[:3]
+    with LLM(stored, **engine) as llm:
+        expected = outputs(llm, params, lora)
+    with LLM(stored, **engine, speculative_config=NGRAM) as llm:
+        assert outputs(llm, params, lora) == expected
+        assert llm.metrics().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("way", ["resident", "offloaded", "recomputed", "swapped"])
+@settings(max_examples=4, deadline=None)
+@given(
+    wrong=st.lists(st.sampled_from([0, 0, 0, 1, VOCAB - 1, 137]), min_size=1, max_size=13),
+    name=st.sampled_from([*PARAMS]),
+)
+def test_any_drafts_give_the_same_outputs(
+    checkpoint: Path, expected: list[Any], way: str, wrong: list[int], name: str
+) -> None:
+    at = [*PARAMS].index(name)
+    due = expected[at :: len(PARAMS)]
+    drafter = Scripted({tuple(p): each[0] for p, each in zip(PROMPTS, due, strict=True)}, wrong)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_drafter", lambda config, spec: drafter)
+        with LLM(checkpoint, **WAYS[way], speculative_config=NGRAM) as llm:
+            assert outputs(llm, [requests()[at]]) == due
+    if not any(wrong):
+        assert drafter.accepted > 0
+
+
+def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:
+    index, tokens = NgramIndex(1, 3), [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
+    assert index.follow(tokens, 2) == [4, 9], "three tokens before two, though those came later"
+    tokens += [6, 2, 3]
+    assert index.follow(tokens, 9) == [6, 2, 3] and index.follow([*tokens, 77], 4) == []
+
+
+def test_the_number_of_drafts_follows_costs_and_acceptance() -> None:
+    assert draft_length(0.9, 8, rows=1, tokens=1, share=0.0) == 8
+    assert draft_length(0.3, 8, rows=1, tokens=1, share=0.5) == 0
+    assert 0 < draft_length(0.8, 8, rows=1, tokens=1, share=0.1) < 8
+    costs = PassCosts()
+    for _ in range(20):
+        for rows in (1, 4, 9):
+            costs.add(rows, 2.0 + 0.5 * rows)
+    assert costs.share == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "draft_model", "model": "x", "num_speculative_tokens": 3}, "'draft_model' is not supported yet"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, "'mtp' is not supported yet"),
+        ({"num_speculative_tokens": 3}, "method=None must be 'ngram'"),
+        ({"method": "ngram"}, "num_speculative_tokens=None must be a whole number"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 2}, "unknown field 'prompt_lookup'"),
+        ({**NGRAM, "prompt_lookup_min": 4}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3"),
+        ({**NGRAM, "prompt_lookup_max": True}, "prompt_lookup_max=True must be a whole number"),
+        ("ngram", "must be None or a dict"),
+    ],
+)
+def test_other_configs_are_refused(checkpoint: Path, given: Any, words: str) -> None:
+    assert words in refusal(lambda: LLM(checkpoint, speculative_config=given), ConfigError)
