@@ -245,12 +245,12 @@ class EngineConfig:
     enable_lora: bool = argument(False, FLAG, "let requests use LoRA adapters")
     max_loras: int = argument(1, whole(1), "adapters on the device")
     max_lora_rank: int = argument(16, whole(1), "largest rank of an adapter")
+    max_cpu_loras: int | None = argument(None, whole(1, also=(None,)), "adapters in host memory; by default max_loras")
     speculative_config: Mapping[str, Any] | None = argument(
         None,
         Rule(lambda value: value is None or _is_fields(value), "must be None or a dict of fields and their values"),
         'several tokens in a pass, such as {"method": "ngram", "num_speculative_tokens": 8}; outputs do not change',
     )
-    max_cpu_loras: int | None = argument(None, whole(1, also=(None,)), "adapters in host memory; by default max_loras")
     revision: str | None = argument(None, TEXT_OR_NONE, "branch, tag or commit of a hub model")
     tokenizer_revision: str | None = argument(None, TEXT_OR_NONE, "the same for the tokenizer")
     download_dir: str | None = argument(None, TEXT_OR_NONE, "cache directory of hub models")

@@ -48,7 +48,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counters in a row. vLLM has one, of speculative decoding, so this engine has none."""
+    """Counters in a row. vLLM has one, of accepted drafts by position, which this engine does not count."""
 
     values: list[int]
 
