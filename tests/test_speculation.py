@@ -52,6 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {**offloaded(BLOCK, 4, 90), "kv_cache_dtype": "int8"},
 }
 
+FAST = ("offloaded", "recomputed", "swapped")
+
 
 class Scripted:
     """Drafts the expected tokens, others or a mixture: a token after token 0 of `wrong` is right, as long as it is 0.
@@ -111,7 +113,9 @@ def expected(checkpoint: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow, id=way) for way in WAYS]
+)
 def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[Any], way: str) -> None:
     if way == "int8":
         with LLM(checkpoint, **WAYS[way]) as llm:
@@ -149,7 +153,9 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
         assert llm.metrics().accepted_tokens > 0
 
 
-@pytest.mark.parametrize("way", ["resident", "offloaded", "recomputed", "swapped"])
+@pytest.mark.parametrize(
+    "way", ["offloaded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("resident", "recomputed", "swapped"))]
+)
 @settings(max_examples=4, deadline=None)
 @given(
     wrong=st.lists(st.sampled_from([0, 0, 0, 1, VOCAB - 1, 137]), min_size=1, max_size=13),
