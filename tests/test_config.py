@@ -20,6 +20,7 @@ NONE = (
     "device max_model_len kvcache_block_size kv_cache_memory_bytes kv_offloading_size preemption_mode swap_space "
     "quantization max_cpu_loras batch_invariant distributed_executor_backend trace tokenizer served_model_name "
     "revision tokenizer_revision download_dir hf_token kv_cache_dir kv_cache_dir_space"
+    "speculative_config revision tokenizer_revision download_dir hf_token"
 )
 FLAGS = ("enable_cpu_offload", "enforce_eager", "enable_lora", "trust_remote_code", "skip_tokenizer_init")
 DEFAULTS = {

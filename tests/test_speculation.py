@@ -168,7 +168,7 @@ def test_any_drafts_give_the_same_outputs(
     due = expected[at :: len(PARAMS)]
     drafter = Scripted({tuple(p): each[0] for p, each in zip(PROMPTS, due, strict=True)}, wrong)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make_drafter", lambda config, spec: drafter)
+        patch.setattr(build, "_drafter", lambda config, spec: drafter)
         with LLM(checkpoint, **WAYS[way], speculative_config=NGRAM) as llm:
             assert outputs(llm, [requests()[at]]) == due
     if not any(wrong):
