@@ -19,8 +19,7 @@ from tools.arguments import DOCS, PAGES, page
 NONE = (
     "device max_model_len kvcache_block_size kv_cache_memory_bytes kv_offloading_size preemption_mode swap_space "
     "quantization max_cpu_loras batch_invariant distributed_executor_backend trace tokenizer served_model_name "
-    "revision tokenizer_revision download_dir hf_token kv_cache_dir kv_cache_dir_space"
-    "speculative_config revision tokenizer_revision download_dir hf_token"
+    "speculative_config revision tokenizer_revision download_dir hf_token kv_cache_dir kv_cache_dir_space"
 )
 FLAGS = ("enable_cpu_offload", "enforce_eager", "enable_lora", "trust_remote_code", "skip_tokenizer_init")
 DEFAULTS = {
