@@ -33,7 +33,7 @@ from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layout import layout_of
+from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, smallest
 from nanovllm.memory.states import without_states
@@ -147,7 +147,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
 
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
-    layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
+    layout = of_rank(sizing.layout, spec)
     if trace is not None:
         trace.trace_groups(layout.groups)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, dtype, model.sinks)
@@ -292,8 +292,8 @@ def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: Attent
         misfit = f"on {model.device.type} the order of a sum depends on the number of rows in a step"
     elif not is_chunk_invariant(backend):
         misfit = (
-            f"heads of {model.spec.head_dim} are attended by torch's operator, which sums by the shape of a chunk,"
-            " since the engine's kernel takes multiples of 16"
+            f"heads of {model.spec.head_dim} are attended by torch's operator, which sums by the shape of a "
+            "chunk, since the engine's kernel takes multiples of 16"
         )
     if config.batch_invariant and misfit is not None:
         raise ConfigError(f"batch_invariant=True: {misfit}; leave it out")

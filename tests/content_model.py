@@ -128,13 +128,13 @@ class ContentExecutor:
         self.num_device_states = num_device_states
         self.states: dict[int, bytes | None] = {}  # by slot; None while some layers are further than others
         self.groups = groups
-        self.block_size = groups.common_block_size  # of all groups
         self.num_layers = len(groups.of_layer)
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
         self.num_physical_ids = self.first_swap + num_swap_blocks
         # (physical block id, offset) -> the digest of the history for each plane, None before the layer is computed
         self.entries: dict[tuple[int, int], list[bytes | None]] = {}
+        self.group_of: dict[int, int] = {}  # of each physical block that has content
         self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # seq_id, part, its next (layer, chunk)
         self.buffered: dict[tuple[int, int], bytes] = {}  # (layer, position) -> digest, in the layer buffer alone
         self.num_layerwise = self.num_holes = 0
@@ -185,8 +185,11 @@ class ContentExecutor:
         self.num_moves += not move.keeps_source
         self.num_copies += move.keeps_source
         self.num_part_moves += move.num_tokens is not None
-        num_tokens = self.block_size if move.num_tokens is None else move.num_tokens
-        assert 0 < num_tokens <= self.block_size
+        group = self.group_of[move.dst] = self.group_of[move.src]
+        block_size = self.groups[group].block_size
+        assert move.num_tokens is None or move.group == group, "a part is copied from where the group has it"
+        num_tokens = block_size if move.num_tokens is None else move.num_tokens
+        assert 0 < num_tokens <= block_size
         moved = [self.entries.get((move.src, offset)) for offset in range(num_tokens)]
         assert moved[0] is not None and None not in moved[0], "a moved block has content in all layers"
         if not move.keeps_source:
@@ -194,13 +197,20 @@ class ContentExecutor:
             # Only the swap tier takes blocks that may still be written.
             complete = all(entry is not None and None not in entry for entry in moved)
             assert 2 in tiers or complete, "what is moved has content"
-        for offset in range(self.block_size):  # what is not moved is undefined in the new block
-            entry = moved[offset] if offset < num_tokens else None
+        for offset in range(max(each.block_size for each in self.groups)):  # what is not moved is undefined
+            entry = moved[offset] if offset < num_tokens else None  # in the new block
             self.entries.pop((move.dst, offset), None)
             if entry is not None:
                 self.entries[move.dst, offset] = list(entry)
             if not move.keeps_source:
                 self.entries.pop((move.src, offset), None)
+
+    def _own(self, physical_id: int, group: int) -> None:
+        """A block that is written belongs to the group from now on: what it had of another is gone."""
+        if self.group_of.get(physical_id, group) != group:
+            for offset in range(max(each.block_size for each in self.groups)):
+                self.entries.pop((physical_id, offset), None)
+        self.group_of[physical_id] = group
 
     def _move_state(self, move: StateMove) -> None:
         assert move.src != move.dst
@@ -221,8 +231,8 @@ class ContentExecutor:
             for physical_id in chain.from_iterable(seq.block_tables):
                 users[physical_id] = users.get(physical_id, 0) + 1
         for seq in batch.sequences:
-            for table in seq.block_tables:
-                for physical_id in set(table[seq.context_len // self.block_size :]) - {HOLE}:
+            for table, group in zip(seq.block_tables, self.groups, strict=True):
+                for physical_id in set(table[seq.context_len // group.block_size :]) - {HOLE}:
                     assert users[physical_id] == 1, f"block {physical_id} is written while another sequence uses it"
 
     def _check_tables(self, seq: ScheduledSequence, total: int) -> None:
@@ -232,9 +242,9 @@ class ContentExecutor:
         assert max(held) < self.first_swap, "swapped blocks are not attended"
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             first = group.first_visible(seq.context_len)
-            assert len(table) == -(-total // self.block_size)
+            assert len(table) == group.num_blocks(total)
             assert table[:first] == [HOLE] * first, "released"
-            needed = table[first : -(-seq.context_len // self.block_size)]
+            needed = table[first : group.num_blocks(seq.context_len)]
             needed += table[max(first, group.first_visible(total)) :] if seq.layerwise else table[first:]
             assert HOLE not in needed, "a hole is seen or written"
             self.num_holes += first
@@ -250,12 +260,15 @@ class ContentExecutor:
             if position == seq.context_len:
                 self._check_state(seq, digest)
             digest = history_digest(digest, tokens[position], salt)
-            for group, table in zip(self.groups, seq.block_tables, strict=True):
-                where = (table[position // self.block_size], position % self.block_size)
+            for index, table in enumerate(seq.block_tables):
+                group = self.groups[index]
+                where = (table[position // group.block_size], position % group.block_size)
                 if position >= seq.context_len:
+                    self._own(where[0], index)
                     self.entries[where] = [digest] * len(group.layers)
                 elif position > seq.context_len - (group.window or ANY_LENGTH):
                     entry = self.entries.get(where)
+                    assert self.group_of[where[0]] == index
                     assert entry == [digest] * len(group.layers), f"wrong KV at position {position} of {seq.seq_id}"
         if seq.state_slot is not None:
             self.states[seq.state_slot] = digest
@@ -294,13 +307,14 @@ class ContentExecutor:
         index, plane = self.groups.of_layer[layer]
         group = self.groups[index]
         for position in range(max(0, chunk.start + 1 - (group.window or ANY_LENGTH)), chunk.stop):
-            where = (block_table[position // self.block_size], position % self.block_size)
+            where = (block_table[position // group.block_size], position % group.block_size)
             if where[0] == HOLE:
                 if position in chunk:
                     self.buffered[layer, position] = digests[position]
                 found: bytes | None = self.buffered[layer, position]
             else:
                 if position in chunk and plane == 0:
+                    self._own(where[0], index)
                     self.entries[where] = [None] * len(group.layers)
                 entry = self.entries[where]
                 if position in chunk:

@@ -166,7 +166,7 @@ def pools(llm: LLM) -> list[Tensor]:
     if isinstance(kv_cache, OffloadedKVCache):
         return [kv_cache.engine.resident, kv_cache.engine.host.transpose(0, 1)]
     assert isinstance(kv_cache, PagedKVCache)
-    return [kv_cache._pool]
+    return [kv_cache._pools[0]]
 
 
 @pytest.mark.parametrize("mode", MODES[:3])

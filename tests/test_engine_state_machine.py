@@ -50,6 +50,7 @@ WINDOWS = [
     (9, 9),
     (4, 30),
 ]
+TIMES = [(1, 1), (1, 1), (2, 1), (1, 2), (4, 1), (2, 3)]  # sizes of blocks of layers without a window, and of others
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         layerwise_memory=st.builds(LayerwiseMemory, st.integers(0, 20), st.integers(0, 60)),
         windows=st.sampled_from(WINDOWS),
+        times=st.sampled_from(TIMES),
         snapshot_slots=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 4))),
     )
     def start(
@@ -164,9 +166,11 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         layerwise_memory: LayerwiseMemory,
         windows: tuple[int | None, ...],
+        times: tuple[int, int],
         snapshot_slots: tuple[int, int] | None,
     ) -> None:
-        groups, chunk = kv_groups(windows, block_size), min(budget, cap or budget)
+        sizes_of_blocks = [block_size * times[window is not None] for window in windows]
+        groups, chunk = kv_groups(windows, sizes_of_blocks), min(budget, cap or budget)
         num_device = max(num_device, 2 * len(groups) - num_host)
         hash_block_size = 1 if block_size % hash_block_size else hash_block_size
         slots = None if snapshot_slots is None else (max_num_seqs + snapshot_slots[0], snapshot_slots[1])

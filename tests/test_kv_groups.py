@@ -69,6 +69,32 @@ def test_what_a_sequence_holds_at_most(
     assert longest == ANY_LENGTH or groups.most_blocks(longest + 1, chunk) > blocks
 
 
+@given(
+    heads=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([16, 32, 48, 64])), min_size=1, max_size=9),
+    stored=st.sampled_from(["auto", "int8"]),
+    tokens=st.integers(1, 40),
+)
+def test_blocks_of_layers_with_different_heads_have_the_same_bytes(
+    heads: list[tuple[int, int]], stored: str, tokens: int
+) -> None:
+    layout = KVLayout.of(stored, len(heads), 1, 16, 1, 2).with_heads(heads).with_block_size(tokens)
+    assert layout.groups.block_size >= tokens
+    assert len({of_group.block_layer_bytes for of_group in layout.of_groups}) == 1
+    for layer, (group, _) in enumerate(layout.groups.of_layer):
+        of_group = layout.of_groups[group]
+        assert (of_group.num_kv_heads, of_group.head_dim) == heads[layer]
+        assert of_group.block_size == layout.groups[group].block_size
+    row = [head_dim * layout.itemsize + layout.scale_bytes for _, head_dim in heads]
+    assert layout.token_bytes == sum(2 * each * size for (each, _), size in zip(heads, row, strict=True))
+
+
+def test_layers_that_read_another_one_have_its_group_and_plane() -> None:
+    groups = kv_groups((9, None, 9, None), 16, shared=(2, 3, 3))
+    assert groups.of_layer[4:] == (groups.of_layer[2], groups.of_layer[3], groups.of_layer[3])
+    assert [groups.is_shared(layer) for layer in range(7)] == [False] * 4 + [True] * 3
+    assert groups.num_readers == (4, 3)
+
+
 def held_bytes(layout: KVLayout, tokens: int, chunk: int) -> int:
     """The most that a sequence holds while it is computed chunk by chunk, and then token by token."""
     manager = BlockManager(10_000, 0, layout.groups, chunk=chunk)

@@ -155,7 +155,7 @@ def test_a_group_attended_out_of_turn_is_refused() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_size=BLOCK, itemsize=4)
     engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(4, 0), num_host_blocks=6)
     engine.begin([(layer, [BlockTokens(block, BLOCK, 0) for block in (4, 5)]) for layer in range(2)])
-    with pytest.raises(EngineError, match=r"plane 1 of block 4, but announced plane 0 of block 4 next"):
+    with pytest.raises(EngineError, match=r"layer 1 of block 4, but announced layer 0 of block 4 next"):
         engine.acquire(1, 4)
     for layer in range(2):
         assert engine.acquire(layer, 4).shape == (2, 2, 1, BLOCK, 16)

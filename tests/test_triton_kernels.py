@@ -134,7 +134,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
     sinks = random(2, shape.heads)
     geometry = AttentionGeometry(shape.scale, shape.heads, dtype, tuple(sinks))
-    tables = DecodeTables(pools, kv_groups((window, window), 16), geometry, TritonAttention(), 9, 3000)
+    tables = DecodeTables([pools], kv_groups((window, window), 16), geometry, TritonAttention(), 9, 3000)
     tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
     tables.fill(sequences, rows)
     q = random(rows, shape.heads, 32, dtype=dtype, seed=5)

@@ -88,13 +88,15 @@ class BlockMove:
     """A copy of all planes of a block between two physical block ids. Moves of a step are carried out in order.
 
     `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
-    `num_tokens`: copy only the first tokens of the block; None copies it whole.
+    `num_tokens`: copy only the first tokens of the block; None copies it whole. `group`: the index of its KV group,
+    which says where these tokens are.
     """
 
     src: int
     dst: int
     keeps_source: bool = False
     num_tokens: int | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

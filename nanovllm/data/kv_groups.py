@@ -2,7 +2,8 @@
 
 A layer with a sliding window needs the keys of its window alone, so its blocks that lie behind the window are released.
 Layers that release alike form a group, with a block table of its own in every sequence. All groups share one pool: a
-block belongs to one group and has `planes` layers of its tokens, as many bytes whatever the group.
+block belongs to one group and has `planes` layers of its tokens, as many bytes whatever the group. Where a token takes
+fewer bytes in the layers of one group, with fewer or smaller heads, its blocks have more tokens.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class KVGroups:
 
     groups: tuple[KVGroup, ...]
     planes: int
+    shared: tuple[int, ...] = ()  # of each layer without K and V of its own, after the others: the layer whose it reads
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -70,13 +72,36 @@ class KVGroups:
 
     @cached_property
     def of_layer(self) -> tuple[tuple[int, int], ...]:
-        """For each layer of the model the index of its group, and its plane in the group's blocks."""
+        """For each layer of the model the index of its group, and its plane in the group's blocks.
+
+        Layers that read the K and V of another one come last.
+        """
         where = {
             layer: (index, plane)
             for index, group in enumerate(self.groups)
             for plane, layer in enumerate(group.layers)
         }
-        return tuple(where[layer] for layer in range(len(where)))
+        return tuple(where[layer] for layer in (*range(len(where)), *self.shared))
+
+    def is_shared(self, layer: int) -> bool:
+        """Whether a layer reads the K and V of an earlier one."""
+        return layer >= len(self.of_layer) - len(self.shared)
+
+    @cached_property
+    def num_readers(self) -> tuple[int, ...]:
+        """Of each group how many layers attend to its blocks, those with K and V of another one among them."""
+        readers = Counter(group for group, _ in self.of_layer)
+        return tuple(readers[index] for index in range(len(self.groups)))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in the smallest blocks."""
+        return min(group.block_size for group in self.groups)
+
+    @property
+    def block_sizes(self) -> str:
+        """The numbers of tokens in a block, for messages."""
+        return " or ".join(str(size) for size in sorted({group.block_size for group in self.groups}))
 
     def __str__(self) -> str:
         """Such as `3 layers keep all tokens, 15 the last 512`."""
@@ -145,33 +170,46 @@ class KVCapacity:
         return min(apart, shared + sum(group.num_blocks(tokens) - shared for tokens in lengths))
 
 
-def kv_groups(windows: Sequence[int | None], block_size: int) -> KVGroups:
+Heads = tuple[int, int]  # KV heads of a layer, and head_dim
+KVKind = tuple[int | None, int, Heads | None]  # window, tokens in a block, and heads, where layers differ in them
+
+
+def kv_groups(
+    windows: Sequence[int | None],
+    block_size: int | Sequence[int],
+    heads: Sequence[Heads] = (),
+    shared: Sequence[int] = (),
+) -> KVGroups:
     """The groups of layers with these sliding windows; None sees all keys.
 
-    Layers that are alike are one group, with a plane for each layer. Otherwise layers with the same window fill as many
-    groups as they need.
+    block_size: tokens in the blocks of all layers, or of each; heads: of each layer, () if they are alike; shared: as
+    in `KVGroups`. Layers that are alike are one group, with a plane for each layer. Otherwise layers of one kind fill
+    as many groups as they need.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    planes = num_planes(windows)
+    sizes = [block_size] * len(windows) if isinstance(block_size, int) else block_size
+    of_heads: Sequence[Heads | None] = heads or [None] * len(windows)
+    of_layers: list[KVKind] = list(zip(windows, sizes, of_heads, strict=True))
+    kinds: dict[KVKind, list[int]] = {}
+    for layer, kind in enumerate(of_layers):
+        kinds.setdefault(kind, []).append(layer)
+    planes = num_planes(of_layers)
     groups = (
-        KVGroup(window, block_size, tuple(layers[first : first + planes]))
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] is not None)  # full attention first
+        KVGroup(window, size, tuple(layers[first : first + planes]))
+        for (window, size, _), layers in sorted(kinds.items(), key=lambda kind: kind[0][0] is not None)  # full first
         for first in range(0, len(layers), planes)
     )
-    return KVGroups(tuple(groups), planes)
+    return KVGroups(tuple(groups), planes, tuple(shared))
 
 
-def num_planes(windows: Sequence[int | None]) -> int:
-    """Layers of a block: at most those of the rarest window, so that few planes stay empty in few groups.
+def num_planes(kinds: Sequence[KVKind]) -> int:
+    """Layers of a block: at most those of the rarest kind, so that few planes stay empty in few groups.
 
     An empty plane and a further group cost alike: memory of every block, or a block table of every sequence.
     """
-    counts = Counter(windows).values()
+    counts = Counter(kinds).values()
 
     def cost(planes: int) -> int:
         groups = sum(-(-count // planes) for count in counts)
-        return groups * planes - len(windows) + groups
+        return groups * planes - len(kinds) + groups
 
     return min(range(min(counts), 0, -1), key=cost)

@@ -582,7 +582,8 @@ class BlockManager:
         """A new block with the same content, or its first `num_tokens` tokens; drops one reference to the old one."""
         copy = self._new_block(self._blocks[block_id].group)
         src, dst = self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy]
-        self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens))
+        group = self._blocks[block_id].group
+        self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens, group=group))
         self._drop_reference(block_id)
         return copy
 
@@ -609,7 +610,8 @@ class BlockManager:
         """Move a block to another tier, with all its tokens or the first `num_tokens`."""
         move = self.tiers.move(block_id, tier)
         is_full = num_tokens in (None, self._group_of(block_id).block_size)
-        self._moves.append(move if is_full else replace(move, num_tokens=num_tokens))
+        group = self._blocks[block_id].group
+        self._moves.append(move if is_full else replace(move, num_tokens=num_tokens, group=group))
 
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]

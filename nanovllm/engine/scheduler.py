@@ -278,7 +278,7 @@ class Scheduler:
         if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
             raise RequestError(
                 f"request {request.request_id!r} has {request.prompt_len} tokens and needs "
-                f"{capacity.most_blocks(seq.end)} KV blocks of {capacity.groups[0].block_size} tokens; the cache has "
+                f"{capacity.most_blocks(seq.end)} KV blocks of {capacity.groups.block_sizes} tokens; the cache has "
                 f"{capacity.num_blocks} and keeps {capacity.watermark} free: shorten the prompt to "
                 f"{capacity.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
             )

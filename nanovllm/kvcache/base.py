@@ -37,9 +37,12 @@ class AttentionGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AttendedPool:
-    """A pool `[planes, blocks, 2, kv_heads, block_size, head_dim]` of every KV block, and how layers attend over it."""
+    """The pool of every KV block, and how layers attend over it.
 
-    pool: Tensor
+    pools: the pool `[planes, blocks, 2, kv_heads, block_size, head_dim]` in the shape of each KV group.
+    """
+
+    pools: Sequence[Tensor]
     groups: KVGroups
     geometry: AttentionGeometry
     backend: AttentionBackend

@@ -61,7 +61,7 @@ class CpuAttention(Protocol):
         """Start attention over `plan.concurrent`, which runs while the device attends to `plan.items`."""
         ...
 
-    def merge(self, plan: LayerPlan, state: AttentionState) -> None:
+    def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
         """Merge the result of `start` into `state`, in place."""
         ...
 
@@ -118,12 +118,12 @@ class OffloadedKVCache(KVCacheBase):
         # A shared block is loaded once; its bytes count for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
         ring = [[block_group.reads for block_group in plan.ring] for plan in self._plans]
-        for group, of_group in zip(groups, ring, strict=True):
-            token_bytes = len(group.layers) * self.layout.token_layer_bytes
+        for layout, of_group in zip(self.layout.of_groups, ring, strict=True):
+            loaded_bytes, stored_bytes = layout.num_readers * layout.token_layer_bytes, layout.token_bytes
             for read in chain.from_iterable(of_group):
-                traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
-                traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
-        engine.begin([(plane, uses) for index, plane in groups.of_layer for uses in ring[index]])
+                traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * loaded_bytes
+                traffic.d2h_bytes[read.readers[0]] += read.new_tokens * stored_bytes
+        engine.begin([(layer, uses) for layer, (index, _) in enumerate(groups.of_layer) for uses in ring[index]])
         return traffic
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -134,8 +134,9 @@ class OffloadedKVCache(KVCacheBase):
         """
         if self._stores_scales:
             k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
-        index, plane = self.layout.groups.of_layer[layer]
-        window = self.layout.groups[index].window
+        groups = self.layout.groups
+        index, plane = groups.of_layer[layer]
+        window, resident = groups[index].window, self.engine.resident_of[index]
         plan, state, cpu_attention = self._plans[index], self._geometry.before_keys(layer, q), self.cpu_attention
         if cpu_attention is not None:
             cpu_attention.start(layer, plan, q)
@@ -145,10 +146,10 @@ class OffloadedKVCache(KVCacheBase):
                 cpu_attention.attend_in_order(layer, group, q, state)
                 continue
             in_ring = isinstance(group, RingGroup)
-            pool = self.engine.acquire(plane, group.reads[0].physical_id) if in_ring else self.engine.resident[plane]
+            pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else resident[plane]
             for index, read in group.written:
                 self._write(read, pool[index], k, v, ctx.sequences)
-            if in_ring and group.written:
+            if in_ring and group.written and not groups.is_shared(layer):
                 self.engine.store()
             blocks = zip(group.indices, group.reads, strict=True)
             self._device.declare_kernel("attend", reads=(pool[at][:, :, : read.held_tokens] for at, read in blocks))
@@ -157,7 +158,7 @@ class OffloadedKVCache(KVCacheBase):
             if in_ring:
                 self.engine.release()
         if cpu_attention is not None:
-            cpu_attention.merge(plan, state)
+            cpu_attention.merge(layer, plan, state)
         return narrow_(q, state.out)
 
     def end_step(self) -> None:

@@ -39,7 +39,7 @@ class BlockTokens:
     new_tokens: int
 
 
-RingUses = tuple[int, Sequence[BlockTokens]]  # a layer's plane, and host blocks that it uses together
+RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together
 
 
 class OffloadEngine(KVPools):
@@ -63,8 +63,9 @@ class OffloadEngine(KVPools):
         self.layerwise_memory = layerwise_memory
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
         self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
+        self._ring, self._buffer = layout.views(self.ring), layout.views(self.layer_buffer)  # by KV group
         self._blocks_in_reach = max(1, device.rows_in_reach(self.host))
-        self._blocks: dict[tuple[int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
+        self._blocks: dict[tuple[int, int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
         self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
         self._next = 0  # index of the group to attend to next
 
@@ -85,28 +86,29 @@ class OffloadEngine(KVPools):
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)
         self._groups, self._next = groups, 0
-        for group, (plane, uses) in enumerate(groups[: self._num_groups]):
-            self.load_to_slot_layer(group, plane, uses)
+        for group, (layer, uses) in enumerate(groups[: self._num_groups]):
+            self.load_to_slot_layer(group, layer, uses)
 
-    def acquire(self, plane: int, physical_id: int) -> Tensor:
+    def acquire(self, layer: int, physical_id: int) -> Tensor:
         """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
 
-        plane, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
+        layer, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
         order of `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
-        next_plane, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
-        if not uses or (next_plane, uses[0].physical_id) != (plane, physical_id):
-            announced = f"plane {next_plane} of block {uses[0].physical_id}" if uses else "no further group"
+        next_layer, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
+        if not uses or (next_layer, uses[0].physical_id) != (layer, physical_id):
+            announced = f"layer {next_layer} of block {uses[0].physical_id}" if uses else "no further group"
             raise EngineError(
-                f"the pass attends to a group that begins with plane {plane} of block {physical_id}, but announced "
+                f"the pass attends to a group that begins with layer {layer} of block {physical_id}, but announced "
                 f"{announced} next; attend to the groups in the order given to begin()"
             )
         group = self._next % self._num_groups
         self.order.before_compute(group)
-        if (group, len(uses)) not in self._blocks:
+        key = group, len(uses), self.layout.groups.of_layer[layer][0]
+        if key not in self._blocks:
             first = group * self.group_slots
-            self._blocks[group, len(uses)] = self.ring[first : first + len(uses)]
-        return self._blocks[group, len(uses)]
+            self._blocks[key] = self._ring[key[2]][first : first + len(uses)]
+        return self._blocks[key]
 
     def store(self) -> None:
         """Copy the new tokens of the acquired group, which are written, to their host blocks."""
@@ -127,17 +129,17 @@ class OffloadEngine(KVPools):
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
-    def fill_buffer(self, index: int, plane: int, use: BlockTokens) -> None:
+    def fill_buffer(self, index: int, layer: int, use: BlockTokens) -> None:
         """Start a layer of the block: load its stored tokens once compute has released the slot."""
-        self.load_to_slot_layer(self._num_groups + index, plane, [use])
+        self.load_to_slot_layer(self._num_groups + index, layer, [use])
 
     def acquire_buffer(self, index: int) -> None:
         """Compute uses the block of `layer_buffer` from now on, after its load."""
         self.order.before_compute(self._num_groups + index)
 
-    def store_buffered(self, index: int, plane: int, use: BlockTokens) -> None:
+    def store_buffered(self, index: int, layer: int, use: BlockTokens) -> None:
         """Copy newly written tokens from the buffer to the host block."""
-        self.offload_slot_layer(self._num_groups + index, plane, [use])
+        self.offload_slot_layer(self._num_groups + index, layer, [use])
 
     def release_buffer(self, index: int) -> None:
         """All attention to the block's layer has been issued on the compute stream."""
@@ -145,28 +147,30 @@ class OffloadEngine(KVPools):
 
     # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
-    def load_to_slot_layer(self, group: int, plane: int, uses: Sequence[BlockTokens]) -> None:
+    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
         stream = self.order.before_fill(group)
-        self._copy(group, plane, uses, "h2d", stream)
+        self._copy(group, layer, uses, "h2d", stream)
         self.order.after_fill(group, stream)
 
-    def offload_slot_layer(self, group: int, plane: int, uses: Sequence[BlockTokens]) -> None:
+    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
-        self._copy(group, plane, uses, "d2h", self.order.before_store(group))
+        self._copy(group, layer, uses, "d2h", self.order.before_store(group))
 
-    def _copy(self, group: int, plane: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
+    def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
         """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""
         in_buffer = group - self._num_groups
-        memory, first_slot = (self.layer_buffer, in_buffer) if in_buffer >= 0 else (self.ring, group * self.group_slots)
+        memory, first_slot = (self._buffer, in_buffer) if in_buffer >= 0 else (self._ring, group * self.group_slots)
+        kv_group, plane = self.layout.groups.of_layer[layer]
+        layout, slots, host = self.layout.of_groups[kv_group], memory[kv_group], self.host_of[kv_group]
         tokens = [use.stored_tokens if kind == "h2d" else use.new_tokens for use in uses]
         blocks = [use.physical_id - self.split.resident_blocks for use in uses]
-        for first, count in self._runs(blocks, tokens):
+        for first, count in self._runs(blocks, tokens, layout.block_size):
             first_token = 0 if kind == "h2d" else uses[first].stored_tokens
-            host = self.host[blocks[first], plane]
-            self._copy_run(memory[first_slot + first], host, first_token, tokens[first], count, kind, stream)
+            ends = slots[first_slot + first], host[blocks[first], plane]
+            self._copy_run(layout, *ends, first_token, tokens[first], count, kind, stream)
 
-    def _runs(self, blocks: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _runs(self, blocks: Sequence[int], tokens: Sequence[int], block_size: int) -> Iterator[tuple[int, int]]:
         """The uses that have tokens, as (first, number) of those that one call copies.
 
         These are full blocks that are neighbours on the host, within reach of a copy, or a single use.
@@ -176,7 +180,7 @@ class OffloadEngine(KVPools):
             end = first + 1
             while (
                 end < len(blocks)
-                and tokens[end] == tokens[first] == self.layout.block_size
+                and tokens[end] == tokens[first] == block_size
                 and blocks[end] == blocks[end - 1] + 1
                 and blocks[end] // self._blocks_in_reach == blocks[first] // self._blocks_in_reach
             ):
@@ -186,12 +190,22 @@ class OffloadEngine(KVPools):
             first = end
 
     def _copy_run(
-        self, slot: Tensor, host: Tensor, first_token: int, tokens: int, count: int, kind: CopyKind, stream: Stream
+        self,
+        layout: KVLayout,
+        slot: Tensor,
+        host: Tensor,
+        first_token: int,
+        tokens: int,
+        count: int,
+        kind: CopyKind,
+        stream: Stream,
     ) -> None:
-        """Copy tokens of `count` neighbouring blocks between their slots and one layer of them on the host."""
-        layout = self.layout
+        """Copy tokens of `count` neighbouring blocks between their slots and one layer of them on the host.
+
+        layout: of the blocks' KV group.
+        """
         if tokens == layout.block_size:  # a layer of a block is contiguous
-            slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes
+            slot_pitch, host_pitch = layout.block_layer_bytes, self.layout.block_bytes
             width, height = layout.block_layer_bytes, count
         else:  # tokens are contiguous within a head, so each head of K and V is one row
             slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]

@@ -54,8 +54,8 @@ class PagedKVCache(KVCacheBase):
     ) -> None:
         pools = KVPools(device, layout, dtype, DeviceSplit(0, num_blocks), num_swap_blocks=num_swap_blocks)
         super().__init__(pools, geometry, backend, num_blocks)
-        self._pool = pools.resident
-        self.attended_pool = AttendedPool(self._pool, self.layout.groups, geometry, backend)
+        self._pools = pools.resident_of
+        self.attended_pool = AttendedPool(self._pools, self.layout.groups, geometry, backend)
         self._sequences: Sequence[SequenceMetadata] = ()  # of the current step
         self._groups: list[GroupTables] = []  # of the current step, see `_make_tables`
 
@@ -73,7 +73,7 @@ class PagedKVCache(KVCacheBase):
         if not self._groups:
             self._make_tables()
         group, plane = self.layout.groups.of_layer[layer]
-        step, window, pool = self._groups[group], self.layout.groups[group].window, self._pool[plane]
+        step, window, pool = self._groups[group], self.layout.groups[group].window, self._pools[group][plane]
         block_size = self.layout.groups[group].block_size
         self._device.declare_kernel("write K/V", writes=step.blocks(pool, block_size, written=True))
         if step.few_rows is not None:
@@ -101,7 +101,7 @@ class PagedKVCache(KVCacheBase):
             if isinstance(self._backend, NativeAttention) and len(slots) <= MAX_STEP_ROWS:
                 dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
                 of_step = (slots, table, dtype, heads, scale, group.window)
-                few_rows = PagedStep(self._pool, *of_step, self._backend.num_threads)
+                few_rows = PagedStep(self._pools[index], *of_step, self._backend.num_threads)
             self._groups.append(GroupTables(slots, table, few_rows))
 
 

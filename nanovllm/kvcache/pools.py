@@ -41,6 +41,8 @@ class KVPools:
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        # By KV group, in the shape of its blocks.
+        self.resident_of, self.host_of = layout.views(self.resident), layout.views(self.host)
         self.states: StatePool | None = None  # of recurrent layers
         self.order = TransferOrder(device, num_groups)
         self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
@@ -76,13 +78,14 @@ class KVPools:
             self.count(kind, number, width * height)
             return
         # The heads of K and V are equally far apart within a plane only: one strided copy for each of them.
+        layout = layout.of_groups[move.group]
         pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
-        for plane in range(layout.planes):
+        for plane in range(self.layout.planes):
             self.device.copy_2d(PitchedCopy(dst[plane], src[plane], pitch, pitch, width, height, kind), stream)
-        self.count(kind, 1, layout.planes * width * height)
+        self.count(kind, 1, self.layout.planes * width * height)
 
     def block(self, physical_id: int) -> Tensor:
-        """`[planes, 2, kv_heads, block_size, head_dim]`, each plane contiguous."""
+        """`[planes, 2, kv_heads, block_size, head_dim]`, each plane contiguous, in the shape of `layout`."""
         if physical_id < self.split.resident_blocks:
             return self.resident[:, physical_id]
         physical_id -= self.split.resident_blocks

@@ -218,12 +218,11 @@ class KVSizing:
     def _changed(self, arguments: Mapping[str, Any]) -> KVSizing:
         config, old, memory = replace(self.config, **arguments), self.layout, self.memory
         if config.kv_cache_dtype != self.config.kv_cache_dtype:
-            shape = (old.num_layers, old.num_kv_heads, old.head_dim, old.block_size, old.itemsize)
-            old = replace(KVLayout.of(config.kv_cache_dtype, *shape), windows=old.windows)
+            old = old.stored_as(config.kv_cache_dtype)
         if self.memory_of is not None and any(name in arguments for name in MEMORY_TAKERS):
             memory = self.memory_of(config)
         block_size = block_size_of(config, old.token_layer_bytes, self.model_max_len)
-        return replace(self, config=config, layout=replace(old, block_size=block_size), memory=memory)
+        return replace(self, config=config, layout=old.with_block_size(block_size), memory=memory)
 
     def _holds(self, tokens: int, change: Mapping[str, Any]) -> bool:
         try:

@@ -1,7 +1,8 @@
 """All shapes, byte sizes and pitches of KV memory, and the tokens in a block where the user names no number.
 
 A block is `[2, kv_heads, block_size, head_dim]` for each of its layers, K before V and heads before tokens. Each layer
-of its KV group has a plane in it (`data.kv_groups`). The device pool is plane-major, so that one layer's pool is one
+of its KV group has a plane in it (`data.kv_groups`). Groups whose layers have other heads view the same planes in their
+own shape. The device pool is plane-major, so that one layer's pool is one
 tensor; the host pool is block-major, so that one layer of one block is contiguous for streaming, and so are all layers
 of a block. A ring slot holds one layer of one block. In 8 bits a row of
 head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies move it like any other bytes.
@@ -9,12 +10,19 @@ head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
+from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.kv_groups import KVGroups, kv_groups
+from nanovllm.data.kv_groups import Heads, KVGroups, kv_groups
+from nanovllm.errors import ConfigError
 from nanovllm.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESIDENT_BLOCK_SIZE = 256  # fine enough for short requests, coarse enough for the work per block
 MOST_OFFLOAD_BLOCK_SIZE = 4096
@@ -26,7 +34,9 @@ BLOCKS_OF_LONGEST = 128  # a quarter of a request of 1/32 of the longest length
 class KVLayout:
     """Geometry of the KV cache. Sizes are in bytes, pitches from the start of one row to the start of the next.
 
-    windows: the sliding window of each layer, None for full attention; () if all layers have that.
+    windows: the sliding window of each layer, None for full attention; () if all layers have that. heads: of each
+    layer, if they differ; num_kv_heads, head_dim and block_size are then those of the layers with the most bytes a
+    token, whose blocks have the fewest tokens. shared: as in `KVGroups`.
     """
 
     num_layers: int
@@ -36,18 +46,81 @@ class KVLayout:
     itemsize: int  # bytes of one element
     scale_bytes: int = 0  # behind the elements of a row; a multiple of itemsize
     windows: tuple[int | None, ...] = ()
+    heads: tuple[Heads, ...] = ()
+    shared: tuple[int, ...] = ()
 
     @classmethod
     def of(
         cls, kv_cache_dtype: str, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, itemsize: int
     ) -> KVLayout:
         """The layout for an engine argument; itemsize: bytes of one element of the model's dtype."""
-        plain = cls(num_layers, num_kv_heads, head_dim, block_size, itemsize)
-        return plain if kv_cache_dtype == "auto" else replace(plain, itemsize=1, scale_bytes=4)
+        return cls(num_layers, num_kv_heads, head_dim, block_size, itemsize).stored_as(kv_cache_dtype)
+
+    def stored_as(self, kv_cache_dtype: str) -> KVLayout:
+        """The layout for an engine argument, of one for elements of the model's dtype."""
+        if kv_cache_dtype == "auto":
+            return self
+        stored = replace(self, itemsize=1, scale_bytes=4)
+        return stored.with_heads(self.heads) if self.heads else stored
+
+    def with_heads(self, heads: Sequence[Heads]) -> KVLayout:
+        """The layout of layers that have these heads."""
+        if len(set(heads)) == 1:
+            (num_kv_heads, head_dim), heads = heads[0], ()
+        else:
+            num_kv_heads, head_dim = max(heads, key=lambda each: (self._bytes_of(each), each))
+        return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, heads=tuple(heads))
+
+    def with_block_size(self, tokens: int) -> KVLayout:
+        """The layout of blocks of at least `tokens` tokens, as few as give the blocks of all groups the same bytes.
+
+        Raises ConfigError if that takes too large blocks.
+        """
+        unit = lcm(*map(self._bytes_of, self.heads)) // self.token_layer_bytes if self.heads else 1
+        if unit > MOST_OFFLOAD_BLOCK_SIZE:
+            sizes = ", ".join(str(size) for size in sorted({self._bytes_of(each) for each in self.heads}))
+            raise ConfigError(
+                f"kv_cache_dtype: K and V of a token take {sizes} bytes in layers with different heads, and only blocks"
+                f" of a multiple of {unit} tokens have as many bytes in all of them; choose another kv_cache_dtype"
+            )
+        return replace(self, block_size=-(-tokens // unit) * unit)
+
+    def _bytes_of(self, heads: Heads) -> int:
+        """`token_layer_bytes` with other heads."""
+        return 2 * heads[0] * (heads[1] * self.itemsize + self.scale_bytes)
 
     @cached_property
     def groups(self) -> KVGroups:
-        return kv_groups(self.windows or (None,) * self.num_layers, self.block_size)
+        windows = self.windows or (None,) * self.num_layers
+        sizes = [self.block_layer_bytes // self._bytes_of(each) for each in self.heads]
+        return kv_groups(windows, sizes or self.block_size, self.heads, self.shared)
+
+    @cached_property
+    def of_groups(self) -> tuple[KVLayout, ...]:
+        """Of each KV group the layout of its layers alone, in blocks that have no other planes."""
+        found = []
+        for group, num_readers in zip(self.groups, self.groups.num_readers, strict=True):
+            heads = self.heads[group.layers[0]] if self.heads else (self.num_kv_heads, self.head_dim)
+            sizes = {"num_kv_heads": heads[0], "head_dim": heads[1], "block_size": group.block_size}
+            shared = (0,) * (num_readers - len(group.layers))
+            found.append(replace(self, num_layers=len(group.layers), windows=(), heads=(), shared=shared, **sizes))
+        return tuple(found)
+
+    @property
+    def num_readers(self) -> int:
+        """Layers that attend to K and V, their own or those of another layer."""
+        return self.num_layers + len(self.shared)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Memory of blocks or slots `[..., *block_shape]` in the shape of each KV group's blocks."""
+        if not self.heads:
+            return [memory] * len(self.groups)
+        return [memory.view(*memory.shape[:-4], *layout.block_shape) for layout in self.of_groups]
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The sizes of heads, each once, the largest first."""
+        return tuple(sorted({head_dim for _, head_dim in self.heads} or {self.head_dim}, reverse=True))
 
     @property
     def planes(self) -> int:
@@ -56,9 +129,8 @@ class KVLayout:
 
     def held_bytes(self, tokens: int, chunk: int | None) -> int:
         """The most K and V that a sequence of `tokens` tokens keeps at once; chunk: most tokens of it in a step."""
-        return sum(
-            len(group.layers) * self.token_layer_bytes * group.most_tokens(tokens, chunk) for group in self.groups
-        )
+        groups = zip(self.groups, self.of_groups, strict=True)
+        return sum(layout.token_bytes * group.most_tokens(tokens, chunk) for group, layout in groups)
 
     @property
     def row_bytes(self) -> int:
@@ -78,7 +150,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """K and V of one token over all layers."""
-        return self.num_layers * self.token_layer_bytes
+        return sum(map(self._bytes_of, self.heads)) if self.heads else self.num_layers * self.token_layer_bytes
 
     @property
     def head_pitch(self) -> int:
@@ -110,13 +182,23 @@ class KVLayout:
 
 
 def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayout:
-    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads.
+    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads; see `of_rank`.
 
     itemsize: bytes of one element of the model's dtype.
     """
-    layout = KVLayout.of(config.kv_cache_dtype, spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
-    block_size = block_size_of(config, layout.token_layer_bytes, spec.max_model_len)
-    return replace(layout, block_size=block_size, windows=spec.kv_windows)
+    layout = kv_layout(spec, config.kv_cache_dtype, itemsize)
+    return layout.with_block_size(block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
+
+
+def kv_layout(spec: DecoderSpec, kv_cache_dtype: str, itemsize: int) -> KVLayout:
+    """The layout of a network's K and V, in blocks of a token; see `KVLayout.with_block_size`."""
+    sizes = (spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
+    return replace(KVLayout.of(kv_cache_dtype, *sizes), windows=spec.kv_windows)
+
+
+def of_rank(layout: KVLayout, spec: DecoderSpec) -> KVLayout:
+    """The layout on the rank whose part of the network `spec` is."""
+    return layout if spec.sharding is None else replace(layout, num_kv_heads=spec.num_kv_heads)
 
 
 def block_size_of(config: EngineConfig, token_layer_bytes: int, model_max_len: int) -> int:

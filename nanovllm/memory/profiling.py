@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.memory.layerwise import layerwise_token_bytes
-from nanovllm.memory.layout import layout_of
+from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.meta_results import meta_result
 from nanovllm.memory.sizing import MemoryFacts, check_step_fits, needs_activation_peak, sized_from_memory
 from nanovllm.models.decoder import Decoder
@@ -39,19 +38,22 @@ class ScratchKVCache:
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
         spec, tokens = model.spec, config.max_num_batched_tokens
-        layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
+        layout = of_rank(layout_of(config, spec, model.dtype.itemsize), spec)
         self._backend = backend
         self._scale = spec.attention_scale
-        self._windows = spec.kv_windows
+        self._groups = layout.groups
         dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
-        self._pool = torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device)
-        blocks = [0] * -(-tokens // layout.block_size)
-        self._table = AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, blocks)])
+        self._pools = layout.views(torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device))
+        self._tables = [
+            AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, [0] * group.num_blocks(tokens))])
+            for group in layout.groups
+        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`; does not store k and v."""
-        state = AttentionState.empty(q)
-        self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
+        state, group = AttentionState.empty(q), self._groups.of_layer[layer][0]
+        window = self._groups[group].window
+        self._backend.attend(q, self._pools[group], self._tables[group], state, self._scale, window)
         return q.copy_(state.out)
 
 

@@ -49,11 +49,12 @@ def make_cpu_attention(
     backend: of the device; layer_weight_bytes: weights of one layer. Measures bandwidths on a device with its own
     processor.
     """
-    device, head_dim = engine.device, engine.layout.head_dim
-    if not (device.shares_host or can_attend_concurrently(head_dim)):
-        logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", head_dim)
+    device, head_dims = engine.device, engine.layout.head_dims
+    unsupported = [head_dim for head_dim in head_dims if not can_attend_concurrently(head_dim)]
+    if unsupported and not device.shares_host:
+        logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", unsupported[0])
         return None
-    host_backend = cpu_attention_backend(device, head_dim)
+    host_backend = cpu_attention_backend(device, (unsupported or head_dims)[0])
     rates = ONE_PROCESSOR
     if not device.shares_host:
         with device.compute():
@@ -125,7 +126,8 @@ class HostBlockAttention:
         if self._concurrent is not None:
             self.policy.observe(self._device.link_busy(), self._concurrent.busy())
         num_short = leading_short(sequences, self._max_query_len, MAX_CPU_ATTENTION_TOKENS)
-        return [self._choose(of_group, num_short) for of_group in reads]
+        layouts = zip(reads, self._engine.layout.of_groups, strict=True)
+        return [self._choose(of_group, layout.token_layer_bytes, num_short) for of_group, layout in layouts]
 
     def begin_step(self, plans: Sequence[LayerPlan]) -> None:
         """Order the step's reads of the host pool after earlier stores to it. No step writes a block that it reads."""
@@ -143,28 +145,29 @@ class HostBlockAttention:
     def attend_in_order(self, layer: int, group: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
         groups = self._engine.layout.groups
         index, plane = groups.of_layer[layer]
-        self._device.declare_kernel("attend on the host", reads=self._memory_of(plane, [group]))
-        pool = self._engine.host[:, plane]  # [blocks, 2, kv_heads, block_size, head_dim]
+        pool = self._engine.host_of[index][:, plane]  # [blocks, 2, kv_heads, block_size, head_dim]
+        self._device.declare_kernel("attend on the host", reads=self._memory_of(pool, [group]))
         self._backend.attend(q, pool, group.table, state, self._geometry.scale, groups[index].window)
         self._device.end_kernel()
-        self._count([group])
+        self._count(index, [group])
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor) -> None:
         if plan.concurrent:
             assert self._concurrent is not None, "a device that shares the host has no concurrent groups"
-            plane = self._engine.layout.groups.of_layer[layer][1]
-            self._concurrent.start(layer, plan, q, self._memory_of(plane, plan.concurrent))
-            self._count(plan.concurrent)
+            index, plane = self._engine.layout.groups.of_layer[layer]
+            reads = self._memory_of(self._engine.host_of[index][:, plane], plan.concurrent)
+            self._concurrent.start(layer, plan, q, reads)
+            self._count(index, plan.concurrent)
 
-    def merge(self, plan: LayerPlan, state: AttentionState) -> None:
+    def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
         if plan.concurrent:
             assert self._concurrent is not None
-            self._concurrent.merge(plan, state)
+            self._concurrent.merge(layer, plan, state)
 
     # ---- helpers
 
-    def _choose(self, reads: Sequence[BlockRead], num_short: int) -> frozenset[int]:
-        resident_blocks, token_bytes = self._engine.split.resident_blocks, self._engine.layout.token_layer_bytes
+    def _choose(self, reads: Sequence[BlockRead], token_bytes: int, num_short: int) -> frozenset[int]:
+        resident_blocks = self._engine.split.resident_blocks
         candidates = cpu_attention_candidates(reads, resident_blocks, num_short)
         if not candidates:
             return frozenset()
@@ -177,16 +180,16 @@ class HostBlockAttention:
         )
         return frozenset(candidates[: self.policy.blocks_for_cpu_attention(load)])
 
-    def _count(self, groups: Sequence[CpuAttentionGroup]) -> None:
-        token_bytes = self._engine.layout.token_layer_bytes
+    def _count(self, kv_group: int, groups: Sequence[CpuAttentionGroup]) -> None:
+        token_bytes = self._engine.layout.of_groups[kv_group].token_layer_bytes
         for group in groups:
             self._engine.count("cpu_attention", len(group.reads), group.stored_tokens * token_bytes)
 
-    def _memory_of(self, plane: int, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
+    def _memory_of(self, pool: Tensor, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
         first_host_id = self._engine.split.resident_blocks
         for group in groups:
             for read in group.reads:
-                yield self._engine.host[read.physical_id - first_host_id, plane][:, :, : read.stored_tokens]
+                yield pool[read.physical_id - first_host_id][:, :, : read.stored_tokens]
 
 
 class ConcurrentCpuAttention:
@@ -197,7 +200,8 @@ class ConcurrentCpuAttention:
         self._device = engine.device
         self._geometry = geometry
         self._num_threads = num_threads
-        self._staging = Staging(engine, geometry)
+        by_size = {head_dim: Staging(engine.device, geometry, head_dim) for head_dim in engine.layout.head_dims}
+        self._staging = [by_size[layout.head_dim] for layout in engine.layout.of_groups]  # by KV group
         self._meter = Meter()
         self._prepared: Mapping[int, HostAttention] = {}  # of the step, by KV group
         self._launched = False  # in the current step
@@ -205,10 +209,7 @@ class ConcurrentCpuAttention:
 
     def begin_step(self, plans: Sequence[LayerPlan]) -> None:
         """Prepare the concurrent block groups of the plans, which are by KV group."""
-        windows = [group.window for group in self._engine.layout.groups]
-        self._prepared = {
-            index: self._prepare(plan, windows[index]) for index, plan in enumerate(plans) if plan.concurrent
-        }
+        self._prepared = {index: self._prepare(index, plan) for index, plan in enumerate(plans) if plan.concurrent}
 
     def end_step(self) -> None:
         """Raises EngineError if a task of the step failed. On some devices, streams that wait for a task do not."""
@@ -225,7 +226,8 @@ class ConcurrentCpuAttention:
 
         reads: the parts of the host pool that are attended, for the ordering check.
         """
-        staging, order = self._staging, self._engine.order
+        group, plane = self._engine.layout.groups.of_layer[layer]
+        staging, order = self._staging[group], self._engine.order
         rows, device = plan.concurrent_rows, self._device
         device.declare_kernel("write queries for CPU attention", writes=(staging.queries[:rows].flatten(),))
         staging.queries[:rows] = q[:rows]
@@ -238,31 +240,30 @@ class ConcurrentCpuAttention:
             writes=(staging.used(staging.host_partial, rows),),
             stream=stream,
         )
-        group, plane = self._engine.layout.groups.of_layer[layer]
         stream.launch(self._prepared[group].task(plane * self._engine.layout.block_layer_bytes))
         self._launched = True
         staging.copy_partial(rows, order.before_partial())
         order.after_partial()
 
-    def merge(self, plan: LayerPlan, state: AttentionState) -> None:
+    def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
         """Merge the result of `start` into `state`, in place."""
-        staging, rows = self._staging, plan.concurrent_rows
+        staging, rows = self._staging[self._engine.layout.groups.of_layer[layer][0]], plan.concurrent_rows
         self._engine.order.before_merge()
         self._device.declare_kernel("merge CPU attention", reads=(staging.used(staging.partial, rows),))
         partial = staging.state(staging.partial, rows)
         merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
         self._device.end_kernel()
 
-    def _prepare(self, plan: LayerPlan, window: int | None) -> HostAttention:
-        staging, rows = self._staging, plan.concurrent_rows
-        token_bytes = self._engine.layout.token_layer_bytes
+    def _prepare(self, kv_group: int, plan: LayerPlan) -> HostAttention:
+        staging, rows = self._staging[kv_group], plan.concurrent_rows
+        token_bytes = self._engine.layout.of_groups[kv_group].token_layer_bytes
         return HostAttention(
             staging.host_queries[:rows],
-            self._engine.host[:, 0],
+            self._engine.host_of[kv_group][:, 0],
             [group.table for group in plan.concurrent],
             staging.state(staging.host_partial, rows),
             self._geometry.scale,
-            window,
+            self._engine.layout.groups[kv_group].window,
             num_threads=self._num_threads,
             read_bytes=sum(group.read_tokens for group in plan.concurrent) * token_bytes,
             meter=self._meter,
@@ -277,9 +278,9 @@ class Staging:
     has queries.
     """
 
-    def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry) -> None:
-        self._device = device = engine.device
-        self._heads, self._head_dim = heads, head_dim = geometry.num_heads, engine.layout.head_dim
+    def __init__(self, device: Device, geometry: AttentionGeometry, head_dim: int) -> None:
+        self._device = device
+        self._heads, self._head_dim = heads, head_dim = geometry.num_heads, head_dim
         dtype = geometry.dtype
         queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
         partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)

@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from nanovllm.device import Device, Graph
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.layers.forward_context import ForwardContext, KVCache
-from nanovllm.memory.layout import layout_of
+from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.models.decoder import AttentionLayer, Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
@@ -222,12 +222,12 @@ def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfi
     spec = model.spec
     if config.enable_cpu_offload:
         return None
-    layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
+    layout = of_rank(layout_of(config, spec, model.dtype.itemsize), spec)
     shape = layout.block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(layout.planes, 1, *shape)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, model.dtype, model.sinks)
-    return AttendedPool(pool, layout.groups, geometry, backend)
+    return AttendedPool(layout.views(pool), layout.groups, geometry, backend)
 
 
 def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
@@ -235,4 +235,4 @@ def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -
     attention = None if attended is None else row_attention(attended.backend)
     if attended is None or attention is None:
         return None
-    return DecodeTables(attended.pool, attended.groups, attended.geometry, attention, max_rows, max_len)
+    return DecodeTables(attended.pools, attended.groups, attended.geometry, attention, max_rows, max_len)

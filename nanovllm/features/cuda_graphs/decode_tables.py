@@ -28,20 +28,20 @@ class DecodeTables:
 
     def __init__(
         self,
-        pool: Tensor,
+        pools: Sequence[Tensor],
         groups: KVGroups,
         geometry: AttentionGeometry,
         attention: RowAttention,
         max_rows: int,
         max_len: int,
     ) -> None:
-        """pool: `[planes, blocks, 2, kv_heads, block_size, head_dim]`; max_len: tokens of the longest sequence."""
-        self._pool = pool
+        """pools: as in `AttendedPool`; max_len: tokens of the longest sequence."""
+        self._pools = pools
         self._groups = groups
         self._geometry = geometry
         self._attention = attention
         self._max_blocks = [group.most_blocks(max_len, chunk=1) for group in groups]  # that a row can see
-        device = pool.device
+        device = pools[0].device
         self._slots = [torch.full((max_rows,), -1, dtype=torch.int64, device=device) for _ in groups]
         # For each group: the metadata of all rows, then their blocks.
         self._tables = [
@@ -59,23 +59,23 @@ class DecodeTables:
 
     def declare(self, device: Device, sequences: Sequence[SequenceMetadata]) -> None:
         """Declare the blocks that the next replay, over these sequences, reads and writes in all layers."""
-        read: set[tuple[int, int]] = set()  # plane and block
-        written: set[tuple[int, int]] = set()
+        read: set[tuple[int, int, int]] = set()  # KV group, plane and block
+        written: set[tuple[int, int, int]] = set()
         for index, group in enumerate(self._groups):
             for seq in (seq.of_group(index).visible(group.window, group.block_size) for seq in sequences):
                 planes, last = range(len(group.layers)), (seq.total_len - seq.first_position - 1) // group.block_size
-                read.update((plane, block) for plane in planes for block in seq.block_table[: last + 1])
-                written.update((plane, seq.block_table[last]) for plane in planes)
+                read.update((index, plane, block) for plane in planes for block in seq.block_table[: last + 1])
+                written.update((index, plane, seq.block_table[last]) for plane in planes)
         device.declare_kernel(
             "decode graph",
-            reads=(self._pool[plane, block] for plane, block in read),
-            writes=(self._pool[plane, block] for plane, block in written),
+            reads=(self._pools[group][plane, block] for group, plane, block in read),
+            writes=(self._pools[group][plane, block] for group, plane, block in written),
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `KVCache.attend`, over the sequences that were filled in last when the kernels run."""
         group, plane = self._groups.of_layer[layer]
-        rows, window, pool = q.shape[0], self._groups[group].window, self._pool[plane]
+        rows, window, pool = q.shape[0], self._groups[group].window, self._pools[group][plane]
         store_kv(pool, k, v, self._slots[group][:rows])
         packed = self._tables[group]
         rows_metadata = packed[: rows * METADATA_FIELDS].view(rows, METADATA_FIELDS)

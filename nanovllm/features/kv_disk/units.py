@@ -26,9 +26,8 @@ class UnitCopier:
     pools: KVPools
 
     def new_buffer(self, group: int) -> Tensor:
-        layout = self.pools.layout
-        layers = len(layout.groups[group].layers)
-        return torch.empty((layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes), dtype=torch.uint8)
+        layout = self.pools.layout.of_groups[group]
+        return torch.empty((layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes), dtype=torch.uint8)
 
     def begin(self, moves: Sequence[BlockMove] = ()) -> None:
         """Carry out block moves that were planned before, and wait until nothing is under way."""
@@ -64,5 +63,6 @@ class UnitCopier:
             position += count
 
     def _rows(self, physical_id: int, group: int, first: int, count: int) -> Tensor:
-        block, layers = self.pools.block(physical_id), len(self.pools.layout.groups[group].layers)
-        return block[:layers].view(torch.uint8)[:, :, :, first : first + count]
+        layout = self.pools.layout
+        block = layout.views(self.pools.block(physical_id))[group]
+        return block[: len(layout.groups[group].layers)].view(torch.uint8)[:, :, :, first : first + count]

@@ -120,6 +120,7 @@ class LayerwiseKVCache:
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend) -> None:
         self._engine = engine
         self._groups = engine.layout.groups
+        self._buffers = engine.layout.views(engine.layer_buffer)  # by KV group
         self._geometry = geometry
         self._backend = backend
         self._part: LayerwiseStep
@@ -138,27 +139,26 @@ class LayerwiseKVCache:
         if part.first_layer_chunk % part.layerwise.num_chunks == 0:
             self._fill(part.layerwise.layer(part.first_layer_chunk))
         begun = [part.layerwise.layer(each) for each in layer_chunks if each % part.layerwise.num_chunks == 0]
-        loaded = sum(use.stored_tokens for layer in begun for _, use in self._uses(layer))
-        stored = sum(
-            count
-            for each in layer_chunks
-            for _, _, count in self._stores(part.layerwise.layer(each), part.layerwise.positions(each))
-        )
-        token_bytes = self._engine.layout.token_layer_bytes
-        return loaded * token_bytes, stored * token_bytes
+        loaded = sum(use.stored_tokens * self._token_bytes(layer) for layer in begun for _, use in self._uses(layer))
+        stored = 0
+        for each in layer_chunks:
+            layer, positions = part.layerwise.layer(each), part.layerwise.positions(each)
+            stored += sum(count for _, _, count in self._stores(layer, positions)) * self._token_bytes(layer)
+        return loaded, stored
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
-        (group, plane), state, total_len = self._where(layer), self._geometry.before_keys(layer, q), chunk.total_len
+        (group, plane), state = self._where(layer), self._geometry.before_keys(layer, q)
+        total_len, block_size = chunk.total_len, self._groups[group].block_size
         window, visible = self._groups[group].window, self._visible(chunk, group)
         self._acquire(layer, visible)
         self._write(layer, chunk, as_stored(k, self._engine.ring.dtype), as_stored(v, self._engine.ring.dtype))
         blocks = ((index, self._block(layer, index)) for index in visible)
-        held = (block[:, :, : total_len - index * self._block_size] for index, block in blocks)
+        held = (block[:, :, : total_len - index * block_size] for index, block in blocks)
         self._engine.device.declare_kernel("attend", reads=held)
         for in_buffer, table in self._block_groups(chunk, group):
-            pool = self._engine.layer_buffer if in_buffer else self._engine.resident[plane]
+            pool = self._buffers[group] if in_buffer else self._engine.resident_of[group][plane]
             self._backend.attend(q, pool, table, state, self._geometry.scale, window)
         self._engine.device.end_kernel()
         if total_len == self._part.layerwise.end:
@@ -175,7 +175,7 @@ class LayerwiseKVCache:
     def _fill(self, layer: int) -> None:
         self._num_acquired = 0
         for index, use in self._uses(layer):
-            self._engine.fill_buffer(index, self._where(layer)[1], use)
+            self._engine.fill_buffer(index, layer, use)
 
     def _acquire(self, layer: int, visible: range) -> None:
         """Let compute wait for the loads of these blocks, each once in a layer: a layer has many chunks."""
@@ -185,35 +185,36 @@ class LayerwiseKVCache:
 
     def _uses(self, layer: int) -> Iterator[tuple[int, BlockTokens]]:
         """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
-        layerwise, group = self._part.layerwise, self._where(layer)[0]
-        first = self._groups[group].first_visible(layerwise.begin)
-        for index in self._in_buffer(layer, range(first, self._num_blocks(layerwise.end))):
-            stored = min(max(layerwise.begin - index * self._block_size, 0), self._block_size)
-            yield index, BlockTokens(self._block_tables[group][index], stored, 0)
+        layerwise, kv_group = self._part.layerwise, self._where(layer)[0]
+        group, table = self._groups[kv_group], self._block_tables[kv_group]
+        blocks = range(group.first_visible(layerwise.begin), group.num_blocks(layerwise.end))
+        for index in self._in_buffer(layer, blocks):
+            stored = min(max(layerwise.begin - index * group.block_size, 0), group.block_size)
+            yield index, BlockTokens(table[index], stored, 0)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
-        positions = range(chunk.context_len, chunk.total_len)
-        for index in range(positions.start // self._block_size, self._num_blocks(positions.stop)):
-            first = index * self._block_size
-            begin, end = max(positions.start, first), min(positions.stop, first + self._block_size)
+        positions, kv_group = range(chunk.context_len, chunk.total_len), self._where(layer)[0]
+        size = self._groups[kv_group].block_size
+        for index in range(positions.start // size, -(-positions.stop // size)):
+            first = index * size
+            begin, end = max(positions.start, first), min(positions.stop, first + size)
             rows = slice(chunk.query_start + begin - positions.start, chunk.query_start + end - positions.start)
             new = self._block(layer, index)[:, :, begin - first : end - first]
             self._engine.device.declare_kernel("write K/V", writes=(new,))
             new[0] = k[rows].transpose(0, 1)
             new[1] = v[rows].transpose(0, 1)
-        group, plane = self._where(layer)
         for index, first_token, count in self._stores(layer, positions):
-            use = BlockTokens(self._block_tables[group][index], first_token, count)
-            self._engine.store_buffered(index, plane, use)
+            use = BlockTokens(self._block_tables[kv_group][index], first_token, count)
+            self._engine.store_buffered(index, layer, use)
 
     def _stores(self, layer: int, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
-        layerwise, table = self._part.layerwise, self._block_tables[self._where(layer)[0]]
-        blocks = range(positions.start // self._block_size, self._num_blocks(positions.stop))
-        for index in self._in_buffer(layer, blocks):
-            first = index * self._block_size
-            begin, end = max(layerwise.begin, first), min(layerwise.end, first + self._block_size)
+        layerwise, kv_group = self._part.layerwise, self._where(layer)[0]
+        size, table = self._groups[kv_group].block_size, self._block_tables[kv_group]
+        for index in self._in_buffer(layer, range(positions.start // size, -(-positions.stop // size))):
+            first = index * size
+            begin, end = max(layerwise.begin, first), min(layerwise.end, first + size)
             if end <= positions.stop and table[index] != HOLE:
                 yield index, begin - first, end - begin
 
@@ -223,17 +224,14 @@ class LayerwiseKVCache:
             self._fill(layer + 1)
 
     def _release(self, layer: int) -> None:
-        for index in self._in_buffer(layer, range(self._num_blocks(self._part.layerwise.end))):
+        group = self._groups[self._where(layer)[0]]
+        for index in self._in_buffer(layer, range(group.num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
     # ---- where blocks are
 
-    @property
-    def _block_size(self) -> int:
-        return self._engine.layout.block_size
-
-    def _num_blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+    def _token_bytes(self, layer: int) -> int:
+        return self._engine.layout.of_groups[self._where(layer)[0]].token_layer_bytes
 
     def _where(self, layer: int) -> tuple[int, int]:
         """The KV group and the plane of the layer."""
@@ -241,7 +239,8 @@ class LayerwiseKVCache:
 
     def _visible(self, chunk: SequenceMetadata, group: int) -> range:
         """The blocks that some row of the chunk attends to."""
-        return range(self._groups[group].first_visible(chunk.context_len), self._num_blocks(chunk.total_len))
+        found = self._groups[group]
+        return range(found.first_visible(chunk.context_len), found.num_blocks(chunk.total_len))
 
     def _is_in_buffer(self, group: int, index: int) -> bool:
         block = self._block_tables[group][index]
@@ -255,8 +254,8 @@ class LayerwiseKVCache:
         """One layer of a block, `[2, kv_heads, block_size, head_dim]`."""
         group, plane = self._where(layer)
         if self._is_in_buffer(group, index):
-            return self._engine.layer_buffer[index]
-        return self._engine.resident[plane, self._block_tables[group][index]]
+            return self._buffers[group][index]
+        return self._engine.resident_of[group][plane, self._block_tables[group][index]]
 
     def _block_groups(self, chunk: SequenceMetadata, group: int) -> list[tuple[bool, AttentionMetadata]]:
         """The blocks that the chunk attends to, in groups of consecutive ones in the same pool: (in buffer?, table)."""
@@ -269,13 +268,13 @@ class LayerwiseKVCache:
         return self._tables[key]
 
     def _table(self, chunk: SequenceMetadata, group: int, indices: list[int], in_buffer: bool) -> AttentionMetadata:
-        table = self._block_tables[group]
+        table, block_size = self._block_tables[group], self._groups[group].block_size
         metadata = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
             context_len=chunk.context_len,
-            first_position=indices[0] * self._block_size,
-            kv_end=min(chunk.total_len, (indices[-1] + 1) * self._block_size),
+            first_position=indices[0] * block_size,
+            kv_end=min(chunk.total_len, (indices[-1] + 1) * block_size),
             block_table=indices if in_buffer else [table[index] for index in indices],
         )
         return AttentionMetadata([metadata])

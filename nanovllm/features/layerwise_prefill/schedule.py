@@ -25,32 +25,34 @@ class LayerwiseScheduler:
 
     def plan(self, seq: Sequence) -> None:
         """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
-        group, chunk, memory = self._manager.groups[0], self._limits.chunk, self._limits.layerwise_memory
+        groups, chunk, memory = self._manager.groups, self._limits.chunk, self._limits.layerwise_memory
         begin, end = seq.num_computed, seq.end
         seq.layerwise = None
         if seq.snapshots_due and seq.snapshots_due[-1] > begin:  # the last snapshot; those before it are left out
             end = seq.snapshots_due[-1]
-        reach = longest_prefill(group.block_size, begin, end, chunk, memory)
+        reach = longest_prefill(groups.block_size, begin, end, chunk, memory)
         if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
             return
-        on_host = self._on_host(seq, group.num_blocks(reach))
-        planned = plan_prefill(on_host, group.block_size, begin, end, chunk, memory)
+        on_host, block_size = self._on_host(seq, reach)
+        planned = plan_prefill(on_host, block_size, begin, reach, chunk, memory)
         if planned is not None and self._manager.hold_part(seq, planned.end):
             seq.layerwise = planned
 
-    def _on_host(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """Which of its first blocks are on the host, in the KV group with the most of them.
+    def _on_host(self, seq: Sequence, tokens: int) -> tuple[list[int], int]:
+        """Which blocks of its first tokens are on the host, in the KV group with the most of them, and their size.
 
         Of groups with a window only where all are such: they load little.
         """
         groups, tier_of = self._manager.groups, self._manager.tiers.tier_of
         tables = zip(seq.block_tables, groups, strict=True)
-        of_groups = [table[:num_blocks] for table, group in tables if group.window == groups[0].window]
+        of_groups = [(table[: group.num_blocks(tokens)], group) for table, group in tables]
         on_host = (
-            [index for index, block in enumerate(table) if block != HOLE and tier_of(block) is Tier.HOST]
-            for table in of_groups
+            ([index for index, block in enumerate(table) if block != HOLE and tier_of(block) is Tier.HOST], group)
+            for table, group in of_groups
+            if group.window == groups[0].window
         )
-        return max(on_host, key=len)
+        found, group = max(on_host, key=lambda each: len(each[0]) * each[1].block_size)
+        return found, group.block_size
 
     def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
         """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.

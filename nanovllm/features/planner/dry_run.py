@@ -1,6 +1,7 @@
 """The steps of one prompt alone, from the engine's own scheduler and block manager, and what each of them copies.
 
-Where layers have windows, which blocks are on the device depends on which were released before, so no formula says it.
+Where layers have windows or differ otherwise, which blocks are on the device depends on which were released or taken
+before, so no formula says it.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class ScheduledStep:
     def seen(self, layout: KVLayout, resident_blocks: int) -> tuple[int, int]:
         """Bytes of K and V that its layers see, and how much of them is on the device."""
         total = on_device = 0
-        for group, table in zip(layout.groups, self.seq.block_tables, strict=True):
-            for stored, new, on_host in self._reads(group, table, resident_blocks):
-                num_bytes = len(group.layers) * layout.token_layer_bytes * (stored + new)
+        for index, group in enumerate(layout.groups):
+            for stored, new, on_host in self._reads(group, self.seq.block_tables[index], resident_blocks):
+                num_bytes = layout.of_groups[index].token_bytes * (stored + new)
                 total, on_device = total + num_bytes, on_device + (0 if on_host else num_bytes)
         return total, on_device
 
@@ -111,9 +112,9 @@ class ScheduledStep:
         part = self.seq.layerwise
         if part is not None and part.first_layer_chunk > 0:
             return found
-        for group, table in zip(layout.groups, self.seq.block_tables, strict=True):
-            reads = self._reads(group, table, resident_blocks)
-            found += _of_layers(len(group.layers), layout, group, reads, share)
+        for index, group in enumerate(layout.groups):
+            reads = self._reads(group, self.seq.block_tables[index], resident_blocks)
+            found += _of_layers(layout.of_groups[index], reads, share)
         return found
 
     def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[tuple[int, int, bool]]:
@@ -132,7 +133,8 @@ class ScheduledStep:
     def _block_moves(self, layout: KVLayout, resident_blocks: int) -> TransferCount:
         total = TransferCount()
         for move in self.moves:
-            num_bytes = layout.planes * layout.token_layer_bytes * (move.num_tokens or layout.block_size)
+            of_group = layout.of_groups[move.group]
+            num_bytes = layout.planes * of_group.token_layer_bytes * (move.num_tokens or of_group.block_size)
             to_host, from_host = move.dst >= resident_blocks, move.src >= resident_blocks
             if from_host and not to_host:
                 total += TransferCount(h2d_copies=1, h2d_bytes=num_bytes)
@@ -141,11 +143,12 @@ class ScheduledStep:
         return total
 
 
-def _of_layers(
-    layers: int, layout: KVLayout, group: KVGroup, reads: Sequence[tuple[int, int, bool]], share: Share | None
-) -> StepMoves:
-    """What so many layers of a group copy for these reads."""
-    token, size = layout.token_layer_bytes, group.block_size
+def _of_layers(layout: KVLayout, reads: Sequence[tuple[int, int, bool]], share: Share | None) -> StepMoves:
+    """What the layers of a KV group copy for these reads, and those that read their K and V.
+
+    layout: of `KVLayout.of_groups`. A layer without K and V of its own loads, and stores nothing.
+    """
+    token, size = layout.token_layer_bytes, layout.block_size
     loaded = [stored for stored, _, on_host in reads if on_host and stored]
     written = [new for _, new, on_host in reads if on_host and new]
     whole = sum(stored == size for stored in loaded)
@@ -153,13 +156,14 @@ def _of_layers(
     if share is not None:
         resident = sum(stored for stored, _, on_host in reads if not on_host)
         spared = blocks_of_share(whole, share(sum(loaded) * token, resident * token, size * token))
-    counts = (
-        len(loaded) - spared,
-        (sum(loaded) - spared * size) * token,
-        len(written),
-        sum(written) * token,
-        spared,
-        spared * size * token,
-    )
+    layers, readers = layout.num_layers, layout.num_readers
     through_ring = sum(on_host for _, _, on_host in reads) - spared
-    return StepMoves(TransferCount(*(layers * each for each in counts)), layers * through_ring)
+    moved = TransferCount(
+        h2d_copies=readers * (len(loaded) - spared),
+        h2d_bytes=readers * (sum(loaded) - spared * size) * token,
+        d2h_copies=layers * len(written),
+        d2h_bytes=layers * sum(written) * token,
+        cpu_attention_blocks=readers * spared,
+        cpu_attention_bytes=readers * spared * size * token,
+    )
+    return StepMoves(moved, readers * through_ring)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.layers.sharding import all_reduce_bytes
-from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.layout import KVLayout, kv_layout
 from nanovllm.models.spec import ITEMSIZES, DecoderSpec
 
 
@@ -28,10 +28,7 @@ class Network:
         return 1 if self.spec.sharding is None else self.spec.sharding.num_ranks
 
     def layout(self, block_size: int) -> KVLayout:
-        spec = self.spec
-        heads = (spec.most_kv_heads, spec.head_dim)
-        layout = KVLayout.of(self.kv_cache_dtype, spec.num_kv_layers, *heads, block_size, self.itemsize)
-        return replace(layout, windows=spec.kv_windows)
+        return kv_layout(self.spec, self.kv_cache_dtype, self.itemsize).with_block_size(block_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -71,17 +68,30 @@ class Network:
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""
-        return sum(_keys(context_len, query_len, window) for window in self.spec.kv_windows)
+        return sum(
+            layout.num_readers * _keys(context_len, query_len, window) for window, layout in self._kv_groups
+        )
+
+    @property
+    def _kv_groups(self) -> list[tuple[int | None, KVLayout]]:
+        """The window of each KV group, and the layout of its layers."""
+        layout = self.layout(1)
+        return [(group.window, of_group) for group, of_group in zip(layout.groups, layout.of_groups, strict=True)]
 
     def attention_operations(self, context_len: int, query_len: int) -> int:
         """Two products over head_dim for every query head and visible key."""
-        return 4 * self.spec.q_size * self.visible_keys(context_len, query_len)
+        return 4 * self.spec.num_heads * sum(
+            layout.head_dim * layout.num_readers * _keys(context_len, query_len, window)
+            for window, layout in self._kv_groups
+        )
 
     def attended_bytes(self, context_len: int, query_len: int) -> int:
         """Bytes of K and V that the new rows see, each counted once per layer."""
         total = context_len + query_len
-        tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.kv_windows)
-        return tokens * self.layout(1).token_layer_bytes
+        return sum(
+            layout.num_readers * layout.token_layer_bytes * min(total, (window or total) + query_len - 1)
+            for window, layout in self._kv_groups
+        )
 
 
 def _keys(context_len: int, query_len: int, window: int | None) -> int:

@@ -114,7 +114,9 @@ class Plan:
     @property
     def cpu_attention(self) -> bool:
         """Whether the CPU attends to a share of the host blocks."""
-        can = self.sizing.memory.tiers_share_memory or can_attend_concurrently(self.sizing.layout.head_dim)
+        can = self.sizing.memory.tiers_share_memory or all(
+            map(can_attend_concurrently, self.sizing.layout.head_dims)
+        )
         return can and self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
 
     @property
@@ -126,8 +128,9 @@ class Plan:
         link, attention = self.rates.link, self.rates.attention
         if link is None or attention is None:
             return None
-        token_bytes = self.sizing.layout.token_layer_bytes
-        return -int(-attention * token_bytes // (4 * self.network.spec.q_size * link.h2d))
+        layout = self.sizing.layout.of_groups[0]  # of layers with full attention, if there are such
+        q_size = self.network.spec.num_heads * layout.head_dim
+        return -int(-attention * layout.token_layer_bytes // (4 * q_size * link.h2d))
 
     def fits(self, prompt_len: int) -> bool:
         """Whether the engine accepts the prompt."""
@@ -140,7 +143,7 @@ class Plan:
     def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
         """The prefill steps of a lone prompt with nothing cached; see `memory.layerwise`."""
         layout, resident = self.sizing.layout, self.kv.split.resident_blocks
-        if self._has_windows:
+        if self._needs_dry_run:
             return [step for step, _ in self._dry_run(self._step_model, prompt_len, 1).steps]
         return prefill_steps(layout.block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
 
@@ -149,7 +152,7 @@ class Plan:
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
         model = self._step_model
-        plan = self._dry_run if self._has_windows else self._by_formula
+        plan = self._dry_run if self._needs_dry_run else self._by_formula
         planned = plan(model, prompt_len, output_len)
         steps = [each for each in planned.steps if each[0].begin < prompt_len]
         decodes = planned.steps[len(steps) :]
@@ -172,8 +175,10 @@ class Plan:
         )
 
     @property
-    def _has_windows(self) -> bool:
-        return any(group.window is not None for group in self.sizing.layout.groups)
+    def _needs_dry_run(self) -> bool:
+        """Whether blocks are released before the end, or are of several kinds."""
+        groups = self.sizing.layout.groups
+        return len(groups) > 1 or groups[0].window is not None or bool(groups.shared)
 
     @property
     def _step_model(self) -> StepModel:
@@ -188,7 +193,7 @@ class Plan:
         )
 
     def _by_formula(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
-        """The steps of a model without windows."""
+        """The steps of a model whose layers are alike and have no window."""
         computed, layout = prompt_len + output_len - 1, self.sizing.layout
         steps = [*self.prefill_steps(prompt_len), *(_one_token(context) for context in range(prompt_len, computed))]
         moves = [model.moves(step.begin, step.end - step.begin, step.num_chunks > 1) for step in steps]

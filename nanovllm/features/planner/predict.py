@@ -176,8 +176,9 @@ class StepModel:
         products = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
         operations, cpu = net.attention_operations(step.begin, query_len), 0.0
         if not self.one_processor:  # on one processor, CPU attention takes the same operations
-            cpu_keys = moved.cpu_attention_bytes // self.layout.token_layer_bytes
-            operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_keys)
+            layout = self.layout.of_groups[0]  # as if all were of layers like the first, which stream the most
+            cpu_keys = moved.cpu_attention_bytes // layout.token_layer_bytes
+            operations = max(0, operations - 4 * net.spec.num_heads * layout.head_dim * query_len * cpu_keys)
             cpu = self._cpu_attention_seconds(moved)
         # Attention to resident blocks needs no slot either, but is short compared with a chunk's products.
         slot_free = products if step.num_chunks == 1 else 0.0

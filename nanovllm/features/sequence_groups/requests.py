@@ -69,7 +69,7 @@ class GroupRequest(Request):
         held = bisect_right(lengths, capacity.available, key=lambda length: self._blocks_at_most(length, capacity))
         raise RequestError(
             f"request {self.request_id!r} asks for {self.params.num_sequences} sequences of up to {longest} tokens, "
-            f"which can need {needed} KV blocks of {capacity.groups[0].block_size} tokens; the cache has "
+            f"which can need {needed} KV blocks of {capacity.groups.block_sizes} tokens; the cache has "
             f"{capacity.num_blocks} and keeps {capacity.watermark} free: lower max_tokens to {held + 1}, or n or "
             "best_of, or raise num_gpu_blocks or num_cpu_blocks"
         )
