@@ -132,7 +132,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     _check_quantization(config.quantization, spec)
     dtype, device = _resolve_dtype(config.dtype, spec), create_device(config.device)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
-    backend = select_backend(device.torch_device, spec.head_dim, kv_dtype)
+    backend = select_backend(device.torch_device, spec.hardest_head_dim, kv_dtype)
     logger.info("attention backend: %s", backend.name)
     if device.torch_device.type == "cpu":
         logger.info("CPU kernels: %s", cpu_kernel_choice())
@@ -292,7 +292,7 @@ def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: Attent
         misfit = f"on {model.device.type} the order of a sum depends on the number of rows in a step"
     elif not is_chunk_invariant(backend):
         misfit = (
-            f"heads of {model.spec.head_dim} are attended by torch's operator, which sums by the shape of a "
+            f"heads of {model.spec.hardest_head_dim} are attended by torch's operator, which sums by the shape of a "
             "chunk, since the engine's kernel takes multiples of 16"
         )
     if config.batch_invariant and misfit is not None:
@@ -336,11 +336,12 @@ def _plan_memory(
 
 
 def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> bool:
-    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step, and recurrent
-    layers find their states by slots that differ from step to step.
+    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step, recurrent
+    layers find their states by slots that differ from step to step, and graphs know one size of heads.
     """
     spec = model.spec
-    return device.captures and not config.enforce_eager and spec.experts is None and spec.recurrent is None
+    records = spec.experts is None and spec.recurrent is None and spec.gemma4 is None
+    return device.captures and not config.enforce_eager and records
 
 
 def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:

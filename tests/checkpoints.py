@@ -12,6 +12,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -94,6 +96,7 @@ FAMILIES: dict[str, Tested] = {
     ),
     "minimax_m2": Tested(MiniMaxM2Config, MiniMaxM2ForCausalLM, ({}, {"rotary_dim": 6})),
     "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
+    "gemma4": Tested(Gemma4TextConfig, Gemma4ForCausalLM, ()),  # test_gemma4.py
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with recurrent layers
 MAX_POSITIONS = 256
@@ -171,8 +174,12 @@ def make_checkpoint(
         eos_token_id=eos_token_id,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
-        **_window_options(family, sliding_window, max_window_layers),
-        **{**_expert_options(family, intermediate, experts, experts_per_tok), **_recurrent_options(family), **fields},
+        **{
+            **_window_options(family, sliding_window, max_window_layers),
+            **_expert_options(family, intermediate, experts, experts_per_tok),
+            **_recurrent_options(family),
+            **fields,
+        },
     )
     model = FAMILIES[family].model(config).eval()
     randomize(model, seed)
@@ -185,6 +192,9 @@ def make_checkpoint(
 
 
 def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:
+    if family == "gemma4":
+        full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": rope["rope_theta"]}
+        return {"full_attention": full, "sliding_attention": dict(LOCAL_ROPE)}
     if family not in ("gemma3", "olmo3"):
         return dict(rope)
     return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)}
@@ -196,6 +206,9 @@ def _window_options(family: str, sliding_window: int | None, max_window_layers: 
         return {**options, "query_pre_attn_scalar": 24}
     if family == "gpt_oss":
         return {"sliding_window": sliding_window or 20}
+    if family == "gemma4":  # by default without what only some of its sizes have
+        own = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199}
+        return {"sliding_window": sliding_window or MAX_POSITIONS, **own}
     if family == "olmo3":
         return {"sliding_window": sliding_window or MAX_POSITIONS}
     if family in GATED_DELTA:
@@ -239,10 +252,12 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
     is_gemma = isinstance(model, Gemma3ForCausalLM)
     adds_one = is_gemma or isinstance(model, Qwen3NextForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    factors = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for name, parameter in [*model.named_parameters(), *factors]:
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:  # 3 for the experts of a layer
-            gain = 4.0 if ("embed" in name and not is_gemma) or "lm_head" in name else 1.2
+            is_embedding = "embed" in name and not isinstance(model, Gemma3ForCausalLM | Gemma4ForCausalLM)
+            gain = 4.0 if is_embedding or "lm_head" in name else 1.2
             parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
         elif name.endswith("A_log"):
             parameter.copy_(noise - 2)

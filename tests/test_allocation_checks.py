@@ -20,7 +20,7 @@ from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.models import loader
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.create import create_decoder
 from nanovllm.models.hf_config import load_decoder_spec
 
 HUGE = ("vocab_size", "num_attention_heads")
@@ -60,7 +60,7 @@ def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[
     alike = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
     make_checkpoint(tmp_path, family, **more, **alike)
     spec = load_decoder_spec(tmp_path)
-    decoder = Decoder(spec, torch.bfloat16, torch.device("cpu"))
+    decoder = create_decoder(spec, torch.bfloat16, torch.device("cpu"))
     assert {name: tensor.shape for name, tensor in spec.tensors()} == {
         name: slot.shape for name, slot in decoder.slots()
     }
@@ -74,7 +74,7 @@ def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[
 def test_a_huge_size_in_the_config_is_compared_with_the_file(
     name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "Decoder", None)  # would be called to allocate
+    monkeypatch.setattr(loader, "create_decoder", None)  # would be called to allocate
     edit_config(model, **{name: 10**9})
     message = refusal(lambda: LLM(model, **SMALL))
     assert "expected [" in message and "found [" in message and "000" in message
@@ -84,7 +84,7 @@ def test_a_huge_size_in_the_config_is_compared_with_the_file(
 def test_a_huge_size_without_a_file_is_compared_with_the_memory(
     name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "Decoder", None)
+    monkeypatch.setattr(loader, "create_decoder", None)
     edit_config(model, **{name: 10**9})
     message = refusal(lambda: LLM(model, load_format="dummy", **SMALL), ConfigError)
     assert "its weights take" in message and "GiB free" in message

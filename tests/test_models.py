@@ -88,7 +88,8 @@ def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], fo
     generated ones: they come one per step and do not count as prompt.
     """
     spec = decoder.spec
-    cache = DenseKVCache(spec.kv_windows, spec.attention_scale, decoder.sinks)
+    windows = tuple(spec.sliding_windows[layer] for layer in range(spec.num_layers) if not spec.is_recurrent(layer))
+    cache = DenseKVCache(windows, spec.attention_scale, decoder.sinks)
     states = None if spec.recurrent is None else DenseStates(spec.recurrent, len(prompts), decoder.dtype)
     starts = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]

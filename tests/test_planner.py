@@ -60,10 +60,13 @@ def spec(model_dir: Path) -> DecoderSpec:
 # ---- bytes and counts of the engine
 
 
+KINDS = ["sliding_attention", "full_attention", "full_attention"]
 WINDOWS: dict[str, dict[str, Any]] = {
     "none": {"family": "qwen3"},
     "in all layers": {"family": "mistral", "sliding_window": 40},
     "in some layers": {"family": "qwen3", "sliding_window": 23, "max_window_layers": 1},
+    "with smaller heads": {"family": "gemma4", "sliding_window": 23, "layer_types": KINDS},
+    "and shared K and V": {"family": "gemma4", "sliding_window": 23, "layer_types": KINDS, "num_kv_shared_layers": 1},
 }
 
 

@@ -1,16 +1,18 @@
-"""Parts of a network as plain data: rotary embeddings, mixtures of experts and recurrent layers."""
+"""Parts of a network as plain data: rotary embeddings, mixtures of experts, recurrent layers, and Gemma 4's layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
+PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class RopeSpec:
     frequency_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     rotary_dim: int | None = None  # features of a head that are rotated, the first ones; None: all
+    rotated_pairs: int = 0  # proportional: pairs of a head that are rotated, the fastest ones
 
     @property
     def length_dependent_above(self) -> int | None:
@@ -213,3 +216,53 @@ class RecurrentSpec:
         """Bytes of both states of one sequence in one layer; itemsize: of an element of the network's dtype."""
         (channels, kept), (heads, key_dim, value_dim) = self.conv_shape, self.state_shape
         return channels * kept * itemsize + heads * key_dim * value_dim * STATE_ITEMSIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Spec:
+    """What sets the layers of a Gemma 4 apart, from each other and from those of other families.
+
+    Layers with full attention have heads of a size of their own. The last `num_shared` layers have no keys and values:
+    each reads those of the last layer before them with the same kind of attention. With `per_layer_size`, each layer
+    adds an input of its own to the residual stream, from a second embedding of the token and from the first one.
+    """
+
+    full: tuple[bool, ...]  # per layer: whether its attention is full
+    full_kv_heads: int  # of a layer with full attention
+    full_head_dim: int
+    key_is_value: bool  # the values of layers with full attention are their keys, before the norm of the keys
+    num_shared: int  # fewer than all layers
+    shared_intermediate_size: int  # of the MLP of a layer without keys and values
+    per_layer_size: int = 0  # width of a layer's own input; 0: there is none
+    per_layer_vocab: int = 0  # tokens of the second embedding
+    packed_layers: int = 0  # layers whose inputs are side by side in the second embedding
+    logit_cap: float | None = None  # c: logits are c * tanh(logits / c)
+
+    @property
+    def num_owners(self) -> int:
+        """Layers that have keys and values, the first ones."""
+        return len(self.full) - self.num_shared
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Of each layer without keys and values the layer whose it reads."""
+        last = {self.full[layer]: layer for layer in range(self.num_owners)}
+        return tuple(last[is_full] for is_full in self.full[self.num_owners :])
+
+    def of_layers(self, indices: Sequence[int]) -> Gemma4Spec:
+        """Those of a network of some of the layers, in their order."""
+        shared = sum(index >= self.num_owners for index in indices)
+        return replace(self, full=tuple(self.full[index] for index in indices), num_shared=shared)
+
+    def layer_matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
+        """Module, output features and input features of the matrices with which a layer adds its own input."""
+        if self.per_layer_size:
+            yield f"model.layers.{layer}.per_layer_input_gate", self.per_layer_size, hidden
+            yield f"model.layers.{layer}.per_layer_projection", hidden, self.per_layer_size
+
+    def tables(self, hidden: int) -> Iterator[tuple[str, int, int]]:
+        """Module, output features and input features of what gives the inputs of all layers."""
+        if self.per_layer_size:
+            width = self.packed_layers * self.per_layer_size
+            yield PER_LAYER_EMBEDDING, self.per_layer_vocab, width
+            yield PER_LAYER_PROJECTION, width, hidden

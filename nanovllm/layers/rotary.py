@@ -63,6 +63,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.kind == "longrope":
         return longrope_frequencies(rope, rope.frequency_factors, head_dim)
     inv_freq = 1.0 / (rope.theta ** _exponents(head_dim))
+    if rope.kind == "proportional":  # the other pairs have the angle 0
+        inv_freq[rope.rotated_pairs :] = 0.0
+        return inv_freq / rope.factor
     if rope.frequency_factors:
         return inv_freq / torch.tensor(rope.frequency_factors)
     if rope.kind == "linear":

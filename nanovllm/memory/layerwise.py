@@ -143,7 +143,9 @@ def layerwise_token_bytes(spec: DecoderSpec, itemsize: int, config: EngineConfig
     """What layer-by-layer prefill keeps for each token: residual stream and id; 0 if no prompt goes that way.
 
     itemsize: bytes of an element of the residual stream. With recurrent layers prompts go chunk by chunk: there is
-    little KV to load again for each chunk, and their snapshots lie between the chunks.
+    little KV to load again for each chunk, and their snapshots lie between the chunks. So do they where layers read the
+    keys and values of another one, which are in the layer buffer no more, or where layers have inputs of their own.
     """
-    goes = config.enable_cpu_offload and spec.recurrent is None
+    per_layer = spec.gemma4 is not None and spec.gemma4.per_layer_size > 0
+    goes = config.enable_cpu_offload and spec.recurrent is None and not spec.kv_shared and not per_layer
     return spec.hidden_size * itemsize + ID_BYTES if goes else 0

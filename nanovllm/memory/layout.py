@@ -193,7 +193,8 @@ def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayou
 def kv_layout(spec: DecoderSpec, kv_cache_dtype: str, itemsize: int) -> KVLayout:
     """The layout of a network's K and V, in blocks of a token; see `KVLayout.with_block_size`."""
     sizes = (spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
-    return replace(KVLayout.of(kv_cache_dtype, *sizes), windows=spec.kv_windows)
+    layout = replace(KVLayout.of(kv_cache_dtype, *sizes), windows=spec.kv_windows, shared=spec.kv_shared)
+    return layout.with_heads(spec.kv_heads) if spec.kv_heads else layout
 
 
 def of_rank(layout: KVLayout, spec: DecoderSpec) -> KVLayout:

@@ -27,6 +27,7 @@ from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.meta_results import meta_result
 from nanovllm.memory.sizing import MemoryFacts, check_step_fits, needs_activation_peak, sized_from_memory
+from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
@@ -168,7 +169,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     allocate themselves is not counted.
     """
     group = model.group and MetaRanks(model.group.rank, model.group.size)
-    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
+    twin = create_decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)

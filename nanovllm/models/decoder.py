@@ -58,13 +58,13 @@ class DecoderLayer(ABC):
     def __init__(
         self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device, group: RankGroup | None
     ) -> None:
-        self.spec = spec
+        self.spec = spec = spec.for_layer(index)
         self.group = group
         self.index = index
         self.rope = spec.rope_of(index)
         self.dtype = dtype
         self._kernels = kernels_on(device, dtype)
-        weight = partial(torch.empty, spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        weight = partial(torch.empty, spec.hidden_size, dtype=norm_dtype(spec, dtype), device=device)
         norms: list[Tensor | None] = [weight() for _ in spec.layer_norms]
         norms = (norms if spec.input_norms else [None, None, *norms]) + [None, None]
         self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm = norms[:4]
@@ -125,7 +125,7 @@ class DecoderLayer(ABC):
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
-            yield f"model.layers.{self.index}.{name}.weight", _norm_slot(self.spec, norm, norm.shape)
+            yield f"model.layers.{self.index}.{name}.weight", norm_slot(self.spec, norm, norm.shape)
         for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
         yield from self._mixer_slots()
@@ -145,7 +145,7 @@ class AttentionLayer(DecoderLayer):
         self.kv_layer = spec.kv_layer(self.index)
         # One row per head, so that a single call normalizes q and k.
         shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        weight = partial(torch.empty, shape, dtype=_norm_dtype(spec, dtype), device=device)
+        weight = partial(torch.empty, shape, dtype=norm_dtype(spec, dtype), device=device)
         self.qk_norm = weight() if spec.qk_norm and not spec.joint_qk_norm else None
         self.joint_norms = _joint_norms(spec, dtype, device, self.group) if spec.joint_qk_norm else None
         self.sinks = torch.empty(spec.num_heads, dtype=torch.float32, device=device) if spec.attention_sinks else None
@@ -215,7 +215,7 @@ class AttentionLayer(DecoderLayer):
         if self.spec.qk_norm:
             order = None if self.spec.joint_qk_norm else self.rotated  # the heads come to their norms in this order
             for (name, size), view in zip(self.spec.qk_norms, self._qk_norms(), strict=True):
-                yield f"{prefix}{name}.weight", _norm_slot(self.spec, view, (size,), order)
+                yield f"{prefix}{name}.weight", norm_slot(self.spec, view, (size,), order)
 
     def _qk_norms(self) -> Sequence[Tensor]:
         """The weights of the norms of q and of k."""
@@ -253,7 +253,7 @@ class RecurrentLayer(DecoderLayer):
         yield from self.delta.slots()
 
 
-def _norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
+def norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     """1 plus a weight of 16 bits takes more than 16."""
     return torch.float32 if spec.norms_in_fp32 else dtype
 
@@ -262,14 +262,14 @@ def _joint_norms(
     spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None
 ) -> JointNorms:
     sizes = (spec.q_size, spec.kv_size)
-    weight = torch.empty(sum(sizes), dtype=_norm_dtype(spec, dtype), device=device)
+    weight = torch.empty(sum(sizes), dtype=norm_dtype(spec, dtype), device=device)
     norms = JointNorms(weight, sizes, spec.rms_norm_eps, dtype)
     if spec.sharding is not None and group is not None:
         norms.divide(spec.sharding, group)
     return norms
 
 
-def _norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int], order: Tensor | None = None) -> WeightSlot:
+def norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int], order: Tensor | None = None) -> WeightSlot:
     """The slot of a norm's weight of `shape`. The view may have a row for each head, in another order of features."""
 
     def convert(weight: Tensor) -> Tensor:
@@ -306,14 +306,16 @@ class Decoder:
         if not spec.tie_word_embeddings:
             head = {HEAD_MODULE: spec.vocab_rows}
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
-        kinds = [RecurrentLayer if spec.is_recurrent(index) else AttentionLayer for index in range(spec.num_layers)]
-        self.layers: list[DecoderLayer] = [
-            kind(spec, index, dtype, device, group) for index, kind in enumerate(kinds)
-        ]
-        self.norm = torch.empty(spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        self.layers = self._layers()
+        self.norm = torch.empty(spec.hidden_size, dtype=norm_dtype(spec, dtype), device=device)
         # A layer's index is its `rope`.
         self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
+
+    def _layers(self) -> Sequence[DecoderLayer]:
+        spec, of_all = self.spec, (self.dtype, self.device, self.group)
+        kinds = [RecurrentLayer if spec.is_recurrent(index) else AttentionLayer for index in range(spec.num_layers)]
+        return [kind(spec, index, *of_all) for index, kind in enumerate(kinds)]
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the final norm: int64 [tokens] -> [tokens, hidden] in the decoder's dtype.
@@ -408,7 +410,7 @@ class Decoder:
         yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", _norm_slot(self.spec, self.norm, self.norm.shape)
+        yield "model.norm.weight", norm_slot(self.spec, self.norm, self.norm.shape)
         if not self.spec.tie_word_embeddings:
             yield from self.lm_head.slots()
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of, number, only
-from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec, SharedExpert
+from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, integer, list_of, number, only
+from nanovllm.data.network import ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec, SharedExpert
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import (
     EXPERT_COUNT,
@@ -42,6 +42,7 @@ class Family:
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
     rotates_part: whether it may rotate only the first features of a head; rotated_share: their share where a config
     names none, None: all. left_out: what the names of a checkpoint's tensors begin with that no text needs.
+    complete: sets what else follows from other fields.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class Family:
     rotates_part: bool = False
     rotated_share: Callable[[Any], float | None] = lambda config: None
     left_out: tuple[str, ...] = ()
+    complete: Callable[[Any], None] = lambda config: None
 
     def reads(self, name: str) -> bool:
         """Whether it reads this field of config.json."""
@@ -189,6 +191,70 @@ def _qwen3_5_experts(config: Any) -> ExpertSpec:
     if experts is None:
         raise ModelError("num_experts is 0; a Qwen3_5MoeForCausalLM needs at least 1 expert.")
     return experts
+
+
+def _complete_gemma4(config: Any) -> None:
+    """The heads of layers with full attention, which a config has by two names or for each of these layers."""
+    if config.layer_types[-1] != "full_attention":  # as Transformers does
+        config.layer_types = [*config.layer_types[:-1], "full_attention"]
+    heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or config.num_key_value_heads
+    config.full_kv_heads, config.full_head_dim = heads, config.global_head_dim
+    if config.per_layer_config is None:
+        return
+    known = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    # Transformers writes the layers' indices with as many digits as the last one has.
+    given = {int(key) if key.isdecimal() and len(key) < 9 else key: own for key, own in config.per_layer_config.items()}
+    found = [given.get(index, {}) for index in full]
+    fits = all(isinstance(each, dict) and each == found[0] and set(each) <= set(known) for each in found)
+    fits = fits and set(given) <= set(full) and len(given) == len(config.per_layer_config)
+    numbers = [] if not fits else [{**known, **found[0]}[name] for name in known]
+    if not fits or any(type(number) is not int or number < 1 for number in numbers):
+        raise ModelError(
+            f"per_layer_config={quoted(config.per_layer_config)} is not supported: it must give the layers with full "
+            f"attention the same head_dim and num_key_value_heads, and no other layer anything."
+        )
+    config.full_head_dim, config.full_kv_heads = numbers
+
+
+def _gemma4(config: Any) -> Gemma4Spec:
+    if config.enable_moe_block:
+        raise ModelError("enable_moe_block=true: experts beside the MLP of a Gemma 4 are not supported.")
+    if config.use_bidirectional_attention not in (None, "vision"):  # "vision" is of images
+        raise ModelError(
+            f"use_bidirectional_attention={quoted(config.use_bidirectional_attention)} is not supported: attention is "
+            "causal."
+        )
+    full = tuple(kind == "full_attention" for kind in config.layer_types)
+    owners = full[: len(full) - config.num_kv_shared_layers]
+    if config.num_kv_shared_layers >= len(full) or set(full[len(owners) :]) - set(owners):
+        raise ModelError(
+            f"num_kv_shared_layers={config.num_kv_shared_layers}: of each kind of layers that have no keys and values, "
+            f"one of the others must have them, but these are layers of {quoted(', '.join(config.layer_types))}."
+        )
+    size = config.hidden_size_per_layer_input or 0
+    if size and config.vocab_size_per_layer_input < config.vocab_size:
+        raise ModelError(
+            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} must not be below "
+            f"vocab_size={config.vocab_size}."
+        )
+    if config.num_attention_heads % config.full_kv_heads or config.full_head_dim % 2:
+        raise ModelError(
+            f"Layers with full attention have {config.full_kv_heads} KV heads of {config.full_head_dim}: "
+            f"num_attention_heads={config.num_attention_heads} must be a multiple of them, and their size even."
+        )
+    return Gemma4Spec(
+        full=full,
+        full_kv_heads=config.full_kv_heads,
+        full_head_dim=config.full_head_dim,
+        key_is_value=config.attention_k_eq_v,
+        num_shared=config.num_kv_shared_layers,
+        shared_intermediate_size=config.intermediate_size * (2 if config.use_double_wide_mlp else 1),
+        per_layer_size=size,
+        per_layer_vocab=config.vocab_size_per_layer_input,
+        packed_layers=len(full),
+        logit_cap=config.final_logit_softcapping,
+    )
 
 
 # None is for what follows from other fields.
@@ -622,6 +688,68 @@ _ENTRIES = (
         local_theta=10_000.0,
         rope_kinds=("default", "linear"),
     ),
+    Family(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        lambda config: {
+            "qk_norm": True,
+            "query_pre_attn_scalar": 1.0,
+            "embedding_scale": config.hidden_size**0.5,
+            "output_norms": True,
+            "wide_norms": True,
+            "gemma4": _gemma4(config),
+        },
+        {
+            **_ALL,
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+            "attention_bias": False,
+            "sliding_window": 512,
+            "layer_types": None,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": None,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+        },
+        {
+            "hidden_activation": TEXT,
+            "global_head_dim": integer(1),
+            "num_global_key_value_heads": integer(1) | NULL,
+            "per_layer_config": OBJECT | NULL,
+            "final_logit_softcapping": number(0, above=True) | NULL,
+            "use_bidirectional_attention": TEXT | NULL,
+            "vocab_size_per_layer_input": integer(1),
+            "hidden_size_per_layer_input": integer(0) | NULL,
+            "attention_k_eq_v": FLAG,
+            "num_kv_shared_layers": integer(0),
+            "enable_moe_block": FLAG,
+            "use_double_wide_mlp": FLAG,
+        },
+        local_theta=10_000.0,
+        rope_kinds=("default", "proportional"),
+        window_pattern=6,
+        rope={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        complete=_complete_gemma4,
+    ),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ENTRIES})
 
@@ -651,6 +779,7 @@ def complete_config(family: Family, fields: Mapping[str, Any]) -> SimpleNamespac
         config.mlp_only_layers = []
     if "layer_types" in vars(config):
         _complete_layer_types(config, family.window_pattern)
+    family.complete(config)
     return config
 
 

@@ -275,6 +275,7 @@ def _token_ids(value: Any) -> list[int]:
 TEXT_MODELS: Mapping[str, str] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+        "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
         "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     }
@@ -286,6 +287,7 @@ _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "
 _IMAGES = (
     *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     "model.visual.",
+    *("model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 
 
@@ -313,7 +315,7 @@ def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str | None:
-    """The text model's name of a tensor of the whole model; None if only images need it."""
+    """The text model's name of a tensor of the whole model; None if only images or sounds need it."""
     prefix = next((prefix for prefix in _TEXT if name.startswith(prefix)), None)
     if prefix is not None:
         return _TEXT[prefix] + name.removeprefix(prefix)

@@ -19,6 +19,7 @@ from nanovllm.formats.hub import is_gguf
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.sharding import Part
+from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import TEXT_MODELS, text_name
@@ -50,6 +51,8 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
             slot.write(drawn.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
+# Checkpoints of Gemma 4 have them for layers that read the keys and values of another one, too.
+UNUSED_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
 # Buffers that Transformers saved until 4.3x. They are computed from the config instead.
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
@@ -92,7 +95,7 @@ def load_model(
         check_fits(
             f"model={str(model_dir)!r}: its weights take", own.weight_bytes(dtype.itemsize), free_bytes, where, remedy
         )
-    decoder = Decoder(own, dtype, device, group)
+    decoder = create_decoder(own, dtype, device, group)
     for _, slot in decoder.slots():
         use_huge_pages(slot.view)
     if load_format == "dummy":
@@ -191,6 +194,8 @@ def _harmless(name: str, spec: DecoderSpec) -> bool:
     """
     if spec.quantization is not None and name.endswith(".bias"):
         return any(name == f"{module}.bias" for module, _, _ in spec.matrices())
+    if (unused := UNUSED_KV.fullmatch(name)) is not None and spec.gemma4 is not None:
+        return spec.gemma4.num_owners <= int(unused[1]) < spec.num_layers
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 

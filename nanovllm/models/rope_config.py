@@ -26,17 +26,18 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
     if family.rope and not (fields.get("rope_scaling") or fields.get("rope_parameters")):
         fields = {**fields, "rope_parameters": family.rope}
 
-    def spec(fields: Mapping[str, Any], theta: float) -> RopeSpec:
+    def spec(fields: Mapping[str, Any], theta: float, head_dim: int = config.head_dim) -> RopeSpec:
         trained = getattr(config, "original_max_position_embeddings", None)
         found = rope_parameters(fields, positions, theta, trained)
         if (share := family.rotated_share(config)) is not None:
             found.setdefault("partial_rotary_factor", share)
-        return rope_spec(found, positions, config.head_dim, kinds, rotates_part)
+        return rope_spec(found, positions, head_dim, kinds, rotates_part)
 
     if family.local_theta is None:
         return spec(fields, family.theta), None
     full, local = _by_layer_type(fields)
-    ropes = spec(full, family.theta), spec(local, family.local_theta)
+    full_head_dim = getattr(config, "full_head_dim", config.head_dim)
+    ropes = spec(full, family.theta, full_head_dim), spec(local, family.local_theta)
     return _scaled_before(ropes[0], positions), _scaled_before(ropes[1], positions)
 
 
@@ -120,6 +121,9 @@ def rope_spec(
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     if kind not in kinds:
         raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(kinds)}.")
+    if kind == "proportional":
+        share, factor = parameters.get("partial_rotary_factor", 1.0), parameters.get("factor") or 1.0
+        return RopeSpec(kind, theta, float(factor), rotated_pairs=int(share * head_dim // 2))
     rotated = _rotated_features(parameters.get("partial_rotary_factor"), head_dim, rotates_part)
     spec = RopeSpec(kind, theta, rotary_dim=None if rotated == head_dim else rotated)
     if kind == "default":

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.data.network import ExpertSpec, RecurrentSpec, RopeSpec
+from nanovllm.data.network import ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import ROWS, Axis, CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, kind_of_mlp, shard
@@ -15,6 +15,7 @@ ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # byt
 DTYPE_NAMES = tuple(ITEMSIZES)
 WIDE_BYTES = 4  # of a weight in fp32 whatever the dtype, such as a norm of Gemma 3 or a sink
 EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
+PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
 EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
 
 Matrix = tuple[str, int, int]  # module, output features, input features
@@ -58,6 +59,8 @@ class DecoderSpec:
     zero_centered_norms: bool = False  # norm weights are stored minus 1, and multiply in fp32, before the rounding
     wide_norms: bool = False  # norm weights are as they are, and multiply in fp32 too
     attention_sinks: bool = False  # every query head has a learned score beside those of its keys, with a value of 0
+    kv_parts: tuple[str, ...] = ("k_proj", "v_proj")  # the projections of a layer that give its keys and values
+    gemma4: Gemma4Spec | None = None  # layers that differ from each other; `for_layer` gives the sizes of one
     num_mtp_layers: int = 0  # layers behind the last in a checkpoint, for multi-token prediction, which are not read
     whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
 
@@ -85,9 +88,10 @@ class DecoderSpec:
 
         Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
-        if self.recurrent is not None:
+        if self.recurrent is not None or self.gemma4 is not None:
+            kind = "recurrent layers" if self.recurrent is not None else "layers of several head sizes"
             raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: recurrent layers, which a {self.architecture} has, are not divided "
+                f"tensor_parallel_size={num_ranks}: {kind}, which a {self.architecture} has, are not divided "
                 "among ranks; use tensor_parallel_size=1"
             )
         inner = 0 if self.experts is None else self.experts.intermediate_size
@@ -134,8 +138,42 @@ class DecoderSpec:
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers with attention, which own keys and values."""
-        return self.num_layers - self.num_recurrent_layers
+        """Number of layers that own keys and values: those with attention, but for those that read another's."""
+        return self.num_layers - self.num_recurrent_layers - len(self.kv_shared)
+
+    @property
+    def kv_shared(self) -> tuple[int, ...]:
+        """Of each layer that has no keys and values of its own, after the others, the `kv_layer` whose it reads."""
+        return () if self.gemma4 is None else self.gemma4.owners
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head_dim of each layer that owns keys and values; () if they are alike."""
+        if self.gemma4 is None:
+            return ()
+        layers = map(self.for_layer, range(self.num_kv_layers))
+        return tuple((layer.num_kv_heads, layer.head_dim) for layer in layers)
+
+    @property
+    def hardest_head_dim(self) -> int:
+        """The size of heads that the fewest kernels take: one that is no multiple of 16, or the largest."""
+        sizes = {self.head_dim, *(head_dim for _, head_dim in self.kv_heads)}
+        return max(sizes, key=lambda size: (size % 16 > 0, size))
+
+    def for_layer(self, layer: int) -> DecoderSpec:
+        """The network if all its layers were like this one, for their sizes."""
+        gemma = self.gemma4
+        if gemma is None:
+            return self
+        num_kv_heads, head_dim, inner, parts = self.num_kv_heads, self.head_dim, self.intermediate_size, self.kv_parts
+        if gemma.full[layer]:
+            num_kv_heads, head_dim = gemma.full_kv_heads, gemma.full_head_dim
+        if layer >= gemma.num_owners:
+            num_kv_heads, inner, parts = 0, gemma.shared_intermediate_size, ()
+        elif gemma.full[layer] and gemma.key_is_value:
+            parts = ("k_proj",)
+        sizes = replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=inner)
+        return replace(sizes, gemma4=None, kv_parts=parts)
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -147,8 +185,9 @@ class DecoderSpec:
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """`sliding_windows` of the layers with attention, by `kv_layer`."""
-        return tuple(window for layer, window in enumerate(self.sliding_windows) if not self.is_recurrent(layer))
+        """`sliding_windows` of the layers that own keys and values, by `kv_layer`."""
+        windows = tuple(window for layer, window in enumerate(self.sliding_windows) if not self.is_recurrent(layer))
+        return windows[: self.num_kv_layers]
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's states in all recurrent layers; itemsize: of an element of the network's dtype."""
@@ -169,7 +208,7 @@ class DecoderSpec:
         """The modules of the checkpoint for q, k and v, and their output features."""
         if self.merged_projections:
             return {"qkv_proj": self.q_size + 2 * self.kv_size}
-        return {"q_proj": self.gated_q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        return {"q_proj": self.gated_q_size, **dict.fromkeys(self.kv_parts, self.kv_size)}
 
     @property
     def gate_up_parts(self) -> dict[str, int]:
@@ -188,10 +227,10 @@ class DecoderSpec:
         return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 
     @property
-    def qk_norms(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The checkpoint's modules of the norms of q and k, and their weights."""
+    def qk_norms(self) -> tuple[tuple[str, int], ...]:
+        """The checkpoint's modules of the norms of q and k, if there are keys, and their weights."""
         sizes = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
-        return ("q_norm", sizes[0]), ("k_norm", sizes[1])
+        return (("q_norm", sizes[0]), ("k_norm", sizes[1]))[: 2 if self.kv_parts else 1]
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -219,6 +258,9 @@ class DecoderSpec:
         With the correction biases of the routers. A recurrent layer has its input and output projections in the place
         of q, k, v and o.
         """
+        if self.gemma4 is not None:
+            layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
+            return sum(rows * columns for _, rows, columns in layers)
         attention = self.num_kv_layers * self.hidden_size * (self.gated_q_size + self.q_size + 2 * self.kv_size)
         if self.recurrent is not None:
             inputs = sum(self.recurrent.input_parts.values())
@@ -253,13 +295,16 @@ class DecoderSpec:
 
     def _norms(self, layer: int) -> int:
         """Number of norm weights of a layer in memory. Every head has its own row of the q and k norms."""
-        heads = 0 if self.is_recurrent(layer) else self.qk_norm * (self.num_heads + self.num_kv_heads)
-        return len(self.layer_norms) * self.hidden_size + heads * self.head_dim
+        own = self.for_layer(layer)
+        heads = 0 if self.is_recurrent(layer) else self.qk_norm * (own.num_heads + own.num_kv_heads)
+        added = self.gemma4 is not None and self.gemma4.per_layer_size > 0  # the norm of its own input
+        return (len(self.layer_norms) + added) * self.hidden_size + heads * own.head_dim
 
     def _vectors(self, layer: int) -> int:
         """Number of weights of a layer in memory beyond its matrices, such as norms, biases and sinks."""
         recurrent = self.recurrent if self.is_recurrent(layer) else None
         own = self._sinks if recurrent is None else recurrent.num_vectors
+        own += self.gemma4 is not None  # the factor of its output
         biases = sum(rows for _, rows, _, bias in self._projections(layer) if bias) + self._expert_biases(layer)
         return self._norms(layer) + biases + own
 
@@ -289,17 +334,33 @@ class DecoderSpec:
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
-        tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layer_matrices + sum(map(self._vectors, range(self.num_layers))) + tables + self.hidden_size
+        layers = self.num_layer_matrices + sum(map(self._vectors, range(self.num_layers)))
+        return layers + self._num_table_weights + self._num_final_norms
+
+    @property
+    def _num_table_weights(self) -> int:
+        """Number of weights in the matrices that belong to no layer. Tied embeddings count once."""
+        return sum(rows * columns for _, rows, columns in self._tables())
+
+    def _tables(self) -> Iterator[Matrix]:
+        yield EMBEDDING_MODULE, self.vocab_rows, self.hidden_size
+        if not self.tie_word_embeddings:
+            yield HEAD_MODULE, self.vocab_rows, self.hidden_size
+        if self.gemma4 is not None:
+            yield from self.gemma4.tables(self.hidden_size)
+
+    @property
+    def _num_final_norms(self) -> int:
+        """Number of weights of the norms that belong to no layer."""
+        return self.hidden_size + (0 if self.gemma4 is None else self.gemma4.per_layer_size)
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
         layers = sum(self._vector_bytes(layer, itemsize) for layer in range(self.num_layers))
-        final_norm = self.hidden_size * (WIDE_BYTES if self.norms_in_fp32 else itemsize)
+        final_norm = self._num_final_norms * (WIDE_BYTES if self.norms_in_fp32 else itemsize)
         matrices = self.num_layer_matrices * itemsize + self._wide_routing(itemsize)
         saved = self._saved_bytes(self.matrices(), itemsize)
-        tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2) * itemsize
-        return matrices - saved + tables + layers + final_norm
+        return matrices - saved + self._num_table_weights * itemsize + layers + final_norm
 
     def layer_matrix_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """Bytes of the matrices of one layer in memory, the mean of all layers if they differ.
@@ -343,9 +404,7 @@ class DecoderSpec:
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix of the network. The output projection appears only if it is not tied."""
-        yield EMBEDDING_MODULE, self.vocab_rows, self.hidden_size
-        if not self.tie_word_embeddings:
-            yield HEAD_MODULE, self.vocab_rows, self.hidden_size
+        yield from self._tables()
         for index in range(self.num_layers):
             yield from self._layer_matrices(index)
 
@@ -373,9 +432,15 @@ class DecoderSpec:
                 yield f"{prefix}self_attn.sinks", CheckpointTensor((self.num_heads,), axes=(Axis(ROWS),))
             if self.qk_norm:
                 axes = (Axis(ROWS),) if self.joint_qk_norm else ()
-                for name, size in self.qk_norms:
+                for name, size in self.for_layer(index).qk_norms:
                     yield f"{prefix}self_attn.{name}.weight", CheckpointTensor((size,), axes=axes)
+            if self.gemma4 is not None:
+                yield f"{prefix}layer_scalar", CheckpointTensor((1,))
+                if self.gemma4.per_layer_size:
+                    yield f"{prefix}post_per_layer_input_norm.weight", CheckpointTensor((self.hidden_size,))
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
+        if self.gemma4 is not None and self.gemma4.per_layer_size:
+            yield PER_LAYER_NORM, CheckpointTensor((self.gemma4.per_layer_size,))
 
     @staticmethod
     def _recurrent_tensors(layer: int, recurrent: RecurrentSpec) -> NamedTensors:
@@ -402,6 +467,7 @@ class DecoderSpec:
             sliding_windows=windows,
             experts=experts,
             recurrent=recurrent,
+            gemma4=None if self.gemma4 is None else self.gemma4.of_layers(indices),
             whole=whole,
         )
 
@@ -409,7 +475,8 @@ class DecoderSpec:
         """A network of the first layer of each kind, which take different memory: with one MLP or experts, with
         attention or recurrent."""
         has_experts = (False,) * self.num_layers if self.experts is None else self.experts.layers
-        kinds = [(has_experts[layer], self.is_recurrent(layer)) for layer in range(self.num_layers)]
+        sizes = [(each.kv_parts, each.head_dim) for each in map(self.for_layer, range(self.num_layers))]
+        kinds = [(has_experts[layer], self.is_recurrent(layer), sizes[layer]) for layer in range(self.num_layers)]
         return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
 
     def projections(self) -> Iterator[Matrix]:
@@ -422,6 +489,8 @@ class DecoderSpec:
         for module, rows, columns, _ in self._projections(index):
             yield module, rows, columns
         yield from self._expert_matrices(index)
+        if self.gemma4 is not None:
+            yield from self.gemma4.layer_matrices(index, self.hidden_size)
 
     def _biased(self, index: int) -> Iterator[tuple[str, int]]:
         """Module and output features of each projection of a layer that has a bias."""
@@ -438,17 +507,18 @@ class DecoderSpec:
 
         Without the experts that a router chooses.
         """
-        hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
+        own = self.for_layer(index)
+        hidden, inner, prefix = self.hidden_size, own.intermediate_size, f"model.layers.{index}."
         if self.recurrent is not None and self.recurrent.layers[index]:
             for name, size in self.recurrent.input_parts.items():
                 yield f"{prefix}linear_attn.{name}", size, hidden, False
             yield f"{prefix}linear_attn.out_proj", hidden, self.recurrent.value_size, False
         else:
-            for name, size in self.qkv_parts.items():
+            for name, size in own.qkv_parts.items():
                 yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
-            yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
+            yield f"{prefix}self_attn.o_proj", hidden, own.q_size, self.o_bias and self.adds_biases
         if self.experts is None or not self.experts.layers[index]:
-            for name, size in self.gate_up_parts.items():
+            for name, size in own.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
             yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
         else:

@@ -38,6 +38,7 @@ from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.profiling import activation_peak, measure_memory
 from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
@@ -134,7 +135,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
         tie_word_embeddings=True,
     )
     with device.compute():
-        decoder = Decoder(part, dtype, device.torch_device)
+        decoder = create_decoder(part, dtype, device.torch_device)
         fill_with_random_weights(decoder, seed=0)
         decoder.finish_loading()
     return decoder
@@ -391,7 +392,7 @@ class LocalMachine:
         dtype: torch.dtype = getattr(torch, network.dtype)
         stored = stored_dtype(network.kv_cache_dtype, dtype)
         self._dtype = dtype
-        self._backend: AttentionBackend = select_backend(device.torch_device, network.spec.head_dim, stored)
+        self._backend: AttentionBackend = select_backend(device.torch_device, network.spec.hardest_head_dim, stored)
 
     def memory(self, config: EngineConfig) -> MemoryFacts:
         """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
@@ -405,7 +406,7 @@ class LocalMachine:
             return self._measure(model, config, weights)
         spec = network.spec.one_of_each_kind()
         with device.compute():
-            model = Decoder(spec, self._dtype, device.torch_device)
+            model = create_decoder(spec, self._dtype, device.torch_device)
             fill_with_random_weights(model, seed=0)
         to_load = network.weight_bytes - Network(spec, network.dtype).weight_bytes
         return self._measure(model, config, to_load)
@@ -426,7 +427,7 @@ class LocalMachine:
 
 def _meta_decoder(network: Network) -> Decoder:
     group = MetaRanks(0, network.num_ranks) if network.num_ranks > 1 else None
-    return Decoder(network.spec, getattr(torch, network.dtype), torch.device("meta"), group)
+    return create_decoder(network.spec, getattr(torch, network.dtype), torch.device("meta"), group)
 
 
 def _of_a_rank(rates: Rates, num_ranks: int, shares_host: bool) -> Rates:

@@ -1,0 +1,245 @@
+"""Gemma 4: heads of two sizes, layers that read the K and V of earlier ones, layers with inputs of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config, make_checkpoint, refusal
+from cpu_attention_helpers import add_cpu_attention_streams, force_share
+from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from safetensors.torch import load_file, save_file
+from test_models import assert_same_logits, load, random_prompts, reference, run
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.data.network import RopeSpec
+from nanovllm.memory.layout import layout_of
+from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
+
+VOCAB, BLOCK = 199, 16
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Like E2B and E4B: one KV head, inputs of each layer, and half of the layers without keys and values.
+SMALL: dict[str, Any] = {
+    "layers": 8,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "sliding_window": 20,
+    "kv_heads": 1,
+    "hidden_size_per_layer_input": 24,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+    "tie": True,
+}
+# Like 31B: fewer KV heads in layers with full attention, whose values are their keys.
+LARGE: dict[str, Any] = {
+    "layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "sliding_window": 20,
+    "kv_heads": 4,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "tie": True,
+}
+# Heads whose bytes are no multiple of each other: blocks of 24 and 16 tokens.
+ODD: dict[str, Any] = {"layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 9, "global_head_dim": 48}
+MODELS = {"small": SMALL, "large": LARGE, "odd": {**ODD, "head_dim": 32, "attention_bias": True}}
+ALL = pytest.mark.parametrize("name", MODELS)
+TIGHT = 40  # KV blocks that are too few for all sequences
+RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
+
+
+@ALL
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    assert_same_logits(make_checkpoint(tmp_path, "gemma4", **MODELS[name]), tmp_path)
+
+
+@ALL
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In chunks, from the prefix cache, layer by layer where the model can, and with CPU attention."""
+    model = make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    prompt = random_prompt(6 * BLOCK + 5, VOCAB, seed=4)
+    expected = [greedy_reference(model, prompt, 12)]
+    for arguments in ({**RESIDENT, "max_num_batched_tokens": 29}, offloaded(BLOCK, max_num_batched_tokens=29)):
+        with LLM(tmp_path, dtype="float32", **arguments) as llm:
+            first, (second,) = token_ids(llm, prompt, greedy(12)), llm.generate(prompt, greedy(12), use_tqdm=False)
+            assert first == [second.outputs[0].token_ids] == expected
+            assert second.num_cached_tokens >= 4 * BLOCK
+
+
+@ALL
+def test_bits_do_not_depend_on_batch_and_chunk(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=length) for length in (70, 3, 41)]
+    found = []
+    for budget, at_once in ((29, 8), (1, 1), (7, 8), (64, 1), (200, 1)):
+        with LLM(tmp_path, max_num_batched_tokens=budget, max_num_seqs=at_once, **RESIDENT) as llm:
+            found.append(logits_by_request(llm, prompts, 6))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(row, other[key]) for key, row in found[0].items())
+
+
+@ALL
+def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
+    """Forks, copies on write, sequences swapped out or computed again: the tokens of a roomy engine."""
+    make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=7) for length in (83, 3 * BLOCK, 5, 60)]
+    params = [SamplingParams(n=3, max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+
+    def answers(**arguments: Any) -> tuple[list[list[list[int]]], int, int]:
+        with LLM(tmp_path, dtype="float32", max_num_batched_tokens=33, max_model_len=128, **arguments) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            manager, metrics = llm.engine.scheduler.block_manager, llm.engine.scheduler.preemption.stats
+            assert manager.num_copied_blocks > 0 and manager.num_used == manager.num_swapped == 0
+            found = [[each.token_ids for each in output.outputs] for output in outputs]
+            return found, metrics.swapped, metrics.recomputed
+
+    expected, *_ = answers(kvcache_block_size=BLOCK, num_gpu_blocks=400)
+    tight = {"kvcache_block_size": BLOCK, "num_gpu_blocks": TIGHT}
+    for arguments, way in (
+        ({**tight, "preemption_mode": "swap", "swap_space": 0.1}, "swap"),
+        ({**tight, "preemption_mode": "recompute"}, "recompute"),
+        (offloaded(BLOCK, 4, TIGHT - 4, preemption_mode="swap", swap_space=0.1), "swap"),
+    ):
+        found, swapped, recomputed = answers(**arguments)
+        assert found == expected
+        assert swapped > 0 if way == "swap" else recomputed > 0
+
+
+@ALL
+def test_concurrent_cpu_attention(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor attends to half of the host blocks, in groups of each head size."""
+    model = make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=6) for length in (90, 5 * BLOCK)]
+    expected = [greedy_reference(model, prompt, 12) for prompt in prompts]
+    add_cpu_attention_streams(monkeypatch)
+    with LLM(tmp_path, dtype="float32", **offloaded(BLOCK, max_num_batched_tokens=31)) as llm:
+        force_share(llm, 0.5)
+        assert token_ids(llm, prompts, greedy(12)) == expected
+        assert llm.kv_stats().transfers.cpu_attention_blocks > 0
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_half_precision_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
+    prompts = random_prompts(VOCAB)
+    theirs = torch.cat(reference(model, prompts))
+    exact = torch.cat(reference(model.float(), prompts))
+    ours = torch.cat(run(load(tmp_path, torch.bfloat16), prompts, (0.4,)))
+    assert (ours - exact).abs().mean() < 1.05 * (theirs - exact).abs().mean()
+
+
+# ---- configs
+
+
+def test_published_configs_mean_the_same(tmp_path: Path) -> None:
+    """They name the heads of layers with full attention in two fields, Transformers 5.24 for each layer."""
+    make_checkpoint(tmp_path, "gemma4", **LARGE)
+    spec = load_decoder_spec(tmp_path)
+    assert "per_layer_config" in json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, per_layer_config=..., global_head_dim=32, num_global_key_value_heads=1)
+    assert load_decoder_spec(tmp_path) == spec
+    edit_config(tmp_path, rope_parameters=..., layer_types=..., use_bidirectional_attention="vision")
+    defaults = load_decoder_spec(tmp_path)
+    assert defaults.ropes == (RopeSpec("proportional", 1e6, rotated_pairs=4), RopeSpec())
+    assert defaults.sliding_windows == (20,) * 5 + (None,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_moe_block": True}, ["enable_moe_block"]),
+        ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
+        ({"num_kv_shared_layers": 8}, ["num_kv_shared_layers=8"]),
+        ({"num_kv_shared_layers": 7}, ["num_kv_shared_layers=7", FULL]),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config"]),
+        ({"per_layer_config": {"2": {"head_dim": 8}}}, ["per_layer_config"]),
+        ({"per_layer_config": {index: {"head_dim": 33} for index in "247"}}, ["of 33"]),
+        ({"per_layer_config": {"x": {"head_dim": 8}}}, ["per_layer_config"]),
+        ({"vocab_size_per_layer_input": 5}, ["vocab_size_per_layer_input=5"]),
+        ({"final_logit_softcapping": 0}, ["final_logit_softcapping=0"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", **SMALL)
+    edit_config(tmp_path, **changes)
+    message = refusal(lambda: load_decoder_spec(tmp_path))
+    assert [word for word in (str(tmp_path / "config.json"), *words) if word not in message] == []
+    assert "\n" not in message
+
+
+def test_ranks_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", **LARGE)
+    spec = load_decoder_spec(tmp_path)
+    assert "use tensor_parallel_size=1" in refusal(lambda: spec.of_ranks(2), Exception)
+
+
+# ---- sizes of what Google publishes
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "E2B": {
+        **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8},
+        **{"num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+        **{"layer_types": ([SLIDING] * 4 + [FULL]) * 7},
+    },
+    "31B": {
+        **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32},
+        **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+        **{"layer_types": ([SLIDING] * 5 + [FULL]) * 10, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        "max_position_embeddings": 262_144,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "token_bytes", "sizes", "gib_of_128k"),
+    [("E2B", 4.6e9, 12 * 1024 + 3 * 2048, {256, 512}, 0.86), ("31B", 30.7e9, 50 * 16384 + 10 * 8192, {256, 512}, 17.3)],
+)
+def test_sizes_of_published_models(
+    name: str, weights: float, token_bytes: int, sizes: set[int], gib_of_128k: float, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    fields = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "dtype": "bfloat16"}
+    config.write_text(json.dumps({**fields, **PUBLISHED[name]}))
+    spec = read_decoder_spec(config)
+    assert spec.weight_bytes(2) == pytest.approx(2 * weights, rel=0.02)
+    layout = layout_of(EngineConfig(model=str(tmp_path)), spec, 2)
+    assert layout.token_bytes == token_bytes
+    assert {group.block_size for group in layout.groups} == sizes
+    held = layout.groups.most_blocks(131_072, 8192) * layout.block_bytes / 2**30
+    assert layout.held_bytes(131_072, 8192) / 2**30 < held < gib_of_128k
+
+
+# ---- the text model of one for images and sounds too
+
+
+def test_text_is_continued_as_by_the_text_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "text", "gemma4", **SMALL)
+    text = Gemma4TextConfig.from_pretrained(tmp_path / "text")
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
+    config = Gemma4Config(text_config=text, vision_config={**vision, **sizes}, audio_config=None)
+    model = Gemma4ForConditionalGeneration(config)
+    state = load_file(tmp_path / "text" / "model.safetensors")
+    language = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    model.model.language_model.load_state_dict(language)
+    model.save_pretrained(tmp_path / "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    assert any(name.startswith("model.vision_tower.") for name in stored)
+    # Published checkpoints also have projections that nothing reads.
+    prefix = "model.language_model.layers.6.self_attn."
+    unused = {f"{prefix}{name}.weight": torch.ones(4, 4) for name in ("k_proj", "v_proj")}
+    save_file({**stored, **unused}, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
+    prompt, found = random_prompt(50, VOCAB, seed=1), []
+    for path in (tmp_path / "whole", tmp_path / "text"):
+        with LLM(path, dtype="float32", **RESIDENT) as llm:
+            found.append(logits_by_request(llm, [prompt], 5))
+    assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
