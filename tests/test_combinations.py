@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import offloaded, random_prompt
+from engines import for_groups, offloaded, random_prompt
 from lora_helpers import ALL, make_adapter, merge_adapter
 from quantized_checkpoints import VARIANTS, quantize, write_dequantized
 from safetensors.torch import load_file, save_file
@@ -173,6 +173,7 @@ class Files:
 
     def engine(self, model: Path, **arguments: Any) -> LLM:
         kv_cache_dtype = self.case.kv_cache_dtype
+        arguments = for_groups(model, arguments)
         return LLM(model, dtype="float32", device="cpu", kv_cache_dtype=kv_cache_dtype, max_num_seqs=24, **arguments)
 
     def adapter(self, number: int) -> LoRARequest | None:

@@ -92,6 +92,7 @@ REFUSED: dict[str, list[Any]] = {
     "tokenizer_revision": [],
     "download_dir": [5],
     "hf_token": [5],
+    "speculative_config": ["ngram", 3, {1: 2}],
     "trace": ["/", "/no/such/directory/trace.json", 3],
 }
 
