@@ -140,6 +140,15 @@ def test_windows(tmp_path: Path, ways: tuple[int, int]) -> None:
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 
+def test_a_window_that_begins_within_a_record(tmp_path: Path) -> None:
+    """What the record has before it goes to no block: not to the last one on the device, which another group has."""
+    make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=9)
+    expected = numbers(run(tmp_path / "model", None, kvcache_block_size=16, num_gpu_blocks=200))
+    for arguments, stored in (({"kvcache_block_size": 16, "num_gpu_blocks": 200}, 0), (offloaded(16, 8, 200), 768)):
+        found = run(tmp_path / "model", tmp_path / "kv", **arguments)
+        assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
 def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
     """The second finds what the first writes while both run."""
     llms = [LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path, **RESIDENT) for _ in range(2)]

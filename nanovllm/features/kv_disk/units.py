@@ -47,9 +47,11 @@ class UnitCopier:
         return buffer
 
     def copy_in(self, buffer: Tensor, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
-        """Write the tokens of the unit from position `begin` on into the blocks of the table."""
+        """Write the tokens of the unit from position `begin` on into the blocks of the table, but for its holes."""
         with self.device.compute():
             for physical_id, first, at, count in self._spans(unit, group, begin, table):
+                if physical_id == HOLE:  # released: behind a window that begins within the unit
+                    continue
                 self._rows(physical_id, group, first, count).copy_(buffer[:, :, :, at : at + count])
 
     def _spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
