@@ -124,6 +124,21 @@ def test_concurrent_cpu_attention(name: str, tmp_path: Path, monkeypatch: pytest
         assert llm.kv_stats().transfers.cpu_attention_blocks > 0
 
 
+@ALL
+def test_blocks_on_disk_and_drafts(name: str, tmp_path: Path) -> None:
+    """A later engine, with another memory budget, goes on from what the first one stored; drafts change no token."""
+    model = make_checkpoint(tmp_path / "model", "gemma4", max_positions=1024, **MODELS[name])
+    prompt = random_prompt(300, VOCAB, seed=2) * 2
+    expected = [greedy_reference(model, prompt, 12)]
+    roomy: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    for index, arguments in enumerate((roomy, offloaded(BLOCK, 8, 200), {**roomy, **drafts})):
+        with LLM(tmp_path / "model", dtype="float32", kv_cache_dir=tmp_path / "disk", **arguments) as llm:
+            (output,) = llm.generate(prompt, greedy(12), use_tqdm=False)
+            assert [output.outputs[0].token_ids] == expected
+            assert (output.num_cached_tokens >= 512) == (index > 0)
+
+
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_half_precision_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])

@@ -59,7 +59,7 @@ def _facts(config: EngineConfig, runner: ModelRunner) -> Mapping[str, Any]:
     """All that bits depend on besides files and tokens. Lengths and memory are not among it."""
     layout, device = runner.kv_cache.pools.layout, runner.device.torch_device
     kv_dtype = runner.kv_cache.pools.resident.dtype
-    backend = select_backend(device, runner.spec.head_dim, kv_dtype)
+    backend = select_backend(device, runner.spec.hardest_head_dim, kv_dtype)
     facts: dict[str, Any] = {
         "format": MAGIC.decode(),
         "unit": UNIT,
