@@ -61,23 +61,25 @@ def _inputs_kernel(  # type: ignore[no-untyped-def]
     mask = column < size
     first = tl.where(is_value, 2 * key_heads * key_dim + of_value * value_dim, head * key_dim)
     channel = first + column
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    of_keys = 2 * key_heads * key_dim
+    channels = of_keys + value_heads * value_dim
+    position = index + tl.zeros((BLOCK,), dtype=tl.int64)  # conditions of masks are vectors, as the interpreter needs
     dtype = x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for tap in tl.static_range(KERNEL):
-        in_run = index + tap >= KERNEL - 1
+        in_run = position + tap >= KERNEL - 1
         at = x_ptr + (row + tap - (KERNEL - 1)) * x_stride + channel
         x = tl.load(at, mask=mask & in_run, other=0.0).to(tl.float32)
         kept = conv_ptr + slot * conv_stride + channel * (KERNEL - 1) + index + tap
-        x += tl.load(kept, mask=mask & (index + tap < KERNEL - 1), other=0.0).to(tl.float32)
+        x += tl.load(kept, mask=mask & (position + tap < KERNEL - 1), other=0.0).to(tl.float32)
         total += x * tl.load(weight_ptr + tap * channels + channel, mask=mask, other=0.0).to(tl.float32)
     y = (total / (1.0 + tl.exp(-total))).to(dtype)
-    tl.store(v_ptr + (row * value_heads + of_value) * value_dim + column, y, mask=mask & is_value)
+    tl.store(v_ptr + (row * value_heads + of_value) * value_dim + column, y, mask=mask & (channel >= of_keys))
     wide = y.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) + eps)
     factor = tl.where(head < key_heads, 1.0 / tl.sqrt(key_dim.to(tl.float32)), 1.0)
     at_qk = qk_ptr + (row * 2 * key_heads + head) * key_dim + column
-    tl.store(at_qk, wide * scale * factor, mask=mask & (head < 2 * key_heads))
+    tl.store(at_qk, wide * scale * factor, mask=mask & (channel < of_keys))
     step = tl.load(a_ptr + row * a_stride + of_value, mask=is_value, other=0.0).to(tl.float32)
     step += tl.load(bias_ptr + of_value, mask=is_value, other=0.0)
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))

@@ -58,6 +58,12 @@ MOE = {**CHECKPOINT, "family": "qwen3_moe", "experts": 4}
 KINDS = {"layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 21}
 GEMMA = {**CHECKPOINT, **KINDS, "family": "gemma3"}
 GPT_OSS = {**CHECKPOINT, **KINDS, "family": "gpt_oss", "experts": 4}
+# Heads of two sizes, and layers that read the K and V of earlier ones.
+GEMMA_4 = {
+    **{**CHECKPOINT, "family": "gemma4", "layers": 6, "sliding_window": 21, "num_kv_shared_layers": 2, "kv_heads": 1},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 64, "tie": True},
+}
+RECURRENT = {**CHECKPOINT, "layers": 4, "family": "qwen3_5"}
 
 CASES: dict[str, Case] = {
     "resident, eager": Case(EAGER),
@@ -103,6 +109,16 @@ CASES: dict[str, Case] = {
     "sinks": Case(RESIDENT, model=GPT_OSS),
     "sinks, offloaded": Case({**RING, "num_cpu_blocks": 60}, model=GPT_OSS, happened=loaded),
     "sinks, CPU attention": Case(offloaded(BLOCK, 4, 60, cpu_attention=True), model=GPT_OSS),
+    "heads of two sizes": Case(RESIDENT, model=GEMMA_4, rounds=2, happened=hit),
+    "heads of two sizes, offloaded": Case({**RING, "num_cpu_blocks": 60}, model=GEMMA_4, happened=loaded),
+    "recurrent states": Case(RESIDENT, model=RECURRENT, rounds=2, happened=hit),
+    "recurrent states, offloaded": Case(RING, model=RECURRENT, happened=loaded),
+    "recurrent states, swapped": Case(
+        {**SHORT, "preemption_mode": "swap", "swap_space": 0.01},
+        {"max_tokens": 24},
+        model=RECURRENT,
+        happened=lambda llm: llm.metrics().preemptions_by_swap > 0,
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import emulated_triton
 import pytest
 import test_chunked_attention
+import test_triton_delta
 import test_triton_experts
 import test_triton_kernels
 import test_triton_lora
@@ -16,6 +17,7 @@ import test_triton_packed
 import torch
 from attention_cases import Case, Shape, split
 from stand_ins import STAND_INS
+from test_delta_rule import SHAPES
 from test_kv_cache_dtype import difficult_rows
 from torch import Tensor
 
@@ -136,6 +138,12 @@ def rows() -> None:
         test_triton_kernels.test_tokens_drawn(5000, ordered)
 
 
+def recurrences() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        test_triton_delta.test_rows_and_states_are_those_of_torch(SHAPES[0], dtype)
+        test_triton_delta.test_the_gated_norm_is_that_of_torch(dtype)
+
+
 ATTENTION = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel"}
 LAUNCHES: dict[Callable[[], None], set[str]] = {
     rows_in_8_bits: {"_quantize_kernel"},
@@ -145,6 +153,7 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     adapters: {"_shrink_kernel", "_expand_kernel"},
     packed_weights: {"_packed_kernel", "_round_inputs_kernel"},
     rows: {"_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_store_kernel", "_draw_kernel"},
+    recurrences: {"_inputs_kernel", "_keep_kernel", "_recurrence_kernel", "_gated_norm_kernel"},
 }
 
 

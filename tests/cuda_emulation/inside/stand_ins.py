@@ -358,6 +358,83 @@ def expand(a: Any) -> None:
         y[rows] = (y[rows].float() + added.float()).to(y.dtype)
 
 
+# ---- recurrent layers
+
+
+def _runs(a: Any) -> Iterator[tuple[int, slice]]:
+    """(slot, rows) of each run."""
+    starts = a.starts_ptr[: len(a.slots_ptr) + 1].tolist()
+    for slot, begin, end in zip(a.slots_ptr.tolist(), starts, starts[1:], strict=False):
+        yield slot, slice(begin, end)
+
+
+def _kept(a: Any, slot: int, channels: int, count: int) -> Tensor:
+    """The last inputs of a slot's convolution: [channels, count]."""
+    return strided(a.conv_ptr, (channels, count), (count, 1), slot * a.conv_stride)
+
+
+def delta_inputs(a: Any) -> None:
+    rows, kept = a.grid[0], a.KERNEL - 1
+    keys, values = 2 * a.key_heads * a.key_dim, a.value_heads * a.value_dim
+    x = strided(a.x_ptr, (rows, keys + values), (a.x_stride, 1))
+    weight = strided(a.weight_ptr, (a.KERNEL, keys + values), (keys + values, 1)).float()
+    total = torch.zeros(rows, keys + values)
+    for slot, run in _runs(a):
+        window = torch.cat((_kept(a, slot, keys + values, kept).t(), x[run])).float()
+        for tap in range(a.KERNEL):
+            total[run] += window[tap : tap + run.stop - run.start] * weight[tap]
+    y = (total / (1.0 + torch.exp(-total))).to(x.dtype)
+    strided(a.v_ptr, (rows, values), (values, 1)).copy_(y[:, keys:])
+    wide = y[:, :keys].float().unflatten(1, (2 * a.key_heads, a.key_dim))
+    wide = wide / torch.sqrt(wide.square().sum(-1, keepdim=True) + a.eps)
+    wide[:, : a.key_heads] /= math.sqrt(a.key_dim)
+    strided(a.qk_ptr, (rows, keys), (keys, 1)).copy_(wide.flatten(1))
+    sizes = (rows, a.value_heads)
+    step = strided(a.a_ptr, sizes, (a.a_stride, 1)).float() + a.bias_ptr
+    decay = torch.exp(-a.rate_ptr * torch.nn.functional.softplus(step))
+    strided(a.decay_ptr, sizes, (a.value_heads, 1)).copy_(decay)
+    share = torch.sigmoid(strided(a.b_ptr, sizes, (a.b_stride, 1)).float()).to(x.dtype)
+    strided(a.beta_ptr, sizes, (a.value_heads, 1)).copy_(share)
+
+
+def keep(a: Any) -> None:
+    x = strided(a.x_ptr, (len(a.x_ptr), a.channels), (a.x_stride, 1))
+    for slot, run in _runs(a):
+        kept = _kept(a, slot, a.channels, a.KEPT)
+        kept.copy_(torch.cat((kept.clone(), x[run].t()), dim=1)[:, -a.KEPT :])
+
+
+def recurrence(a: Any) -> None:
+    rows, heads = int(a.starts_ptr[len(a.slots_ptr)]), a.value_heads
+    group = heads // a.key_heads
+    keys = a.key_heads * a.key_dim
+    qk = strided(a.qk_ptr, (rows, 2, a.key_heads, a.key_dim), (2 * keys, keys, a.key_dim, 1))
+    q, k = qk.repeat_interleave(group, dim=2).unbind(1)
+    sizes, strides = (rows, heads, a.value_dim), (heads * a.value_dim, a.value_dim, 1)
+    v, y = strided(a.v_ptr, sizes, strides).float(), strided(a.y_ptr, sizes, strides)
+    decay, beta = (strided(each, sizes[:2], (heads, 1))[..., None] for each in (a.decay_ptr, a.beta_ptr))
+    for slot, run in _runs(a):
+        shape = (heads, a.key_dim, a.value_dim)
+        kept = strided(a.states_ptr, shape, (a.key_dim * a.value_dim, a.value_dim, 1), slot * a.slot_stride)
+        state = kept.clone()
+        for row in range(run.start, run.stop):
+            state *= decay[row][..., None]
+            delta = beta[row] * (v[row] - torch.einsum("hkv,hk->hv", state, k[row]))
+            state += k[row][..., None] * delta[:, None]
+            y[row] = torch.einsum("hkv,hk->hv", state, q[row]).to(y.dtype)
+        kept.copy_(state)
+
+
+def gated_norm(a: Any) -> None:
+    sizes = (a.grid[0], a.grid[1], a.size)
+    x, z, y = (
+        strided(each, sizes, (stride, a.size, 1))
+        for each, stride in ((a.x_ptr, a.x_stride), (a.z_ptr, a.z_stride), (a.y_ptr, a.y_stride))
+    )
+    normed = (_normalised(x.float(), a.weight_ptr, a.size, a.eps) * a.weight_ptr.float()).to(x.dtype).float()
+    y.copy_(normed * (z.float() * torch.sigmoid(z.float())))
+
+
 # By the name of the kernel.
 STAND_INS: dict[str, Callable[[Any], None]] = {
     "_gated_unit_kernel": gated_unit,
@@ -376,4 +453,8 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_weighted_sum_kernel": weighted_sum,
     "_shrink_kernel": shrink,
     "_expand_kernel": expand,
+    "_inputs_kernel": delta_inputs,
+    "_keep_kernel": keep,
+    "_recurrence_kernel": recurrence,
+    "_gated_norm_kernel": gated_norm,
 }
