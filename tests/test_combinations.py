@@ -33,13 +33,14 @@ from gguf_files import WIDE, write_gguf
 BLOCK, EOS = 16, 277  # the end of `write_byte_level`
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 FEW_STEPS = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 40}
+FEW_BLOCKS = 12  # so that requests are preempted
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 90},
     "chunks": {**FEW_STEPS, "num_gpu_blocks": 90, "max_num_batched_tokens": 23, "enable_prefix_caching": False},
     "offloaded": offloaded(BLOCK, 4, 90, max_num_batched_tokens=40),
     "offloaded, copies alone": offloaded(BLOCK, 6, 90, max_num_batched_tokens=29, cpu_attention=False),
-    "recomputed": {**FEW_STEPS, "num_gpu_blocks": 12, "preemption_mode": "recompute"},
-    "swapped": {**FEW_STEPS, "num_gpu_blocks": 12, "preemption_mode": "swap", "swap_space": 0.01},
+    "recomputed": {**FEW_STEPS, "num_gpu_blocks": FEW_BLOCKS, "preemption_mode": "recompute"},
+    "swapped": {**FEW_STEPS, "num_gpu_blocks": FEW_BLOCKS, "preemption_mode": "swap", "swap_space": 0.01},
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -173,7 +174,11 @@ class Files:
 
     def engine(self, model: Path, **arguments: Any) -> LLM:
         kv_cache_dtype = self.case.kv_cache_dtype
-        arguments = for_groups(model, arguments)
+        for_each_group = for_groups(model, arguments)
+        if arguments["num_gpu_blocks"] != FEW_BLOCKS:
+            arguments = for_each_group
+        elif for_each_group != arguments:  # windows: their blocks are released, and too many would preempt nothing
+            arguments |= {"num_gpu_blocks": FEW_BLOCKS + 4}
         return LLM(model, dtype="float32", device="cpu", kv_cache_dtype=kv_cache_dtype, max_num_seqs=24, **arguments)
 
     def adapter(self, number: int) -> LoRARequest | None:

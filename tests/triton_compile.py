@@ -28,8 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.ops import triton_packed, triton_rows
+from nanovllm.data.network import RecurrentSpec
+from nanovllm.ops import triton_delta, triton_packed, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
 from nanovllm.ops.kernel_config import prefill_config
 from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
 from nanovllm.ops.packed_weights import PackedWeight
@@ -160,6 +162,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
             of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
+            for run in recurrent(rows, dtype).values():
+                run()
             add_low_rank_(y, y, memory, table_of_adapters, of_adapters[4 - few % 2 :][:rows], of_adapters[:4], 16)
 
         found[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
@@ -192,6 +196,24 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "gelu_tanh_and_mul": lambda: triton_rows.gelu_tanh_and_mul(x),
         "clamped_swiglu": lambda: triton_rows.clamped_swiglu(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
+    }
+
+
+def recurrent(rows: int, dtype: torch.dtype) -> Launches:
+    """The operations of a recurrent layer with heads of Qwen3.5's shape, rows of two sequences."""
+    spec = RecurrentSpec((True,), 2, 4, 128, 128, 4)
+    wide = torch.empty(rows, spec.channels + 2 * spec.num_value_heads, dtype=dtype)
+    x, b, a = wide.split((spec.channels, spec.num_value_heads, spec.num_value_heads), dim=1)
+    weight, numbers = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    where = StateRows(numbers.new_zeros(2), torch.tensor([0, 1, rows]), numbers)
+    conv, states = torch.empty(3, *spec.conv_shape, dtype=dtype), torch.empty(3, *spec.state_shape)
+    decay = DecayWeights(torch.empty(spec.num_value_heads), torch.empty(spec.num_value_heads))
+    inputs = DeltaInputs.empty_for(spec, x)
+    y = torch.empty(rows, spec.value_size, dtype=dtype)
+    return {
+        "delta inputs": lambda: triton_delta.delta_inputs_(spec, where, x, weight, conv, b, a, decay),
+        "delta rule": lambda: triton_delta.delta_rule_(spec, where, inputs, states),
+        "gated norm": lambda: triton_delta.gated_rms_norm(y, y, weight[0, : spec.value_dim].contiguous(), 1e-6),
     }
 
 
@@ -252,7 +274,8 @@ def engine_launches(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     launches = attention(arch, head_dim, dtype)
     for kv in LARGEST:
         launches |= attention(arch, head_dim, dtype, kv)
-    return launches | others(200, head_dim, dtype) | one_row(others(1, head_dim, dtype))
+    launches |= others(200, head_dim, dtype) | one_row(others(1, head_dim, dtype))
+    return launches | recurrent(200, dtype) | one_row(recurrent(1, dtype))
 
 
 def product_launches(arch: int, dtype: torch.dtype) -> Launches:
