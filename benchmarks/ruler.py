@@ -27,7 +27,10 @@ from typing import Any
 from benchmarks.options import Parser, add_json_option, not_negative, positive, share
 from benchmarks.report import machine_facts, write_json
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.memory.layout import layout_of
+from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 NAME = "python -m benchmarks.ruler"
@@ -144,7 +147,9 @@ def questions(args: argparse.Namespace) -> list[Question]:
 
 def engine_arguments(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     """What makes an engine of a setting. The longest prompt and its answer fit."""
-    num_blocks = -(-(max(args.lengths) + SLACK) // args.block_size) + 1
+    config = EngineConfig(model=args.model, kvcache_block_size=args.block_size)
+    groups = layout_of(config, load_decoder_spec(args.model), itemsize=2).groups
+    num_blocks = groups.most_blocks(max(args.lengths) + SLACK, args.max_num_batched_tokens) + len(groups)
     arguments: dict[str, Any] = {"kvcache_block_size": args.block_size, "num_gpu_blocks": num_blocks}
     if setting.startswith("offloaded"):
         on_device = max(4, int(num_blocks * args.device_share))
