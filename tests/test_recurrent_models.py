@@ -69,7 +69,7 @@ def test_bits_do_not_depend_on_chunks_or_batch(half: Path) -> None:
     with LLM(half, **RESIDENT, max_num_seqs=1) as llm:
         alone = logits_by_request(llm, given, 5)
     for budget in (1, 7, 64):
-        with LLM(half, **{**RESIDENT, "max_num_batched_tokens": max(budget, 4), "max_num_seqs": 4}) as llm:
+        with LLM(half, **{**RESIDENT, "max_num_batched_tokens": budget, "max_num_seqs": min(budget, 4)}) as llm:
             assert same(logits_by_request(llm, given, 5), alone)
     with LLM(half, **OFFLOADED) as llm:
         assert same(logits_by_request(llm, given, 5), alone)
