@@ -11,6 +11,7 @@ import torch
 from checkpoints import edit_config, make_checkpoint, refusal
 from cpu_attention_helpers import add_cpu_attention_streams, force_share
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_models import assert_same_logits, load, random_prompts, reference, run
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
@@ -84,7 +85,7 @@ def test_bits_do_not_depend_on_batch_and_chunk(name: str, tmp_path: Path) -> Non
         assert all(torch.equal(row, other[key]) for key, row in found[0].items())
 
 
-@ALL
+@pytest.mark.parametrize("name", fast_only(["small"], MODELS))
 def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
     """Forks, copies on write, sequences swapped out or computed again: the tokens of a roomy engine."""
     make_checkpoint(tmp_path, "gemma4", **MODELS[name])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt
+from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_helpers import make_adapter
@@ -252,7 +253,7 @@ for seed in range(1, 1000):
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.013, 0.11])
+@pytest.mark.parametrize("delay", fast_only([0.013], [0.0, 0.013, 0.11]))
 def test_a_killed_process_leaves_what_can_be_used(
     model: Path, written: tuple[Path, Any], tmp_path: Path, delay: float
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, refusal
 from engines import offloaded, random_prompt
+from fast import fast_only
 from gguf_files import WIDE, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8": {**offloaded(BLOCK, 4, 90), "kv_cache_dtype": "int8"},
 }
 
-FAST = ("offloaded", "recomputed", "swapped")
+FAST = ("offloaded", "recomputed")
 
 
 class Scripted:
@@ -136,7 +137,7 @@ def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[
     assert transfers.h2d_bytes > 0 or not way.startswith("offloaded")
 
 
-@pytest.mark.parametrize("case", ["window", "gguf", "lora"])
+@pytest.mark.parametrize("case", fast_only(["window"], ["window", "gguf", "lora"]))
 def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_path: Path, case: str) -> None:
     engine: dict[str, Any] = offloaded(BLOCK, 4, 90, max_num_batched_tokens=40)
     stored, lora = tmp_path / "model", None
