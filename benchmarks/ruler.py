@@ -195,7 +195,8 @@ def run(args: argparse.Namespace) -> int:
             shown = " ".join(f"{mean_score(each, task, length):>14.2f}" for each in rows.values())
             print(f"{task:<16} {length:>7,} {shown}")
     equal = compare(rows)
-    write_json(args.output_json, args, facts, results=[row for each in rows.values() for row in each], equal=equal)
+    results = [{name: row[name] for name in row if name != "answer_tokens"} for each in rows.values() for row in each]
+    write_json(args.output_json, args, facts, results=results, equal=equal)
     return 0 if all(each["equal"] == each["of"] for each in equal) else 1
 
 

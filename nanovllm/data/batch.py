@@ -246,8 +246,8 @@ class ScheduledSequence:
     `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
     sequences that share the prompt begin. `num_drafts`: so many of the last `token_ids` are guesses of what follows;
     `samples` are then one of the row before them and one of each of theirs, drawn as if the guesses before were right.
-    `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
-    these layer chunks of them; None: they go through all layers in the step. `adapter`: its number, or None.
+    `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only these layer chunks of them; None: they
+    go through all layers in the step. `adapter`: its number, or None.
     `state_slot`: of a model with recurrent layers, on the device: the state before `token_ids`, then that after them.
     """
 

@@ -60,7 +60,10 @@ class Gemma4Layer(AttentionLayer):
         adapters: RowAdapters | None = None,
         gate: Tensor | None = None,
     ) -> None:
-        """See `AttentionLayer`. A layer without keys and values of its own leaves k and v as they are."""
+        """See `AttentionLayer`, but for gates, which no Gemma 4 has.
+
+        A layer without keys and values of its own leaves k and v as they are.
+        """
         spec, eps, kernels = self.spec, self.spec.rms_norm_eps, self._kernels
         heads = self.qkv(self._normed(x, self.input_norm), adapters).unflatten(-1, (-1, spec.head_dim))
         if not spec.kv_parts:
