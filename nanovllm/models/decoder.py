@@ -157,15 +157,15 @@ class AttentionLayer(DecoderLayer):
 
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
         ctx, chunk, q_size = inputs.ctx, inputs.chunk, self.spec.q_size
-        gates = x.new_empty(x.shape[0], q_size if self.spec.attention_gate else 0)
-        parts = row_parts(chunk, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, gates)
-        for adapters, (x_rows, cos, sin, q, k, v, gate) in zip(ctx.adapters_of_parts, parts, strict=False):
-            self.project(x_rows, cos, sin, q, k, v, adapters, gate)
+        gates = (x.new_empty(x.shape[0], q_size),) if self.spec.attention_gate else ()
+        parts = row_parts(chunk, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, *gates)
+        for adapters, (x_rows, cos, sin, q, k, v, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.project(x_rows, cos, sin, q, k, v, adapters, *gate)
         attended = ctx.kv_cache.attend(self.kv_layer, inputs.q, inputs.k, inputs.v, ctx).reshape(x.shape[0], q_size)
-        parts = row_parts(chunk, x, attended, gates)
-        for adapters, (x_rows, attended_rows, gate) in zip(ctx.adapters_of_parts, parts, strict=False):
-            if self.spec.attention_gate:
-                self._gate(attended_rows, gate)
+        parts = row_parts(chunk, x, attended, *gates)
+        for adapters, (x_rows, attended_rows, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
+            if gate:
+                self._gate(attended_rows, *gate)
             self.finish_(x_rows, attended_rows, adapters)
 
     def project(
