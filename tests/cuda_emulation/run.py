@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from environment import ROOT, Environment
@@ -39,17 +40,18 @@ include = {include}
 exclude_also = @triton.jit
 show_missing = true
 """
+AT_ONCE = 2  # parts: each mostly keeps one core busy
 PYTEST = ("-m", "pytest", "-q", "--durations=10")
 
 
 def parts() -> dict[str, list[str]]:
-    """By name: the arguments of Python."""
+    """By name, the longest first: the arguments of Python."""
     files = [path for path in sorted(ROOT.glob("tests/test_*.py")) if MARKED.search(path.read_text())]
     without = [f"--deselect=tests/{name}" for name in EXCEPTIONS]
     return {
-        "smoke": ["-m", "benchmarks.smoke", "--device", "cuda"],
         "engines": [*PYTEST, "tests/cuda_emulation"],
         "cuda": [*PYTEST, "-m", "cuda", *(str(path.relative_to(ROOT)) for path in files), *without],
+        "smoke": ["-m", "benchmarks.smoke", "--device", "cuda"],
     }
 
 
@@ -57,13 +59,13 @@ def main() -> int:
     directory, torch_version, *wanted = sys.argv[1:]
     environment = Environment(Path(directory), torch_version)
     environment.make()
-    begun, used_before, results = time.monotonic(), sum(os.times()[:4]), {}
+    begun, used_before = time.monotonic(), sum(os.times()[:4])
     variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     coverage = coverage_of(environment, variables)
-    for name, arguments in parts().items():
-        if not wanted or name in wanted:
-            print(f"==== {name}", flush=True)
-            results[name] = run_part([*coverage, "run", *arguments], variables)
+    chosen = {name: part for name, part in parts().items() if not wanted or name in wanted}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running = [pool.submit(run_part, name, [*coverage, "run", *part], variables) for name, part in chosen.items()]
+    results = {name: part.result() for name, part in zip(chosen, running, strict=True)}
     print("==== coverage, without the bodies of Triton's kernels", flush=True)
     subprocess.run([*coverage, "combine", "--quiet"], cwd=ROOT, env=variables, check=False)
     subprocess.run([*coverage, "report"], cwd=ROOT, env=variables, check=False)
@@ -90,12 +92,15 @@ def coverage_of(environment: Environment, variables: dict[str, str]) -> list[str
     return [str(environment.python), "-m", "coverage"]
 
 
-def run_part(command: list[str], variables: dict[str, str]) -> tuple[bool, str]:
-    """Whether the part passed, and its own last word: the counts of pytest or of the checks."""
+def run_part(name: str, command: list[str], variables: dict[str, str]) -> tuple[bool, str]:
+    """Whether the part passed, and its own last word: the counts of pytest or of the checks.
+
+    Prints its lines as they come, each behind its name.
+    """
     with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process:
         lines = []
         for line in process.stdout or ():
-            print(line, end="", flush=True)
+            print(f"{name:8}{line}", end="", flush=True)
             lines.append(line)
     counts = re.findall(r"\d+ (?:passed|failed|errors?)", lines[-1] if lines else "")
     good = sum(bool(re.search(r"\s{2,}good\b", line)) for line in lines)
