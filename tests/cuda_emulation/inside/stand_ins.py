@@ -374,26 +374,27 @@ def _kept(a: Any, slot: int, channels: int, count: int) -> Tensor:
 
 
 def delta_inputs(a: Any) -> None:
+    """In float64, since torch's functions give an element other last bits by how many there are beside it."""
     rows, kept = a.grid[0], a.KERNEL - 1
     keys, values = 2 * a.key_heads * a.key_dim, a.value_heads * a.value_dim
     x = strided(a.x_ptr, (rows, keys + values), (a.x_stride, 1))
-    weight = strided(a.weight_ptr, (a.KERNEL, keys + values), (keys + values, 1)).float()
-    total = torch.zeros(rows, keys + values)
+    weight = strided(a.weight_ptr, (a.KERNEL, keys + values), (keys + values, 1)).double()
+    total = torch.zeros(rows, keys + values, dtype=torch.float64)
     for slot, run in _runs(a):
-        window = torch.cat((_kept(a, slot, keys + values, kept).t(), x[run])).float()
+        window = torch.cat((_kept(a, slot, keys + values, kept).t(), x[run])).double()
         for tap in range(a.KERNEL):
             total[run] += window[tap : tap + run.stop - run.start] * weight[tap]
     y = (total / (1.0 + torch.exp(-total))).to(x.dtype)
     strided(a.v_ptr, (rows, values), (values, 1)).copy_(y[:, keys:])
-    wide = y[:, :keys].float().unflatten(1, (2 * a.key_heads, a.key_dim))
+    wide = y[:, :keys].double().unflatten(1, (2 * a.key_heads, a.key_dim))
     wide = wide / torch.sqrt(wide.square().sum(-1, keepdim=True) + a.eps)
     wide[:, : a.key_heads] /= math.sqrt(a.key_dim)
     strided(a.qk_ptr, (rows, keys), (keys, 1)).copy_(wide.flatten(1))
     sizes = (rows, a.value_heads)
-    step = strided(a.a_ptr, sizes, (a.a_stride, 1)).float() + a.bias_ptr
+    step = strided(a.a_ptr, sizes, (a.a_stride, 1)).double() + a.bias_ptr
     decay = torch.exp(-a.rate_ptr * torch.nn.functional.softplus(step))
     strided(a.decay_ptr, sizes, (a.value_heads, 1)).copy_(decay)
-    share = torch.sigmoid(strided(a.b_ptr, sizes, (a.b_stride, 1)).float()).to(x.dtype)
+    share = torch.sigmoid(strided(a.b_ptr, sizes, (a.b_stride, 1)).double()).to(x.dtype)
     strided(a.beta_ptr, sizes, (a.value_heads, 1)).copy_(share)
 
 
