@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,11 @@ FORMATS = (
     "gptq", "gptq_v2", "awq", "pack-quantized", "float-quantized", "fp8", "fp8-channel", "fp8-tensor",
 )  # fmt: skip
 PROJECTION = re.compile(
-    r"(model\.layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+|\.shared_experts?)?)\.\w+_proj|block_sparse_moe\.experts\.\d+\.w[123]))\.weight"
+    r"(model\.(?:language_model\.)?(?:layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+|\.shared_experts?)?)\.\w+_proj"
+    r"|block_sparse_moe\.experts\.\d+\.w[123]|linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)"
+    r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection))\.weight"
 )
+SMALL = re.compile(r"(.+\.linear_attn\.in_proj_(?:b|a|ba))\.weight")  # a few rows, which quantizers leave as they are
 BLOCK = 128
 FP8_MAX = 448.0
 
@@ -45,10 +48,12 @@ def quantize_checkpoint(
         if file.suffix != ".safetensors":
             shutil.copy(file, directory / file.name)
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = quantization_config(format, bits, group_size, symmetric)
+    stored = load_file(model / "model.safetensors")
+    plain = [match[1] for match in map(SMALL.fullmatch, stored) if match is not None]
+    config["quantization_config"] = quantization_config(format, bits, group_size, symmetric, plain)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(model / "model.safetensors").items():
+    for name, tensor in stored.items():
         projection = PROJECTION.fullmatch(name)
         if projection is None:
             tensors[name] = tensor
@@ -60,19 +65,26 @@ def quantize_checkpoint(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def quantization_config(format: str, bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
-    """The config of the format, with the fields that its usual tools write."""
+def quantization_config(
+    format: str, bits: int, group_size: int, symmetric: bool, plain: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The config of the format, with the fields that its usual tools write.
+
+    plain: modules of layers that keep their values.
+    """
     if format.startswith("gptq"):
         config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": False, "sym": symmetric}
-        return config | {"checkpoint_format": format, "damp_percent": 0.01, "true_sequential": True, "lm_head": False}
+        config |= {"checkpoint_format": format, "damp_percent": 0.01, "true_sequential": True, "lm_head": False}
+        return config | ({"dynamic": {f"-:{re.escape(name)}$": {} for name in plain}} if plain else {})
     if format == "awq":
         config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True}
-        return config | {"version": "gemm", "modules_to_not_convert": None}
+        return config | {"version": "gemm", "modules_to_not_convert": list(plain) or None}
     if format.startswith("fp8"):
         if format == "fp8":
             size = [BLOCK, BLOCK]
-            return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": size}
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+            config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": size}
+            return config | ({"modules_to_not_convert": list(plain)} if plain else {})
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head", *plain]}
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     inputs: dict[str, Any] | None = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     if format == "pack-quantized":
@@ -83,7 +95,7 @@ def quantization_config(format: str, bits: int, group_size: int, symmetric: bool
     group = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "output_activations": None}}, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {**group, "output_activations": None}}, "ignore": ["lm_head", *plain],
         "kv_cache_scheme": None, "global_compression_ratio": None,
     }  # fmt: skip
 

@@ -154,8 +154,8 @@ def test_text_is_continued_as_by_the_text_model(whole: Path, older: bool, tmp_pa
     assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
 
 
-def test_a_quantized_model_for_images_is_refused(whole: Path) -> None:
-    edit_config(whole, quantization_config={"quant_method": "fp8"})
-    assert "in plain numbers only" in refusal(lambda: load_decoder_spec(whole))
+def test_a_model_for_images_must_say_what_its_text_model_is(whole: Path) -> None:
+    edit_config(whole, quantization_config={"quant_method": "none"})
+    assert "quant_method='none': not supported" in refusal(lambda: load_decoder_spec(whole))
     edit_config(whole, quantization_config=..., text_config=5)
     assert "text_config=5" in refusal(lambda: load_decoder_spec(whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, refusal
+from checkpoints import GATED_DELTA, edit_config, make_checkpoint, refusal
 from engines import greedy, offloaded, random_prompt, token_ids
 from plans import parameter_bytes
 from quantized_checkpoints import (
@@ -22,6 +23,7 @@ from quantized_checkpoints import (
     weight_of,
     write_dequantized,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
@@ -30,6 +32,7 @@ from nanovllm.apps.recall import expected_answer, make_document, make_prompt, no
 from nanovllm.features.planner.network import Network
 from nanovllm.formats.quantization import read_quantization
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
+from nanovllm.layers.packed_matrix import StackedWeights
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 
@@ -174,22 +177,60 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
         ("qwen3_moe", "gptq-32-asymmetric", {}),
         ("glm4_moe", "float-quantized", {"layers": 3, "attention_bias": True}),
         ("minimax_m2", "fp8", {}),
+        ("qwen3_5", "fp8", {}),
+        ("qwen3_next", "awq-32", {"shared_expert_intermediate_size": 96}),
         pytest.param("glm4_moe", "awq-32", {"n_group": 3, "topk_group": 2, "experts": 6}, marks=pytest.mark.slow),
         pytest.param("minimax_m2", "gptq-128", {}, marks=pytest.mark.slow),
         pytest.param("olmo3", "pack-quantized-32", {"layers": 4, "sliding_window": 21}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "pack-quantized-asymmetric", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_5_moe", "gptq-32-asymmetric", {"shared_expert_intermediate_size": 96}, marks=pytest.mark.slow
+        ),
+        pytest.param("qwen3_next", "fp8", {}, marks=pytest.mark.slow),
+        pytest.param("gemma4", "float-quantized", {"hidden_size_per_layer_input": 32}, marks=pytest.mark.slow),
     ],
 )
 def test_other_families(family: str, variant: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Every matrix of MLP and experts is quantized, also of an expert that all rows share; the router is plain."""
-    make_checkpoint(tmp_path / "plain", family, vocab=VOCAB, hidden=128, intermediate=256, **options)
+    """Every matrix of MLP and experts is quantized, also of an expert that all rows share; the router is plain, and so
+    are the few rows of a recurrent layer that its config names."""
+    sizes = {"linear_value_head_dim": 32} if family in GATED_DELTA else {}
+    make_checkpoint(tmp_path / "plain", family, vocab=VOCAB, hidden=128, intermediate=256, **sizes, **options)
     path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
-    if variant == "fp8":  # as MiniMax-M2 is published
+    if family == "minimax_m2" and variant == "fp8":  # as it is published
         set_quantization(path, modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"])
     decoder, prompts = load(path), [random_prompt(length, VOCAB, 5) for length in (30, 3)]
     assert all(weight.dense is None for layer in decoder.layers for weight in layer.mlp.weights())
+    assert family not in GATED_DELTA or isinstance(decoder.layers[0].qkv.weight, StackedWeights)
     assert decoder.weight_bytes == parameter_bytes(decoder)
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "dequantized"), **SMALL) as reference:
         assert token_ids(llm, prompts, greedy(6)) == token_ids(reference, prompts, greedy(6))
+
+
+@pytest.mark.parametrize("variant", ["fp8", "gptq-64"])
+def test_text_of_a_quantized_model_for_images(variant: str, tmp_path: Path) -> None:
+    """Its config names modules as the whole model does, and what it says of the others is of no effect."""
+    sizes = {"hidden": 128, "intermediate": 256, "linear_value_head_dim": 32}
+    make_checkpoint(tmp_path / "text", "qwen3_5", vocab=VOCAB, **sizes)
+    fields = json.loads((tmp_path / "text/config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": fields}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/config.json").write_text(json.dumps(whole))
+    stored = load_file(tmp_path / "text/model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): part for name, part in stored.items()}
+    save_file(renamed | {"model.visual.merger.weight": torch.ones(4, 4)}, tmp_path / "whole/model.safetensors")
+    path = quantize(tmp_path / "whole", tmp_path / "quantized", variant)
+    if variant == "fp8":
+        plain = [f"model.language_model.layers.0.linear_attn.in_proj_{name}" for name in "ba"]
+        set_quantization(path, modules_to_not_convert=[*plain, "model.visual.merger", "mtp.fc"])
+    else:
+        set_quantization(path, dynamic={"-:.*in_proj_[ab]$": {}, "-:.*visual.*": {}, "lm_head": {}})
+    expected, decoder = dequantized(path), load(path)
+    assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
+    names = [name.replace("model.", "model.language_model.", 1) for name in decoder.layers[0].qkv.parts]
+    assert torch.equal(weight_of(decoder.layers[0].qkv), torch.cat([expected[f"{name}.weight"] for name in names]))
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"+:.*": {"bits": 8}}}
+    edit_config(path, quantization_config=gptq)
+    assert "dynamic={'+:.*': {'bits': 8}}: must be" in refusal(lambda: load_decoder_spec(path))
 
 
 # ---- inputs

@@ -125,11 +125,15 @@ def _generation_fields(directory: Path) -> dict[str, Any]:
 
 
 class _Config(NamedTuple):
-    """The fields of a config.json, and where they come from, for messages. gguf: what else a GGUF file says."""
+    """The fields of a config.json, and where they come from, for messages.
+
+    gguf: what else a GGUF file says; is_part: whether they are those of the text model of a larger one.
+    """
 
     where: str
     fields: dict[str, Any]
     gguf: GgufConfig | None = None
+    is_part: bool = False
 
 
 def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
@@ -151,10 +155,10 @@ def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
 def _with_overrides(
     path: Path, fields: dict[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
 ) -> _Config:
-    fields = text_fields(str(path), fields)
+    text = text_fields(str(path), fields)
     if not overrides:
-        return _Config(str(path), fields, gguf)
-    return _Config(f"{path} with hf_overrides", _overridden(fields, overrides), gguf)
+        return _Config(str(path), text, gguf, text is not fields)
+    return _Config(f"{path} with hf_overrides", _overridden(text, overrides), gguf, text is not fields)
 
 
 def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def _spec(config: _Config, family: Family) -> DecoderSpec:
         quantization = config.fields.get("quantization_config")
         if config.gguf is not None:
             return _gguf_spec(spec, quantization, config.gguf)
-        return _with_quantization(spec, quantization)
+        return _with_quantization(spec, quantization, config.is_part)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
@@ -252,13 +256,17 @@ def _read_gguf(path: Path) -> GgufConfig:
     return read_config(path)
 
 
-def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> DecoderSpec:
-    """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported."""
+def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None, is_part: bool) -> DecoderSpec:
+    """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported.
+
+    is_part: of a larger model, whose names of modules the config has.
+    """
     if config is None:
         return spec
     from nanovllm.formats.quantization import read_quantization  # imports torch, which no other config needs
 
-    quantization = read_quantization(config, spec.dtype)
+    prefixes = tuple((own, whole) for whole, own in _TEXT.items()) if is_part else ()
+    quantization = read_quantization(config, spec.dtype, prefixes)
     for module, rows, columns in spec.matrices():
         try:
             deque(quantization.tensors(module, rows, columns), maxlen=0)
@@ -281,7 +289,7 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
     }
 )
 # Fields that the whole model has and the text model reads.
-_SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+_SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 # Prefixes of tensors, of newer and older checkpoints: those of the text model with its own, and the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = (
@@ -294,7 +302,7 @@ _IMAGES = (
 def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of config.json as the text model would have them; those of a model for text as they are.
 
-    Raises ModelError if a model for text and images does not say what its text model is, or is quantized.
+    Raises ModelError if a model for text and images does not say what its text model is.
     """
     named = fields.get("architectures")
     names = named if isinstance(named, list) else ()  # whatever else is there is refused later
@@ -304,12 +312,6 @@ def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     text = checked_fields(where, fields, {"text_config": OBJECT}).get("text_config")
     if text is None:
         raise ModelError(f"{where}: text_config is missing, which a {whole} needs.")
-    quantization = fields.get("quantization_config") or text.get("quantization_config")
-    if quantization is not None:
-        raise ModelError(
-            f"{where}: quantization_config={quoted(quantization)}: a {whole} is supported in plain numbers only; use "
-            f"one without it, or a quantized {TEXT_MODELS[whole]}."
-        )
     shared = {name: fields[name] for name in _SHARED if fields.get(name) is not None}
     return {**text, **shared, "architectures": [TEXT_MODELS[whole]]}
 

@@ -7,6 +7,7 @@ quantized to fp8 where the checkpoint says so and a GPU multiplies fp8, and nowh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -31,8 +32,13 @@ METHODS = MappingProxyType(
 )
 
 
-def read_quantization(config: Mapping[str, Any], dtype: str) -> LinearMethod:
-    """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for other formats."""
+def read_quantization(
+    config: Mapping[str, Any], dtype: str, prefixes: tuple[tuple[str, str], ...] = ()
+) -> LinearMethod:
+    """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for other formats.
+
+    prefixes: see `Modules`.
+    """
     name: str | None = checked_fields(WHERE, config, {"quant_method": TEXT}).get("quant_method")
     if name is None or name not in METHODS:
         found = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"
@@ -40,4 +46,5 @@ def read_quantization(config: Mapping[str, Any], dtype: str) -> LinearMethod:
             f"{WHERE}: {found}: not supported; supported are {', '.join(METHODS)}, and checkpoints in float32, "
             "float16, bfloat16."
         )
-    return METHODS[name](config, dtype)
+    method = METHODS[name](config, dtype)
+    return replace(method, modules=replace(method.modules, prefixes=prefixes))

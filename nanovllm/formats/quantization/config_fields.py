@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,19 +47,28 @@ class Modules:
     targets: patterns of which a quantized module matches one; ignored: patterns of which it matches none. A pattern is
     a name, "re:" and a regular expression that must match the begin of the name, or "Linear" for all. as_parts:
     `ignored` also stops the modules whose names begin or end with a pattern's parts, as in Transformers' lists
-    `modules_to_not_convert`. head: whether the output projection can be quantized.
+    `modules_to_not_convert`. head: whether the output projection can be quantized. prefixes: what names begin with
+    here, and what they begin with in the patterns instead, those of a model of which the network is a part.
     """
 
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("Linear",)
     as_parts: bool = True
     head: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
 
     def include(self, module: str) -> bool:
-        """Whether the module is quantized. The embedding never is. Raises ModelError for a pattern that is refused."""
-        if module == EMBEDDING or (module == HEAD and not self.head):
+        """Whether the module is quantized. Embeddings never are. Raises ModelError for a pattern that is refused."""
+        if module.startswith(EMBEDDING) or (module == HEAD and not self.head):
             return False
-        return _patterns(self.targets)(module) and not _patterns(self.ignored, self.as_parts)(module)
+        names = [module, *self._other_names(f"{module}.")]
+        ignored = any(map(_patterns(self.ignored, self.as_parts), names))
+        return not ignored and any(map(_patterns(self.targets), names))
+
+    def _other_names(self, prefix: str) -> Iterator[str]:
+        for own, other in self.prefixes:
+            if prefix.startswith(own):
+                yield (other + prefix.removeprefix(own)).removesuffix(".")
 
 
 class _Patterns:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, TEXT, only
+from nanovllm.data.json_fields import FLAG, TEXT, Field, only
 from nanovllm.errors import ModelError
 from nanovllm.formats.quantization import packed_method as packing
 from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, WHERE, Modules, read_fields
@@ -31,6 +31,12 @@ _UNREAD = (
     "backend", "hyb_act", "act_group_aware", "foem", "failsafe", "offload_to_disk", "offload_to_disk_path",
     "lm_head_quantized", "rotation", "v2", "v2_alpha", "v2_memory_device", "adapter",
 )  # fmt: skip
+_SKIPPED = "-:"  # begins a pattern of modules that stay plain
+# Patterns of modules, and how they differ from the others.
+_DYNAMIC = Field(
+    "an object that says of no pattern more than that its modules are quantized or not",
+    lambda value: isinstance(value, dict) and all(each in ({}, True) for each in value.values()),
+)
 _RULES = MappingProxyType(
     {
         "quant_method": TEXT,
@@ -43,7 +49,7 @@ _RULES = MappingProxyType(
         "checkpoint_format": only(*_ZERO_OFFSETS),
         "format": only(*_ZERO_OFFSETS),
         "pack_dtype": only("int32"),
-        "dynamic": only({}),
+        "dynamic": _DYNAMIC,
         "modules_in_block_to_quantize": only([], {}),
         "is_marlin_format": only(False),
         **dict.fromkeys(_UNREAD, ANY),
@@ -120,4 +126,6 @@ def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
         )
     zero_offset = _ZERO_OFFSETS[fields.get("checkpoint_format", fields.get("format", "gptq"))]
     format = Gptq(fields["bits"], fields["group_size"], fields.get("sym", True), zero_offset)
-    return PackedMethod("gptq", format, Modules(head=fields.get("lm_head", False)))
+    skipped = (name for name in fields.get("dynamic", {}) if name.startswith(_SKIPPED))
+    ignored = tuple(f"re:{name.removeprefix(_SKIPPED)}" for name in skipped)
+    return PackedMethod("gptq", format, Modules(ignored, as_parts=False, head=fields.get("lm_head", False)))
