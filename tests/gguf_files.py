@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
+from recurrent_gguf import Recurrent, recurrent_facts, recurrent_tensors
 from tiny_gguf import MERGES, NAMES, SPECIAL, TEMPLATE, VOCAB
 from tokenizer_files import byte_symbols
 from transformers import PreTrainedModel
@@ -27,17 +28,25 @@ LAYER_NAMES = NAMES | {
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
 }
+POST_NORM = {"post_attention_layernorm": "post_attention_norm"}
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
 OWN_NAMES = {
     "gemma3": {
         "pre_feedforward_layernorm": "ffn_norm",
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
-    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(("seed_oss", "gpt-oss", *RECURRENT), POST_NORM),
 }
 # What llama.cpp calls an architecture, by Transformers' model type, if it is another name.
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    **{"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
+    **{"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"},
+}
 ALIGNMENT = 32
 
 
@@ -67,6 +76,10 @@ def write_gguf(
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     for name, whole in model.state_dict().items():
+        if ".linear_attn." in name:
+            for each in recurrent_tensors(name, whole, model.config):
+                add_recurrent(writer, each, kind if isinstance(kind, str) else kind(each.name))
+            continue
         for stored, weight in gguf_tensors(name, whole, architecture):
             if not (stored == "output.weight" and model.config.tie_word_embeddings):
                 add_tensor(writer, stored, weight, model, kind if isinstance(kind, str) else kind(stored))
@@ -77,12 +90,24 @@ def write_gguf(
     return path
 
 
+def add_recurrent(writer: Any, stored: Recurrent, kind: str) -> None:
+    """Add a tensor of a recurrent layer; a matrix becomes what was stored."""
+    rows, columns = stored.rows[:, None], stored.columns
+    weight = stored.weight
+    if not stored.is_matrix:
+        writer.add_tensor(stored.name, stored.change(weight.float()[stored.rows]).numpy())
+        return
+    packed = pack(weight.float().numpy()[rows, columns], kind)
+    weight.numpy()[rows, columns] = dequantize(packed, Type[kind])
+    writer.add_tensor(stored.name, packed, raw_dtype=Type[kind])
+
+
 def add_tensor(writer: Any, stored: str, weight: torch.Tensor, model: PreTrainedModel, kind: str) -> None:
     """Add a tensor as llama.cpp's conversion does; a matrix, or that of every expert, becomes what was stored."""
     turned = turned_rows(weight, stored, model) if writer.arch == "llama" else slice(None)
-    if weight.dim() == 1:
-        added = writer.arch == "gemma3" and stored.endswith("norm.weight")
-        writer.add_tensor(stored, weight.float().numpy()[turned] + np.float32(added))
+    if weight.dim() == 1 or stored.endswith((".bias", "ffn_gate_inp_shexp.weight")):
+        added = writer.arch in ("gemma3", *RECURRENT) and stored.endswith("norm.weight")
+        writer.add_tensor(stored, weight.float().squeeze(0).numpy()[turned] + np.float32(added))
         return
     type_name = "F32" if stored.endswith("ffn_gate_inp.weight") else kind
     packed = pack(weight.float().numpy().reshape(-1, weight.shape[-1]), type_name)
@@ -97,12 +122,24 @@ def gguf_tensors(name: str, weight: torch.Tensor, architecture: str) -> list[tup
     if module in OTHER_NAMES:
         return [(f"{OTHER_NAMES[module]}.{end}", weight)]
     _, _, index, module = module.split(".", 3)
+    if module == "self_attn":
+        return [(f"blk.{index}.attn_sinks.weight", weight)]
+    if module == "mlp.experts" and architecture == "gpt-oss":
+        return gpt_oss_experts(f"blk.{index}.ffn_", end, weight)
     if module == "mlp.experts":
         module, end = f"{module}.{end}", "weight"
     if module == "mlp.experts.gate_up_proj":
         gate, up = weight.chunk(2, dim=1)
         return [(f"blk.{index}.ffn_gate_exps.weight", gate), (f"blk.{index}.ffn_up_exps.weight", up)]
     return [(f"blk.{index}.{(LAYER_NAMES | OWN_NAMES.get(architecture, {}))[module]}.{end}", weight)]
+
+
+def gpt_oss_experts(prefix: str, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Those of gpt-oss, in which gate and up alternate, and matrices multiply from the right."""
+    weight, end = (weight, "bias") if name.endswith("_bias") else (weight.transpose(1, 2), "weight")
+    if name.startswith("down"):
+        return [(f"{prefix}down_exps.{end}", weight)]
+    return [(f"{prefix}{part}_exps.{end}", weight[:, index::2]) for index, part in enumerate(("gate", "up"))]
 
 
 def pack(weight: Any, kind: str) -> Any:
@@ -134,7 +171,7 @@ def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     facts = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": None if architecture == "qwen35moe" else config.intermediate_size,
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
@@ -142,15 +179,22 @@ def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
     ropes = config.rope_parameters
+    if architecture == "gpt-oss" and ropes["rope_type"] == "yarn":
+        facts |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(ropes["factor"])}
+        facts["rope.scaling.original_context_length"] = ropes["original_max_position_embeddings"]
     facts["rope.freq_base"] = float(ropes.get("full_attention", ropes)["rope_theta"])
     if architecture == "gemma3":
         facts["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
         facts["attention.sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
     if getattr(config, "sliding_window", None):
         facts["attention.sliding_window"] = config.sliding_window
+    if architecture in RECURRENT:
+        facts |= recurrent_facts(config)
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         facts |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-        facts["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
+        inner = config.intermediate_size if architecture == "gpt-oss" else None
+        facts["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", inner)
+        facts["expert_shared_feed_forward_length"] = getattr(config, "shared_expert_intermediate_size", None)
     facts["attention.value_length"] = facts["attention.key_length"]
     return {f"{architecture}.{key}": value for key, value in facts.items() if value is not None}
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 import gguf
-from checkpoints import ROPES, make_checkpoint, refusal
+from checkpoints import GPT_OSS_ROPE, ROPES, make_checkpoint, refusal
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
@@ -66,13 +66,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"tie": True, "sliding_window": 24},
     "gemma3": {"tie": True, "sliding_window": 24, "layers": 4, "head_dim": 24},  # as query_pre_attn_scalar
     "seed_oss": {},
+    "qwen3_5": {"linear_value_head_dim": 32, "linear_num_value_heads": 6},
+    "qwen3_5_moe": {"shared_expert_intermediate_size": 64, "intermediate": 128},
+    "qwen3_next": {"shared_expert_intermediate_size": 64, "intermediate": 128, "linear_value_head_dim": 32},
+    "gpt_oss": {"sliding_window": 24, "rope": GPT_OSS_ROPE},
 }
+KINDS = {"gpt_oss": lambda name: "MXFP4" if "_exps" in name else "Q8_0"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     model = make_checkpoint(tmp_path / "model", family, vocab=VOCAB, **FAMILIES[family])
-    check_tokens(write_gguf(tmp_path / "model.gguf", model), model)
+    check_tokens(write_gguf(tmp_path / "model.gguf", model, KINDS.get(family, "Q8_0")), model)
     spec = load_decoder_spec(tmp_path / "model.gguf")
     expected = load_decoder_spec(tmp_path / "model")
     assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture

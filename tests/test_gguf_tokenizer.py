@@ -21,10 +21,16 @@ from gguf_files import add_value
 from tiny_gguf import TEMPLATE
 from tokenizer_files import byte_symbols
 
+from nanovllm.formats.gguf.header import read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
+from nanovllm.formats.gguf.tokenizer import end_token_ids
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 END = "<|end|>"
+QWEN_3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 WORDS = ("the", " the", "'s", "42", "in", " in", "\n\n", "  ", "日本", "é", "ab")
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -96,6 +102,7 @@ def byte_level_reference(expression: str, ignore_merges: bool = False, nfc: bool
 REFERENCES = {
     "llama-bpe": byte_level_reference(LLAMA_3, ignore_merges=True),
     "qwen2": byte_level_reference(LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True),
+    "qwen35": byte_level_reference(QWEN_3_5, nfc=True),
 }
 
 
@@ -124,7 +131,11 @@ def test_every_pre_tokenizer_keeps_text(pre: str, tmp_path: Path) -> None:
     assert (tokenizer.encode(text)[0] == tokenizer.tokenizer.bos_token_id) == PRE_TOKENIZERS[pre].add_bos
 
 
-DIGITS = {"gpt-2": ["1234"], "llama-bpe": ["123", "4"], "qwen2": list("1234"), "smollm": list("1234")}
+IN_THREES = ["123", "4"]
+DIGITS = {
+    **{"gpt-2": ["1234"], "llama-bpe": IN_THREES, "gpt-4o": IN_THREES},
+    **{name: list("1234") for name in ("qwen2", "qwen35", "smollm")},
+}
 
 
 @pytest.mark.parametrize("pre", DIGITS)
@@ -132,6 +143,17 @@ def test_numbers_are_split_as_the_pre_tokenizer_says(pre: str, tmp_path: Path) -
     tokenizer = HuggingFaceTokenizer(write(tmp_path / "model.gguf", byte_level_values(pre)))
     assert tokenizer.backend is not None and tokenizer.backend.pre_tokenizer is not None
     assert [piece for piece, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str("1234")] == DIGITS[pre]
+
+
+def test_a_message_of_gpt_oss_does_not_end_a_sequence(tmp_path: Path) -> None:
+    values = byte_level_values("gpt-4o")
+    count, ends = len(values["tokens"]), ["<|return|>", "<|call|>"]
+    for others, expected in (([], [count - 2]), (ends, [count - 2, count, count + 1])):
+        tokens, types = [*values["tokens"], *others], [*values["token_type"], *[int(TokenType.CONTROL)] * len(others)]
+        tokens[0], types[0] = "<|end|>", int(TokenType.CONTROL)
+        tokens[count - 2] = "<|endoftext|>"
+        path = write(tmp_path / "model.gguf", {**values, "tokens": tokens, "token_type": types})
+        assert sorted(end_token_ids(read_header(path))) == ([0, *expected] if not others else expected)
 
 
 # ---- SentencePiece

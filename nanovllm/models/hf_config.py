@@ -207,7 +207,10 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
         if len(factors) != spec.head_dim // 2:
             raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {spec.head_dim} numbers.")
         rope = replace(rope, frequency_factors=factors)
-    return replace(spec, rope=rope, quantization=gguf.method)
+    recurrent = spec.recurrent
+    if recurrent is not None:  # a file has the parts of merged projections one by one
+        recurrent = replace(recurrent, merged_projections=False)
+    return replace(spec, rope=rope, quantization=gguf.method, recurrent=recurrent)
 
 
 def _network_fields(config: _Config, family: Family) -> dict[str, Any]:

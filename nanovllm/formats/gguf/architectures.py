@@ -12,8 +12,9 @@ from typing import Any
 
 from nanovllm.data.json_fields import TEXT, integer
 from nanovllm.errors import ModelError, quoted
-from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_LAYERS, ROPE_FIELDS
-from nanovllm.formats.gguf.header import GgufHeader
+from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_HEAD_DIM, MAX_LAYERS, ROPE_FIELDS
+from nanovllm.formats.gguf.header import MAX_SIZE, GgufHeader
+from nanovllm.formats.gguf.rows import CHANNELS, LOG_OF_NEGATIVE, MINUS_ONE, ONE_ROW, Change, ValueHeads
 
 Fields = dict[str, Any]
 WINDOW = "attention.sliding_window"
@@ -29,8 +30,10 @@ class Architecture:
 
     keys: of its network, besides those that every architecture may have. biases: fields of config.json that say whether
     there are biases, and a tensor of the first layer that is there if so. adjust: changes the fields of config.json
-    that all have into its own. modules: names of a layer's modules besides the common ones, and in Hugging Face format.
-    pairs_heads: whether the rows of q and k are in the order of RoPE's pairs. adds_one: whether 1 was added to norms.
+    that all have into its own. modules: names of a layer's modules besides the common ones, and in Hugging Face format;
+    tensors: the same of tensors whose ends differ. pairs_heads: whether the rows of q and k are in the order of RoPE's
+    pairs. adds_one: whether 1 was added to norms, but for that of a recurrence. rotates_part: whether RoPE may turn
+    only the first features of a head. value_heads: the order of value heads, if it has recurrent layers.
     """
 
     name: str
@@ -39,9 +42,18 @@ class Architecture:
     biases: Mapping[str, str] = field(default_factory=dict)
     adjust: Callable[[GgufHeader, Fields], None] = lambda header, fields: None
     modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
     pairs_heads: bool = False
     adds_one: bool = False
+    rotates_part: bool = False
+    value_heads: Callable[[GgufHeader], ValueHeads] | None = None
+
+    def change(self, module: str) -> Change | None:
+        """What is undone of the conversion of a tensor of this module, named as in the file."""
+        if self.adds_one and module.endswith("norm") and module != "ssm_norm":
+            return MINUS_ONE
+        return _CHANGES.get(module)
 
 
 def _window_of_all(header: GgufHeader, fields: Fields) -> None:
@@ -76,6 +88,68 @@ def _qwen3_moe(header: GgufHeader, fields: Fields) -> None:
     }
 
 
+def _recurrent_fields(header: GgufHeader, name: str) -> Fields:
+    """The sizes of layers with the gated delta rule."""
+    heads, inner = (header.need(f"{name}.ssm.{key}", integer(1, MAX_SIZE)) for key in ("time_step_rank", "inner_size"))
+    if inner % heads:
+        raise ModelError(f"{header.path}: {name}.ssm.inner_size={inner} must be a multiple of time_step_rank={heads}.")
+    return {
+        "linear_conv_kernel_dim": header.need(f"{name}.ssm.conv_kernel", integer(1)),
+        "linear_key_head_dim": header.need(f"{name}.ssm.state_size", integer(1, MAX_HEAD_DIM)),
+        "linear_value_head_dim": inner // heads,
+        "linear_num_key_heads": header.need(f"{name}.ssm.group_count", integer(1, heads)),
+        "linear_num_value_heads": heads,
+    }
+
+
+def _value_heads(header: GgufHeader, name: str, tiled: bool) -> ValueHeads:
+    sizes = _recurrent_fields(header, name)
+    keys = sizes["linear_num_key_heads"]
+    repeats, key_rows = sizes["linear_num_value_heads"] // keys, 2 * keys * sizes["linear_key_head_dim"]
+    return ValueHeads(keys, repeats, sizes["linear_value_head_dim"], key_rows, tiled)
+
+
+def _gated_delta(header: GgufHeader, fields: Fields, name: str) -> None:
+    """Every n-th layer has attention. Layers for multi-token prediction are counted with the others."""
+    predicting = header.get(f"{name}.nextn_predict_layers", integer(0, fields["num_hidden_layers"] - 1)) or 0
+    interval = header.get(f"{name}.full_attention_interval", integer(1, MAX_LAYERS)) or 4
+    fields |= {"full_attention_interval": interval, **_recurrent_fields(header, name)}
+    fields["num_hidden_layers"] -= predicting
+
+
+def _gated_delta_experts(header: GgufHeader, fields: Fields, name: str) -> None:
+    _gated_delta(header, fields, name)
+    inner = header.need(f"{name}.expert_feed_forward_length", integer(1))
+    fields |= {
+        "num_experts": header.need(f"{name}.expert_count", EXPERT_COUNT),
+        "num_experts_per_tok": header.need(f"{name}.expert_used_count", integer(1)),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": header.get(f"{name}.expert_shared_feed_forward_length", integer(1)) or inner,
+    }
+
+
+def _qwen3_next(header: GgufHeader, fields: Fields) -> None:
+    _gated_delta_experts(header, fields, "qwen3next")
+    fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _qwen3_5_moe(header: GgufHeader, fields: Fields) -> None:
+    _gated_delta_experts(header, fields, "qwen35moe")
+    fields.pop("intermediate_size", None)  # all layers have experts
+
+
+def _gpt_oss(header: GgufHeader, fields: Fields) -> None:
+    """Every other layer has a window. The model's YaRN rounds no frequencies, which no key says."""
+    fields |= {
+        "num_experts": header.need("gpt-oss.expert_count", EXPERT_COUNT),
+        "num_experts_per_tok": header.need("gpt-oss.expert_used_count", integer(1)),
+        "intermediate_size": header.need("gpt-oss.expert_feed_forward_length", integer(1)),
+        "sliding_window": header.need(f"gpt-oss.{WINDOW}", integer(1)),
+    }
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        fields["rope_parameters"]["truncate"] = False
+
+
 def _gemma3(header: GgufHeader, fields: Fields) -> None:
     """Every n-th layer sees everything; the others have a window, and a RoPE of their own, which is never scaled."""
     window = header.get("gemma3.attention.sliding_window", integer(0))
@@ -97,7 +171,34 @@ def _gemma3(header: GgufHeader, fields: Fields) -> None:
     }
 
 
+_CHANGES: Mapping[str, Change] = MappingProxyType(
+    {"ssm_a": LOG_OF_NEGATIVE, "ssm_conv1d": CHANNELS, "ffn_gate_inp_shexp": ONE_ROW}
+)
 ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
+_SSM_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size"))
+_GATED_DELTA_KEYS = (*_SSM_KEYS, "full_attention_interval", "nextn_predict_layers", "rope.dimension_sections")
+_SHARED_EXPERT_KEYS = (*EXPERT_KEYS, "expert_feed_forward_length", "expert_shared_feed_forward_length")
+_GATED_DELTA_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "post_attention_norm": "post_attention_layernorm",
+    }
+)
+_GATED_DELTA_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_SHARED_EXPERT_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    }
+)
+_QWEN_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 _ENTRIES = {
     "llama": Architecture(
         "LlamaForCausalLM",
@@ -106,7 +207,7 @@ _ENTRIES = {
         {**ATTENTION_BIAS, "mlp_bias": "ffn_down.bias"},
         _llama,
         {"ffn_gate_inp": "block_sparse_moe.gate"},
-        {
+        experts={
             "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
             "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
@@ -122,7 +223,52 @@ _ENTRIES = {
         ATTENTION_BIAS,
         _qwen3_moe,
         {"ffn_gate_inp": "mlp.gate"},
-        {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        experts=_QWEN_EXPERTS,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _GATED_DELTA_KEYS,
+        adjust=lambda header, fields: _gated_delta(header, fields, "qwen35"),
+        modules=_GATED_DELTA_MODULES,
+        tensors=_GATED_DELTA_TENSORS,
+        adds_one=True,
+        rotates_part=True,
+        value_heads=lambda header: _value_heads(header, "qwen35", tiled=True),
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        (*_GATED_DELTA_KEYS, *_SHARED_EXPERT_KEYS),
+        adjust=_qwen3_5_moe,
+        modules={**_GATED_DELTA_MODULES, **_SHARED_EXPERT_MODULES},
+        tensors=_GATED_DELTA_TENSORS,
+        experts=_QWEN_EXPERTS,
+        adds_one=True,
+        rotates_part=True,
+        value_heads=lambda header: _value_heads(header, "qwen35moe", tiled=True),
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        (*_GATED_DELTA_KEYS, *_SHARED_EXPERT_KEYS),
+        adjust=_qwen3_next,
+        modules={**_GATED_DELTA_MODULES, **_SHARED_EXPERT_MODULES},
+        tensors=_GATED_DELTA_TENSORS,
+        experts=_QWEN_EXPERTS,
+        adds_one=True,
+        rotates_part=True,
+        value_heads=lambda header: _value_heads(header, "qwen3next", tiled=False),
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        (WINDOW, *EXPERT_KEYS, "expert_feed_forward_length"),
+        ATTENTION_BIAS,
+        _gpt_oss,
+        {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
+        {"attn_sinks.weight": "self_attn.sinks"},
+        _QWEN_EXPERTS,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",

@@ -28,7 +28,9 @@ SIZES = {  # the key without the architecture, and the field of config.json
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-HEAD_KEYS = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count")
+MLP_SIZE, EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
+ROTATED = "rope.dimension_count"
+HEAD_KEYS = ("attention.head_count_kv", "attention.key_length", "attention.value_length", ROTATED)
 ROPE_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scale_linear": "factor",
@@ -78,7 +80,9 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     tensors = header.tensors
     if EMBEDDING not in tensors:
         raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
-    fields = {field: header.need(f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in SIZES.items()}
+    only_experts = {f"{name}.{EXPERT_SIZE}", f"{name}.{MLP_SIZE}"} & header.metadata.keys() == {f"{name}.{EXPERT_SIZE}"}
+    sizes = {key: field for key, field in SIZES.items() if not (only_experts and key == MLP_SIZE)}
+    fields = {field: header.need(f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in sizes.items()}
     fields |= {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -86,10 +90,13 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in tensors,
         "hidden_act": "silu",
         "dtype": _dtype(header),
-        **_heads(header, name, fields),
+        **_heads(header, name, fields, architecture.rotates_part),
         **_rope(header, name, fields["max_position_embeddings"]),
         **{field: f"blk.0.{tensor}" in tensors for field, tensor in architecture.biases.items()},
     }
+    rotated = header.get(f"{name}.{ROTATED}", integer(1)) if architecture.rotates_part else None
+    if rotated is not None:
+        fields["rope_parameters"]["partial_rotary_factor"] = rotated / fields["head_dim"]
     architecture.adjust(header, fields)
     if ends := end_token_ids(header):
         fields["eos_token_id"] = ends
@@ -118,15 +125,6 @@ def rope_factors(header: GgufHeader) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def rotated_heads(header: GgufHeader) -> dict[str, int]:
-    """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
-    name, architecture = architecture_of(header)
-    if not architecture.pairs_heads:
-        return {}
-    num_heads = header.need(f"{name}.attention.head_count", integer(1))
-    return {"attn_q": num_heads, "attn_k": header.get(f"{name}.attention.head_count_kv", integer(1)) or num_heads}
-
-
 # ---- helpers
 
 
@@ -143,7 +141,7 @@ def _refuse_unread(header: GgufHeader, name: str, own_keys: Collection[str]) -> 
             raise ModelError(f"{header.path}: {shown} may change what the model computes, and it is not supported.")
 
 
-def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any]) -> dict[str, int]:
+def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any], rotates_part: bool) -> dict[str, int]:
     """The number of KV heads, and the size of a head."""
     num_heads = int(fields["num_attention_heads"])
     num_kv_heads, *found = (header.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS)
@@ -151,7 +149,7 @@ def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any]) -> dict[str
     head_dim = found[0] or default
     sizes = dict(zip(HEAD_KEYS[1:], (head_dim, found[1] or default, found[2] or head_dim), strict=True))
     for key, size in sizes.items():
-        if size != head_dim:
+        if size != head_dim and not (rotates_part and key == ROTATED):
             raise ModelError(
                 f"{header.path}: {name}.{key}={size}: heads of {head_dim} numbers have another size than this; keys, "
                 "values and the part that RoPE turns must be equal."

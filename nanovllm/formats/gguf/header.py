@@ -38,6 +38,7 @@ _NAMES = (
 _BLOCKS = {
     **{"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)},
     **{"Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)},
+    "MXFP4": (32, 17),
 }
 
 # Kinds of values: struct's letter of each number; text and lists are apart.

@@ -19,12 +19,16 @@ from nanovllm.formats.checkpoint import StoredTensor
 from nanovllm.formats.gguf import config
 from nanovllm.formats.gguf.architectures import architecture_of
 from nanovllm.formats.gguf.header import TENSOR_TYPES, GgufTensor, TensorType, read_header
-from nanovllm.formats.gguf.names import named_tensors
+from nanovllm.formats.gguf.names import NamedTensor, named_tensors
+from nanovllm.formats.gguf.rows import ValueHeads
+from nanovllm.formats.quantization.mxfp4 import Mxfp4
+from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers import linear_method as seam
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
-from nanovllm.ops.packed_weights import gguf_weight
+from nanovllm.ops.packed_weights import PackedWeight, gguf_weight
 
+MXFP4 = TENSOR_TYPES["MXFP4"]
 PLAIN = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 # For random weights. Of each type the bytes of a block that hold fp16 numbers, and their values as a multiple of
 # 1 / sqrt(columns) if all other bytes are random, so that the weights have mean 0 and variance 1 / columns.
@@ -44,9 +48,13 @@ RANDOM_SCALES: Mapping[str, Mapping[int, float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class GgufMethod:
-    """How the matrices of a GGUF file are stored: each in its own type. types: by module, of those that are packed."""
+    """How the matrices of a GGUF file are stored: each in its own type.
+
+    types: by module, of those that are packed; value_heads: their order in recurrent layers, if there are any.
+    """
 
     types: Mapping[str, str]
+    value_heads: ValueHeads | None = None
 
     @property
     def name(self) -> str:
@@ -57,10 +65,16 @@ class GgufMethod:
         if module not in self.types:
             yield from seam.dense_tensors(module, out_features, in_features)
             return
+        if self.types[module] == MXFP4.name:
+            for suffix, filling in Mxfp4().fillings(out_features, in_features).items():
+                yield f"{module}.{suffix}", filling.tensor
+            return
         yield f"{module}.weight", seam.CheckpointTensor((out_features, in_features), (self.types[module],))
 
     def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
         kind = self._type(module)
+        if kind is not None and self._heads_of_inputs(module, kind) is not None:
+            return 1, in_features
         return 1, 1 if kind is None else kind.block_size
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
@@ -75,9 +89,19 @@ class GgufMethod:
         def create(kind: TensorType | None, own: dict[str, int]) -> seam.StoredWeight:
             if kind is None:
                 return DenseWeight(own, in_features, dtype, device)
-            return GgufWeight(kind, own, in_features, dtype, device)
+            if kind == MXFP4:
+                return QuantizedWeight(Mxfp4(), Mxfp4().layout(0, in_features), own, dtype, device)
+            weight = GgufWeight(kind, own, in_features, dtype, device)
+            heads = self._heads_of_inputs(next(iter(own)), kind)
+            return weight if heads is None else ReorderedInputs(weight, heads)
 
         return stack_by_form(parts, lambda module, _: self._type(module), create, dtype)
+
+    def _heads_of_inputs(self, module: str, kind: TensorType) -> ValueHeads | None:
+        """The value heads that are a matrix's inputs, if they are in the order of the file; else None."""
+        heads = self.value_heads
+        of_heads = heads is not None and heads.tiled and module.endswith(".linear_attn.out_proj")
+        return heads if of_heads and heads is not None and not heads.moves(kind.block_size) else None
 
     def _type(self, module: str) -> TensorType | None:
         """The type of a packed matrix; None if it is stored as plain numbers."""
@@ -99,6 +123,44 @@ class GgufWeight(PackedMatrix):
         for module, part in self.module_weights():
             randomize = _randomizer(part.data, self._kind, part.in_features)
             yield f"{module}.weight", seam.WeightSlot(part.data, part.shape, randomize=randomize)
+
+
+class ReorderedInputs:
+    """A packed matrix whose columns are value heads in the order of the file, as blocks of it are larger than heads.
+
+    Its inputs are put into that order instead.
+    """
+
+    dense = None
+
+    def __init__(self, weight: GgufWeight, heads: ValueHeads) -> None:
+        self._weight = weight
+        self._heads = (heads.key_heads, heads.repeats)
+
+    @property
+    def packed(self) -> PackedWeight:
+        return self._weight.packed
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `StoredWeight.apply`."""
+        tiled = x.unflatten(1, (*self._heads, -1)).transpose(1, 2).flatten(1)
+        return self._weight.apply(tiled, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        found = self._weight.rows(indices)
+        return found.unflatten(1, (*self._heads[::-1], -1)).transpose(1, 2).flatten(1)
+
+    def slots(self) -> seam.NamedSlots:
+        yield from self._weight.slots()
+
+    def finish_loading(self) -> None:
+        self._weight.finish_loading()
+
+    def kernel_parts(self) -> None:
+        """None: the kernels of a whole layer know one order."""
+
+    def use_torch_products(self) -> None:
+        self._weight.use_torch_products()
 
 
 def _randomizer(view: Tensor, kind: TensorType, columns: int) -> Callable[[torch.Generator], None]:
@@ -133,57 +195,92 @@ def read_config(path: Path) -> GgufConfig:
     fields = config.config_fields(header)  # first: of another architecture, the tensors' types do not matter
     header.check_types()
     types = {
-        name.removesuffix(".weight"): tensor.type.name
-        for name, tensor in named_tensors(header)
-        if tensor.type.name not in PLAIN
+        named.name.removesuffix(".weight"): named.tensor.type.name
+        for named in named_tensors(header)
+        if named.tensor.type.name not in PLAIN
     }
-    method = GgufMethod(types) if types else None
+    _, architecture = architecture_of(header)
+    value_heads = None if architecture.value_heads is None else architecture.value_heads(header)
+    method = GgufMethod(types, value_heads) if types else None
     return GgufConfig(fields, config.generation_fields(header), config.rope_factors(header), method)
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """Each tensor by its name in Hugging Face format. Shapes count numbers, also those of packed matrices.
 
-    Raises ModelError for a file that is damaged or not supported.
+    A matrix in MXFP4 is two tensors, as in a checkpoint of that form. Raises ModelError for a file that is damaged or
+    not supported.
     """
-    header = read_header(path)
-    heads, (_, architecture) = config.rotated_heads(header), architecture_of(header)
     found = {}
-    for name, tensor in named_tensors(header):
+    for named in named_tensors(read_header(path)):
+        name, tensor, kind = named.name, named.tensor, named.tensor.type.name
         if name == config.ROPE_FACTORS:
             continue
-        module = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        if architecture.adds_one and module.endswith("norm"):
-            read = partial(_read_minus_one, tensor)
-        else:
-            read = partial(read_tensor, tensor, heads.get(module))
-        found[name] = StoredTensor(tensor.file, tensor.shape, tensor.type.name, read)
+        if kind != MXFP4.name or len(named.shape) != 2:
+            found[name] = StoredTensor(tensor.file, named.shape, kind, partial(read_tensor, named))
+            continue
+        module, (rows, columns) = name.removesuffix(".weight"), named.shape[-2:]
+        for suffix, filling in Mxfp4().fillings(rows, columns).items():
+            read = partial(_read_mxfp4, named, suffix)
+            found[f"{module}.{suffix}"] = StoredTensor(tensor.file, filling.tensor.shape, "U8", read)
     return found
 
 
-def _read_minus_one(tensor: GgufTensor, part: tuple[slice, ...] = ()) -> Tensor:
-    """As `read_tensor`, of the weights of a norm to which llama.cpp has added 1."""
-    return read_tensor(tensor, None, part).float() - 1
-
-
-def read_tensor(tensor: GgufTensor, heads: int | None, part: tuple[slice, ...] = ()) -> Tensor:
+def read_tensor(named: NamedTensor, part: tuple[slice, ...] = ()) -> Tensor:
     """The tensor's data: numbers in its shape, or of a packed type the bytes [rows, bytes of a row].
 
-    heads: the number of heads whose rows llama.cpp has put into another order for RoPE; they are put back. part: what
-    is read, as slices of the first axes: rows of whole heads, and columns of whole blocks.
+    part: what is read, as slices of the first axes: rows, and columns of whole blocks.
     """
-    num_rows, num_columns = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
-    everything = slice(None)
-    rows, columns = (
-        range(size)[kept] for size, kept in zip((num_rows, num_columns), (*part, everything, everything), strict=False)
-    )
-    data = _read_bytes(tensor, rows, columns, num_columns)
-    values = torch.from_numpy(data).view(len(rows), -1)
+    tensor, everything = named.tensor, slice(None)
+    num_columns = tensor.shape[-1] if len(tensor.shape) == 2 else 1
+    num_rows = tensor.shape[0] if named.rows is None else len(named.rows)
+    kept = (*part, everything, everything)[:2]
+    rows = np.arange(num_rows) if named.rows is None else named.rows
+    columns = range(num_columns)[kept[1]]
+    read = columns if named.columns is None else range(num_columns)
+    data = _read_rows(tensor, rows[kept[0]], read, num_columns)
+    if named.columns is not None:
+        data = _picked(data, named.columns[kept[1]], tensor.type)
+    values = torch.from_numpy(data)
     if tensor.type.name in PLAIN:
         values = values.view(PLAIN[tensor.type.name])
     if len(tensor.shape) == 1:
         values = values.flatten()
-    return values if heads is None else _in_halves(values, heads * len(rows) // num_rows)
+    return values if named.change is None else named.change.numbers(values)
+
+
+def _picked(data: Any, columns: Any, kind: TensorType) -> Any:
+    """The columns of rows of bytes, which are those of whole blocks."""
+    blocks = data.reshape(len(data), -1, kind.block_bytes)[:, columns[:: kind.block_size] // kind.block_size]
+    return blocks.reshape(len(data), -1)
+
+
+def _read_mxfp4(named: NamedTensor, suffix: str, part: tuple[slice, ...] = ()) -> Tensor:
+    """The blocks uint8 [rows, groups, 16] or the scales uint8 [rows, groups] of a matrix in MXFP4.
+
+    A byte of a file's block has number i in its low half and number i + 16 in the high one; those of a checkpoint have
+    neighbours.
+    """
+    size, (rows, kept) = MXFP4.block_size, (*part, slice(None), slice(None))[:2]
+    groups = range(named.shape[-1] // size)[kept]
+    read = read_tensor(named, (rows, slice(groups.start * size, groups.stop * size)))
+    data = read.view(len(read), len(groups), MXFP4.block_bytes)
+    if suffix == "scales":
+        return data[..., 0]
+    numbers = torch.cat((data[..., 1:] & 15, data[..., 1:] >> 4), dim=-1)
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
+
+
+def _read_rows(tensor: GgufTensor, rows: Any, columns: range, num_columns: int) -> Any:
+    """The bytes of rows, in this order, and of columns of a matrix [., num_columns]: uint8 [rows, bytes]."""
+    if not len(rows):
+        return np.empty((0, 0), np.uint8)
+    ascending = np.sort(rows)
+    runs = np.split(ascending, np.flatnonzero(np.diff(ascending) != 1) + 1)
+    spans = [range(int(run[0]), int(run[-1]) + 1) for run in runs]
+    found = [_read_bytes(tensor, span, columns, num_columns).reshape(len(span), -1) for span in spans]
+    data = found[0] if len(found) == 1 else np.concatenate(found)
+    return data if np.array_equal(rows, ascending) else data[np.searchsorted(ascending, rows)]
 
 
 def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: int) -> Any:
@@ -208,11 +305,3 @@ def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: in
                     f"{tensor.num_bytes} bytes, and only {start + num_read} could be read; copy it again."
                 )
     return data
-
-
-def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of heads, in which the two numbers of a rotated pair are neighbours, with them half a head apart instead."""
-    if rows.shape[0] % (2 * heads):
-        return rows  # a shape that the loader has refused
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(rows.shape)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from nanovllm.data.json_fields import integer
 from nanovllm.errors import ModelError
-from nanovllm.formats.config_fields import EXPERT_COUNT
+from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_LAYERS, NETWORK_FIELDS
 from nanovllm.formats.gguf.architectures import Architecture, architecture_of
 from nanovllm.formats.gguf.header import GgufHeader, GgufTensor
+from nanovllm.formats.gguf.rows import Change, Indices, Shape, rows_of_pairs
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,40 +36,92 @@ LAYER_MODULES: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
-LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)(?:\.(weight|bias))?")
 OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
-def named_tensors(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of the checkpoint, or what a packed one of two consists of, and where it is in the file.
+
+    rows, columns: of each its place in the file; None if it is its own, or if the shape is one that the loader refuses.
+    change: what is undone of its conversion.
+    """
+
+    name: str
+    tensor: GgufTensor
+    rows: Indices | None = None
+    change: Change | None = None
+    columns: Indices | None = None
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.tensor.shape if self.rows is None else (len(self.rows), *self.tensor.shape[1:])
+        return shape if self.change is None else self.change.shape(shape)
+
+
+def named_tensors(header: GgufHeader) -> Iterator[NamedTensor]:
     """The tensors of a file under their names in Hugging Face format; those without one keep the name that they have.
 
-    A tensor with the matrices of all experts of a layer gives one of each. Raises ModelError if it has another shape.
+    A tensor with the matrices, or the biases, of all experts of a layer gives one of each. Tensors of layers for
+    multi-token prediction get names that begin with "mtp.". Raises ModelError if experts have another shape.
     """
     key, architecture = architecture_of(header)
     num_experts = header.get(f"{key}.expert_count", EXPERT_COUNT) or 0
+    num_layers = header.need(f"{key}.block_count", NETWORK_FIELDS["num_hidden_layers"])
+    predicting = header.get(f"{key}.nextn_predict_layers", integer(0, MAX_LAYERS)) or 0
+    extra = tuple(f"blk.{index}." for index in range(num_layers - predicting, num_layers))
+    value_heads = None if architecture.value_heads is None else architecture.value_heads(header)
+    heads = _rotated_heads(header, key) if architecture.pairs_heads else {}
     for tensor in header.tensors.values():
-        match = LAYER.fullmatch(tensor.name)
-        if match is None or match[2] not in architecture.experts:
-            yield hugging_face_name(tensor.name, architecture), tensor
+        if tensor.name.startswith(extra):
+            yield NamedTensor(f"mtp.{tensor.name}", tensor)
             continue
-        name = f"model.layers.{match[1]}.{architecture.experts[match[2]]}.{match[3]}"
-        for number, matrix in enumerate(_experts(tensor, num_experts)):
-            yield name.format(number), matrix
+        match = LAYER.fullmatch(tensor.name)
+        module = tensor.name.partition(".")[0] if match is None else match[2]
+        name, change = hugging_face_name(tensor.name, architecture), architecture.change(module)
+        if match is None:
+            yield NamedTensor(name, tensor, None, change)
+        elif module in architecture.experts:
+            name = f"model.layers.{match[1]}.{architecture.experts[module]}.{match[3]}"
+            for number, matrix in enumerate(_experts(tensor, num_experts)):
+                yield NamedTensor(name.format(number), matrix)
+        elif module == "ssm_ba" and value_heads is not None:
+            for part, rows in zip("ba", value_heads.merged_rows(), strict=True):
+                own = rows if tensor.shape[0] == 2 * len(rows) else None
+                yield NamedTensor(f"model.layers.{match[1]}.linear_attn.in_proj_{part}.{match[3]}", tensor, own)
+        elif value_heads is None:
+            rows = rows_of_pairs(heads[module], tensor.shape[0]) if module in heads else None
+            yield NamedTensor(name, tensor, rows, change)
+        else:
+            rows, columns = value_heads.rows(module), value_heads.columns(module, tensor.type.block_size)
+            rows = rows if rows is not None and len(rows) == tensor.shape[0] else None
+            columns = columns if columns is not None and len(columns) == tensor.shape[-1] else None
+            yield NamedTensor(name, tensor, rows, change, columns)
 
 
 def hugging_face_name(name: str, architecture: Architecture) -> str:
     """The tensor's name in Hugging Face format; the same name if no supported network has it."""
     if match := LAYER.fullmatch(name):
+        whole = architecture.tensors.get(name.split(".", 2)[2])
+        if whole is not None:
+            return f"model.layers.{match[1]}.{whole}"
         module = architecture.modules.get(match[2]) or LAYER_MODULES.get(match[2])
-        return name if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
+        return name if module is None or match[3] is None else f"model.layers.{match[1]}.{module}.{match[3]}"
     if (match := OTHER.fullmatch(name)) and match[1] in MODULES:
         return f"{MODULES[match[1]]}.{match[2]}"
     return name
 
 
+def _rotated_heads(header: GgufHeader, key: str) -> dict[str, int]:
+    """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
+    num_heads = header.need(f"{key}.attention.head_count", integer(1))
+    return {"attn_q": num_heads, "attn_k": header.get(f"{key}.attention.head_count_kv", integer(1)) or num_heads}
+
+
 def _experts(tensor: GgufTensor, num_experts: int) -> Iterator[GgufTensor]:
-    """The matrix of each expert, of a tensor [experts, out, in]."""
-    if len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+    """The matrix of each expert, of a tensor [experts, out, in], or the bias of each, of one [experts, out]."""
+    if len(tensor.shape) != (2 if tensor.name.endswith(".bias") else 3) or tensor.shape[0] != num_experts:
         raise ModelError(
             f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}; it should have a matrix for each of "
             f"{num_experts} experts."

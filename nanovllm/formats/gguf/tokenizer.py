@@ -24,7 +24,10 @@ MAX_TOKENS = 1 << 21
 SPACE = "▁"  # SentencePiece's mark
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Tokens that end a turn. Files name only one end, and llama.cpp too stops at these.
-END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+END_TEXTS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
+    *("<|return|>", "<|call|>"),
+)
 
 
 class NoTokenizerError(ModelError):
@@ -90,6 +93,8 @@ def end_token_ids(header: GgufHeader) -> list[int]:
     tokens, types = _tokens(header)
     named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     known = [i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] == CONTROL]
+    if {"<|return|>", "<|call|>"} <= {tokens[i] for i in known}:  # of gpt-oss, where this ends one message of several
+        known = [i for i in known if tokens[i] != "<|end|>"]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
