@@ -51,14 +51,18 @@ def little_is_allocated() -> Iterator[None]:
 # ---- the network
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"tie": True}, {"biases": True}])
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    *((family, {"attention_bias": True}) for family in ("qwen3", "gemma3", "olmo3", "glm4_moe")),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"tie": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), SHAPES, ids=str)
 def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    biases = {family: {"attention_bias": True} for family in ("qwen3", "gemma3", "olmo3", "glm4_moe")}
-    biases["llama"] = {"attention_bias": True, "mlp_bias": True}
-    more = biases.get(family, {}) if options.pop("biases", False) else options
     alike = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
-    make_checkpoint(tmp_path, family, **more, **alike)
+    make_checkpoint(tmp_path, family, **options, **alike)
     spec = load_decoder_spec(tmp_path)
     decoder = create_decoder(spec, torch.bfloat16, torch.device("cpu"))
     assert {name: tensor.shape for name, tensor in spec.tensors()} == {
@@ -99,8 +103,14 @@ def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
         assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
 
 
-@pytest.mark.parametrize("options", [["--gpu-mem", "80GB", "--host-mem", "100GB"], ["--no-measure"]])
-@pytest.mark.parametrize("change", [{"vocab_size": 10**9}, {"num_hidden_layers": 10**9}, {"head_dim": 10**9}], ids=str)
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"vocab_size": 10**9}, ["--gpu-mem", "80GB", "--host-mem", "100GB"]),
+        ({"num_hidden_layers": 10**9}, ["--no-measure"]),
+    ],
+    ids=str,
+)
 def test_plans_are_checked_too(
     change: dict[str, Any], options: list[str], model: Path, little_is_allocated: None, capsys: Any
 ) -> None:
@@ -138,11 +148,6 @@ def write_header(path: Path, header: Any, length: int | None = None, data: bytes
     [
         {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**63]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]},
-        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
-        {"dtype": 5, "shape": "x", "data_offsets": None},
-        {},
-        5,
     ],
 )
 def test_a_header_that_lies_is_refused(entry: object, model: Path, little_is_allocated: None) -> None:
@@ -150,9 +155,8 @@ def test_a_header_that_lies_is_refused(entry: object, model: Path, little_is_all
     assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
 
 
-@pytest.mark.parametrize("length", [2**64 - 1, 0])
-def test_a_header_length_that_lies_is_refused(length: int, model: Path, little_is_allocated: None) -> None:
-    write_header(model / "model.safetensors", {}, length)
+def test_a_header_length_that_lies_is_refused(model: Path, little_is_allocated: None) -> None:
+    write_header(model / "model.safetensors", {}, 2**64 - 1)
     assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -102,22 +102,21 @@ FIXED = {
 
 NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
 FIXED_CASES = [*((name, False) for name in FIXED), *((name, True) for name in NARROW_TOO)]
-FAST_IN_TRITON = ("small heads", "80 of 128, a full partition", "a group of seven", "uneven blocks")
+FAST_IN_TRITON = tuple((name, False) for name in ("small heads", "80 of 128, a full partition", "uneven blocks"))
 
 
-def fixed_cases() -> Iterator[Any]:
-    """Each backend and case. Without a GPU Triton's interpreter takes seconds for most of them."""
-    for backend, (name, narrow) in product([*ON_CPU, *OTHERS], FIXED_CASES):
-        is_slow = backend in OTHERS and DEVICE == "cpu" and (narrow or name not in FAST_IN_TRITON)
+def with_backends(cases: Iterable[Any], fast: Collection[Any]) -> Iterator[Any]:
+    """Each backend with each case. Without a GPU Triton's interpreter takes seconds for most: only `fast` ones run."""
+    for backend, case in product([*ON_CPU, *OTHERS], cases):
+        is_slow = backend in OTHERS and DEVICE == "cpu" and case not in fast
         marks = [*(TRITON_MARKS if backend in OTHERS else ()), *([pytest.mark.slow] if is_slow else ())]
-        yield pytest.param(backend, name, narrow, marks=marks, id=f"{backend.name}-{name}-{narrow}")
+        yield pytest.param(backend, case, marks=marks, id=f"{backend.name}-{case}")
 
 
 # ---- exactness
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("name", ["small heads", "window"])
+@pytest.mark.parametrize("backend, name", with_backends(("small heads", "window"), fast=("small heads",)))
 def test_sinks_take_a_share_of_every_row(backend: AttentionBackend, name: str) -> None:
     """Sinks above, among and far below the scores; the bits do not depend on how the blocks are grouped."""
     case = make_case(backend, FIXED[name], 1)
@@ -128,9 +127,10 @@ def test_sinks_take_a_share_of_every_row(backend: AttentionBackend, name: str) -
     assert same_bits(case.attend(backend, blocks, sinks), together)
 
 
-@pytest.mark.parametrize("backend, name, narrow", fixed_cases())
-def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> None:
+@pytest.mark.parametrize("backend, fixed", with_backends(FIXED_CASES, FAST_IN_TRITON))
+def test_fixed_shapes(backend: AttentionBackend, fixed: tuple[str, bool]) -> None:
     """Exact in one call, and the same bits one block at a time and one sequence at a time."""
+    name, narrow = fixed
     case = make_case(backend, FIXED[name], 1, narrow)
     together = case.attend(backend)
     case.check(together)
@@ -143,7 +143,7 @@ def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> Non
 @CPU_BACKENDS
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), max_size=4))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_attention_is_exact_and_carries_on_from_earlier_blocks(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
@@ -152,12 +152,15 @@ def test_attention_is_exact_and_carries_on_from_earlier_blocks(
     case.check(case.attend(backend, tables if cuts else None))
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("block_size, context, new", [(32, 31, 1), (32, 32, 1), (32, 0, 32), (32, 33, 98), (1, 5, 3)])
+EDGES = ((32, 31, 1), (32, 32, 1), (32, 0, 32), (32, 33, 98), (1, 5, 3))
+
+
+@pytest.mark.parametrize("backend, edge", with_backends(EDGES, fast=EDGES[2:4]))
 @pytest.mark.parametrize("window", [None, 1, 32, pytest.param(33, marks=pytest.mark.slow)])
 def test_attention_at_the_edges_of_blocks_and_windows(
-    backend: AttentionBackend, block_size: int, context: int, new: int, window: int | None
+    backend: AttentionBackend, edge: tuple[int, int, int], window: int | None
 ) -> None:
+    block_size, context, new = edge
     case = make_case(backend, Shape(16, 1, 2, block_size, window, ((context, new),)), 3)
     case.check(case.attend(backend))
 
@@ -219,7 +222,7 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
 @OWN_CPU_BACKENDS
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_grouping_of_blocks_and_other_rows_change_no_bit(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
@@ -251,7 +254,7 @@ def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> Non
 
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), size=st.integers(1, 40))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
     dtype: torch.dtype, shape: Shape, seed: int, size: int
 ) -> None:

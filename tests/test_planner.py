@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
+from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import GIB, RATES, make_plan, parameter_bytes, sizing_for
@@ -71,7 +72,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompt_len=st.integers(1, 200),
     output_len=st.integers(1, 20),
@@ -183,7 +184,7 @@ def test_the_longest_prompt_is_accepted_and_one_token_more_is_not(model_dir: Pat
         assert plan.sizing.longest_limit(plan.kv) == ("positions" if longest == MAX_LEN else by_name)
 
 
-@pytest.mark.parametrize("wanted", [65, MAX_LEN])
+@pytest.mark.parametrize("wanted", fast_only([MAX_LEN], [65, MAX_LEN]))
 @pytest.mark.parametrize("case", [case for case in TOO_SMALL if "default" not in case])
 def test_what_a_refusal_names_makes_the_prompt_fit_and_nothing_less_does(
     model_dir: Path, case: str, wanted: int
@@ -466,7 +467,7 @@ def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -
     prompt=st.integers(1, 250), times=st.integers(0, 2), chunk=st.integers(1, 9), one_processor=st.booleans(),
     name=st.sampled_from(["compute", "attention", "weight_bandwidth", "head_bandwidth", "host_bandwidth"]),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_longer_prompts_take_longer_and_faster_machines_do_not(
     spec: DecoderSpec, prompt: int, times: int, chunk: int, one_processor: bool, name: str
 ) -> None:
@@ -483,6 +484,3 @@ def test_longer_prompts_take_longer_and_faster_machines_do_not(
         seconds, more, less = (getattr(request, phase).seconds for request in (short, long, faster))
         assert less * (1 - 1e-9) <= seconds <= more * (1 + 1e-9)
     assert (short.cpu_attention_bytes or 0) <= (long.cpu_attention_bytes or 0)
-
-
-# ---- the engine's log
