@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Compiled Python is kept, whatever the caller's environment says: tests, ranks and the parts of a GPU check start many
+# processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The package accepts a range of torch versions. One is pinned here, so that all set-ups are the same. TORCH may contain
 # pip options as well, such as an index or a wheel with torch's CPU build, which is a tenth of the size.
 TORCH ?= torch==2.13.0
@@ -33,8 +37,9 @@ venv: $(VENV)/.installed
 build: venv
 	$(BIN)/python setup.py build_ext --inplace
 
-# One process per core with one thread each: tiny models gain nothing from more threads.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+# One process per core with one thread each: tiny models gain nothing from more threads. The tests of a file stay together,
+# since they share models and engines; a process that has no tests left takes over some of another's.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 test: venv
 	$(PYTEST)
@@ -45,11 +50,11 @@ test-bits: venv
 	$(PYTEST) -m slow $(BIT_TESTS)
 
 # The fast tests and all others: instruction sets, imitated processors, sanitizers, long prompts, the real model and
-# FUZZ_SECONDS of fuzz tests. A process that has no tests left takes over some of another's.
+# FUZZ_SECONDS of fuzz tests.
 FUZZ_SECONDS ?= 60
 test-full: venv
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet 'ray[data]'  # for slow tests only
-	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) --run-slow --dist worksteal
+	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) --run-slow
 
 # Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.
 # PART="smoke copies" runs only these parts, MINUTES limits the command, COMMIT names the commit in a copy of the tree
