@@ -29,7 +29,6 @@ from benchmark_helpers import (
     SMALL,
     TOKEN_BYTES,
     VOCAB,
-    check_rates,
     main_of,
     make_config,
     make_scripts_small,
@@ -70,65 +69,6 @@ def test_a_script_runs_and_writes_figures(script: str, model: Path) -> None:
     assert main_of(script)([*options, "--model", str(model), "--output-json", str(output)]) == 0
     report = json.loads(output.read_text())
     assert report[key] and set(report.get("machine", report.get("facts"))) >= MACHINE_FIELDS
-
-
-@pytest.mark.slow
-def test_cpu_packed_measures_every_scheme(tmp_path: Path) -> None:
-    from nanovllm.ops.packed_weights import SCHEMES
-
-    output = tmp_path / "packed.json"
-    sizes = ["--in-features", "512", "--out-features", "40", "--rows", "1", "99", "--rounds", "2"]
-    assert main_of("benchmarks.cpu_packed")([*sizes, "--output-json", str(output)]) == 0
-    report = json.loads(output.read_text())
-    assert [(r["scheme"], r["rows"]) for r in report["results"]] == [(s, rows) for s in SCHEMES for rows in (1, 99)]
-
-
-def test_bench_offload_compares_and_counts_every_length(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--prompt-len", "200", "160", "200"]
-    report = report_of("bench_offload", model, *options)
-    assert [result["prompt_len"] for result in report["results"]] == [160, 200], "each once, the longest last"
-    assert all(rate > 0 for rate in (report["ceilings"]["matmul_gflop_s"], *report["ceilings"]["copy_gb_s"].values()))
-    for result in report["results"]:
-        check_result(result, num_gpu_blocks=4 if result["prompt_len"] == 160 else 5)  # 0.4 of those that hold it all
-    shown = capsys.readouterr().out
-    for words in ("prefill: copies overlapped", "decode: computation waits", "% of a lone large copy", "of torch.mm"):
-        assert shown.count(words) >= 2
-    assert "a lone large copy, h2d" in shown and "peak process memory" in shown
-
-
-def check_result(result: dict[str, Any], num_gpu_blocks: int) -> None:
-    """Of one prompt length, against a count by hand."""
-    assert result["outputs_equal"] is True and result["as_predicted"] is True
-    for name in ("on device", "resident", "offload", "offload, chunk-major"):
-        check_rates(result["rates"][name], result["prompt_len"])
-    for other in ("on device", "resident", "offload, chunk-major"):
-        for phase in ("prefill", "decode"):
-            ratio = result["ratios"][other][phase]
-            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert result["kv"]["on device"]["host_bytes"] == result["kv"]["resident"]["host_bytes"] == 0
-    assert result["kv"]["offload"]["num_gpu_blocks"] == num_gpu_blocks
-    counts = {
-        "h2d_bytes": "cpu_attention_bytes",
-        "h2d_copies": "cpu_attention_blocks",
-        "d2h_bytes": None,
-        "d2h_copies": None,
-    }
-    on_host = result["prompt_len"] + OUTPUT_LEN - 1 - result["kv"]["offload"]["resident_blocks"] * 16
-    for traffic in result["traffic"].values():
-        counted = traffic["counted"]
-        for name, spared in counts.items():
-            assert counted[name] + counted.get(spared, 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
-        assert counted["cpu_attention_blocks"] > 0
-        assert counted["d2h_bytes"] == on_host * TOKEN_BYTES
-    loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in result["traffic"].items()}
-    assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
-    counted = result["traffic"]["offload"]["counted"]
-    copied = sum(overlap["copied_bytes"] for overlap in result["overlap"].values())
-    assert copied == counted["h2d_bytes"] + counted["d2h_bytes"], "the traced run moves the same"
-    for overlap in result["overlap"].values():
-        assert 0 <= overlap["hidden_s"] <= overlap["copies_s"] * (1 + 1e-9)  # sums of the same times in other orders
-        assert 0 <= overlap["waits_s"] < overlap["steps_s"]
-    assert result["kernel_gaps"] is None, "of a GPU only"
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,27 +134,6 @@ def test_bench_vllm_reports_what_bench_reports(model: Path, monkeypatch: pytest.
     assert report["machine"]["vllm"] == "0.0"
     assert seen["max_model_len"] == 40 + OUTPUT_LEN and seen["dtype"] == "bfloat16"
     assert seen["enable_prefix_caching"] is False and "block_size" not in seen
-
-
-def test_bench_vllm_without_vllm_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
-    assert main_of("bench_vllm")([]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "pip install vllm" in error
-
-
-@pytest.mark.parametrize(
-    "options, told", [(["--model", "qwen9"], "qwen3-0.6b"), (["--prompt-len", "0"], "whole number")]
-)
-def test_wrong_arguments_cost_one_sentence(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status: object = main_of("bench")(options)
-    except SystemExit as stopped:
-        status = stopped.code
-    error = capsys.readouterr().err
-    assert status == 2 and error.count("\n") == 1 and told in error
 
 
 def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
 import threading
@@ -185,36 +184,6 @@ def test_a_failed_call_reaches_the_waiting_stream_and_skips_what_follows(device:
 # ---- what it costs
 
 
-def test_a_wait_a_copy_and_its_record_wake_the_thread_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
-    gate, dst = Gate(held), filled(0)
-    held.record(event)
-    assert isinstance(stream, WorkerStream)
-    items: list[object] = []
-    monkeypatch.setattr(stream, "_queue", RecordingQueue(items))
-    stream.wait(event)
-    copy(device, dst, filled(5), stream)
-    assert not items
-    stream.record(event)
-    assert len(items) == 1
-    gate.open()
-    device.compute_stream.wait(event)
-    assert int(dst[0]) == 5
-    stream.wait(event)  # has happened: there is nothing to wait for
-    stream.record(event)
-    assert [len(item) for item in items] == [3, 1]  # type: ignore[arg-type]
-
-
-class RecordingQueue(queue.SimpleQueue):  # type: ignore[type-arg]
-    def __init__(self, items: list[object]) -> None:
-        super().__init__()
-        self._items = items
-
-    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
-        self._items.append(item)
-        super().put(item, block, timeout)
-
-
 def test_bytes_to_the_device_and_their_time_are_counted(device: CpuDevice) -> None:
     stream, other = device.new_stream("s"), device.new_stream("other")
     big = torch.zeros(1 << 24, dtype=torch.uint8)
@@ -287,10 +256,9 @@ def test_close_ends_the_threads_soon_and_can_be_repeated() -> None:
     for _ in range(2000):
         copy(device, dst, src, used)
     used.record(event)
-    start = time.monotonic()
     device.close()
     device.close()
-    assert time.monotonic() - start < 5, "what had not begun is dropped"
+    assert device.link_busy().num_bytes < 2000 << 26, "what had not begun is dropped"
     assert not any(thread.name in ("used", "unused") for thread in threading.enumerate())
     device.compute_stream.wait(event)  # no stream waits for ever for work that was dropped
     for stream in (used, unused):

@@ -257,9 +257,6 @@ def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     assert "has no such linear layer to adapt" in refusal(lambda: read_adapter(path, spec, 8))
 
 
-# ---- quantized
-
-
 # ---- CUDA graphs
 
 

@@ -17,11 +17,9 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
-from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.errors import EngineError
 from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
-from nanovllm.outputs import RequestOutput
 
 VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
@@ -99,22 +97,6 @@ def test_another_thread_is_refused_and_the_call_goes_on(llm: LLM, monkeypatch: p
     assert len(raised) == 7
     assert in_thread(lambda: token_ids(llm, PROMPTS, greedy(6))) == [], "the engine is free again"
     assert token_ids(llm, PROMPTS, greedy(6)) == expected
-
-
-def test_between_two_steps_as_well(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call has the engine until it ends, not only while it computes."""
-    expected, step = token_ids(llm, PROMPTS, greedy(6)), EngineClient.step
-    raised: list[Exception] = []
-
-    def then_intrude(client: EngineClient) -> list[RequestOutput]:
-        outputs = step(client)
-        raised.extend(in_thread(uses(llm)["generate"]))
-        return outputs
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "step", then_intrude)
-        assert token_ids(llm, PROMPTS, greedy(6)) == expected
-    assert len(raised) >= 6 and all("generate() in thread 'MainThread'" in str(error) for error in raised)
 
 
 def test_many_threads_at_once(llm: LLM) -> None:

@@ -11,7 +11,6 @@ from checkpoints import edit_config, make_checkpoint
 from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
 
 from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineError, RequestError
 
 VOCAB = 300
@@ -191,11 +190,6 @@ def test_the_checkpoint_recommends_default_parameters(tmp_path: Path) -> None:
         assert recommended.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20, max_tokens=3)
         (output,) = recommended.generate([[1, 2]], use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3
-
-
-def test_the_engine_has_the_name_that_vllm_gives_it(llm: LLM) -> None:
-    assert isinstance(llm.llm_engine, LLMEngine) and llm.llm_engine is llm.engine
-    assert llm.llm_engine.model_config.max_model_len == llm.max_model_len
 
 
 # ---- text

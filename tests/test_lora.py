@@ -15,8 +15,7 @@ from graph_devices import PROMPTS, CapturingDevice, use_graphs
 from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
-from nanovllm import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.apps.cli.arguments import EngineArgs
+from nanovllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.request import LoRARequest
@@ -295,56 +294,6 @@ def test_rows_of_the_few_row_kernels_go_to_the_other_kernels(folder: Path) -> No
         assert calls == [3, 1, 1]
         llm.generate([1, 2, 3], greedy(3), use_tqdm=False, lora_request=adapter(folder, 0))
         assert calls == [3, 1, 1]
-
-
-def test_vllms_example_of_several_adapters(folder: Path) -> None:
-    """vLLM's examples/offline_inference/multilora_inference.py, with other names of model and adapters."""
-
-    def create_test_prompts(lora_path: str) -> list[tuple[list[int], SamplingParams, LoRARequest | None]]:
-        return [
-            (random_prompt(10, VOCAB, 1), SamplingParams(temperature=0.0, logprobs=1, max_tokens=12), None),
-            (
-                random_prompt(11, VOCAB, 2),
-                SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=12),
-                None,
-            ),
-            (
-                random_prompt(12, VOCAB, 3),
-                SamplingParams(temperature=0.0, logprobs=1, max_tokens=12),
-                LoRARequest("sql-lora", 1, lora_path),
-            ),
-            (
-                random_prompt(12, VOCAB, 3),
-                SamplingParams(temperature=0.0, logprobs=1, max_tokens=12),
-                LoRARequest("sql-lora2", 2, lora_path),
-            ),
-        ]
-
-    engine_args = EngineArgs(
-        model=str(folder / "model"),
-        enable_lora=True,
-        max_loras=1,
-        max_lora_rank=8,
-        max_cpu_loras=2,
-        max_num_seqs=256,
-        device="cpu",
-        num_gpu_blocks=64,
-    )
-    engine = LLMEngine.from_engine_args(engine_args)
-    test_prompts = create_test_prompts(str(folder / "a0"))
-    request_id, finished = 0, dict[str, RequestOutput]()
-    while test_prompts or engine.has_unfinished_requests():
-        if test_prompts:
-            prompt, sampling_params, lora_request = test_prompts.pop(0)
-            engine.add_request(str(request_id), prompt, sampling_params, lora_request=lora_request)
-            request_id += 1
-        for request_output in engine.step():
-            if request_output.finished:
-                finished[request_output.request_id] = request_output
-    engine.close()
-    assert len(finished) == 4
-    assert finished["2"].outputs[0].token_ids == finished["3"].outputs[0].token_ids
-    assert finished["2"].lora_request.lora_name == "sql-lora"
 
 
 def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,6 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
         assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).num_used == 0
 
 
-# ---- the sizes of real use
-
-
 # ---- bits
 
 

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.peers import __main__ as script
 from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import Findings, Plan, Workshop, take_turns
 from benchmarks.peers.env import EngineFailure
-from benchmarks.peers.process import json_of
 from benchmarks.peers.runner import Job
-from benchmarks.peers.summary import failures
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
 
@@ -58,10 +54,6 @@ def shape(model: Path) -> Iterator[Shape]:
         yield shape
 
 
-def plan_for(engines: list[str], prompt_lens: list[int], repeats: int = 2) -> Plan:
-    return Plan(engines, prompt_lens, output_len=4, repeats=repeats, seed=0)
-
-
 def result(prefill_s: float, tpot_s: float | None = 0.1, *, peak: int = 10**9, tokens: list[int] | None = None) -> Any:
     tokens = [1, 2, 3, 4] if tokens is None else tokens
     figures = {"prefill_s": prefill_s, "tpot_s": tpot_s, "peak_rss_bytes": peak}
@@ -69,20 +61,6 @@ def result(prefill_s: float, tpot_s: float | None = 0.1, *, peak: int = 10**9, t
 
 
 # ---- checkpoint
-
-
-def test_checkpoint_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path) -> None:
-    path = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    with LLM(path, device="cpu", num_gpu_blocks=4) as llm:
-        outputs = llm.generate([5, 6, 7], params, use_tqdm=False)
-    assert len(outputs[0].outputs[0].token_ids) == 3
-    assert torch.get_default_dtype() == torch.float32
-    weights = load_file(path / "model.safetensors")
-    assert "lm_head.weight" not in weights
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    padding = shape.weight_bytes - sum(tensor.numel() * 2 for tensor in weights.values())
-    assert 0 <= padding < 64 * len(weights)
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
@@ -101,22 +79,6 @@ def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> 
     assert len(tokens[0]) == 4 and (tokens[0] == tokens[1] or kind != "BF16")
 
 
-# ---- runners
-
-
-def outcome_of(code: str, work_dir: Path) -> dict[str, Any]:
-    return json_of("engine", [sys.executable, "-c", code], work_dir, threads=1)
-
-
-def test_a_runners_failure_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(EngineFailure, match=r"^engine failed with exit status 1: ValueError: no such block$"):
-        outcome_of("raise ValueError('no such block')", tmp_path)
-    with pytest.raises(EngineFailure, match=r"^engine failed with signal 9: it said nothing$"):
-        outcome_of("import os; os.kill(os.getpid(), 9)", tmp_path)
-    with pytest.raises(EngineFailure, match=r"^engine ended without a result: done$"):
-        outcome_of("print('done')", tmp_path)
-
-
 # ---- turns
 
 
@@ -129,25 +91,6 @@ def turns(plan: Plan, run: Any) -> Findings:
     jobs = {n: job() for n in plan.prompt_lens}
     assert sum(1 for _ in take_turns(plan, jobs, run, lambda: dict(CEILING), findings)) == plan.repeats
     return findings
-
-
-def test_an_engine_that_fails_is_named_and_the_others_go_on() -> None:
-    calls: list[str] = []
-
-    def run(engine: str, job: Job) -> dict[str, Any]:
-        calls.append(engine)
-        if engine == "vllm":
-            raise EngineFailure("vllm failed: no memory")
-        return result(1.0)
-
-    findings = turns(plan_for(["nanovllm", "vllm", "transformers"], [512]), run)
-    assert findings.failures == {"vllm at 512": "vllm failed: no memory"}
-    assert calls.count("vllm") == 1 and calls.count("transformers") == 2
-    assert findings.runs["vllm", 512] == [None, None]
-    assert "- vllm at 512: vllm failed: no memory" in failures(findings)
-
-
-# ---- arithmetic
 
 
 # ---- report

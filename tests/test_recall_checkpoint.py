@@ -21,7 +21,6 @@ from transformers import (
 from nanovllm.apps.recall import (
     EOS_TOKEN_ID,
     FIRST_WORD_ID,
-    MAX_WORDS,
     WordExam,
     expected_answer,
     make_document,
@@ -29,9 +28,8 @@ from nanovllm.apps.recall import (
     notable_positions,
     write_demo_model,
     write_recall_checkpoint,
-    write_word_tokenizer,
 )
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import RequestError
 
 LENGTH = 2048
 BLOCK = 64
@@ -152,22 +150,7 @@ def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
         assert exam.expected(position) == tokenizer.decode(exam.document[position : position + ANSWER_TOKENS])
 
 
-def test_notable_positions_can_be_thinned_and_keep_enough_for_the_answer() -> None:
-    every = notable_positions(1000, 8, {"block": 10})
-    assert set(every) == {1, 500, 992} | {p for edge in range(10, 1000, 10) for p in (edge - 1, edge)} - {999}
-    assert list(every) == sorted(every)
-    few = notable_positions(1000, 8, {"block": 10}, max_edges=3)
-    assert set(few) == {1, 9, 10, 499, 500, 989, 990, 992}
-    assert every[9] == "last token of block 0"
-    assert every[10] == "first token of block 1"
-
-
 def test_a_document_without_room_for_an_answer_is_refused() -> None:
     with pytest.raises(RequestError, match="a document of 8 tokens has no room for an answer of 8"):
         notable_positions(8, 8, {"block": 4})
     assert set(notable_positions(9, 8, {"block": 4})) == {1}
-
-
-def test_more_words_than_there_are_syllables_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=str(MAX_WORDS + 1)):
-        write_word_tokenizer(tmp_path / "model", FIRST_WORD_ID + MAX_WORDS + 1)

@@ -152,22 +152,6 @@ def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
 
 
 BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
-NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
-    (
-        {"min_tokens": 3, "stop_token_ids": list(range(VOCAB)), "n": 2, "use_beam_search": True, "temperature": 0.0},
-        "min_tokens=3, .* ban all 300 tokens",
-    ),
-]
-
-
-@pytest.mark.parametrize("params, says", NOTHING_LEFT)
-def test_bans_that_leave_nothing_are_refused(
-    llm: LLM, answer: list[list[int]], params: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(RequestError, match=says):
-        llm.generate(QUESTION, SamplingParams(**{"max_tokens": 5, **params}), use_tqdm=False)
-    goes_on(llm, answer)
 
 
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"top_k": 5, "n": 2}], ids=str)

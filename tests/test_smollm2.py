@@ -161,13 +161,3 @@ def test_the_demo_shows_answers_and_judges_them(
     shown = capsys.readouterr().out
     assert shown.count("(right)") == 1 + is_right and shown.count("(WRONG)") == 1 - is_right
     assert "question: What?\nanswer: " in shown and "KV memory on the device" in shown
-
-
-def test_the_demo_asks_the_recall_network_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(smollm2, "_make", lambda scratch: pytest.fail("the real model is fetched"))
-    sizes = ["--prompt-tokens", "600", "--block-size", "16", "--max-num-batched-tokens", "128"]
-    assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", str(tmp_path / "model")]) == 0
-    shown = capsys.readouterr().out
-    assert "answers are right" in shown and "all right" in shown and "real model" not in shown

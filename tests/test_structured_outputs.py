@@ -16,7 +16,6 @@ from tokenizer_files import END, write_byte_fallback, write_byte_level
 from torch import Tensor
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from nanovllm.apps.cli.main import main
 from nanovllm.data.batch import Batch, PackedMask, StepResult
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
@@ -269,24 +268,6 @@ def test_a_tokenizer_with_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
     with LLM(tmp_path, num_gpu_blocks=40, kvcache_block_size=16) as llm:
         for completion in run(llm, "a prompt", params)[0].outputs:
             assert re.fullmatch("( [a-f]{2,4}|é日?){3} x", completion.text) and completion.token_ids[-1] == 310
-
-
-def test_json_lines_hold_structured_outputs(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [
-        {"prompt": "a", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 5},
-        {"prompt": "a", "structured_outputs": {"regex": "(("}},
-        {"prompt": "a", "structured_outputs": {"regexp": "a"}},
-        {"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1},
-    ]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = ["--jsonl", str(tmp_path / "p.jsonl"), "--json", "--num-gpu-blocks", "40", "--kvcache-block-size", "16"]
-    assert main(["generate", "--model", str(model_dir), *files]) == 1
-    matched, invalid, unknown, scored = map(json.loads, capsys.readouterr().out.splitlines())
-    assert matched["outputs"][0]["text"] in ("yes", "no")
-    assert "unclosed group" in invalid["error"] and "did you mean 'regex'" in unknown["error"]
-    assert scored["outputs"][0]["token_ids"] == [] and scored["outputs"][0]["finish_reason"] == "length"
 
 
 def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

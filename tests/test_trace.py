@@ -203,17 +203,6 @@ def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path
     assert in_turn(kernels)
 
 
-def test_marks_are_let_go_while_the_engine_runs(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    stream = device.new_stream("s")
-    for _ in range(5):
-        with device.compute():
-            copy(device, stream)
-            stream.synchronize()
-    assert not device.timeline.slices and len(device.timeline.events) == 10
-    device.close()
-
-
 def test_a_failed_step_and_a_second_close_leave_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     device = TracedDevice(CpuDevice(), path)

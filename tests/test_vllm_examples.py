@@ -85,22 +85,6 @@ def test_a_progress_bar_of_another_library_is_refused(llm: LLM) -> None:
     assert len(llm.generate("Hello", greedy(1), use_tqdm=0)) == 1  # type: ignore[arg-type]
 
 
-# ---- automatic_prefix_caching, prefix_caching
-
-
-def test_prefix_caching_gives_the_same_answers(model: str) -> None:
-    prefix = "You are an expert school principal, skilled in effectively managing faculty and staff. " * 2
-    prompts = [prefix + prompt for prompt in PROMPTS]
-    with LLM(model=model, enable_prefix_caching=False, gpu_memory_utilization=0.4, **SMALL) as regular:
-        expected = [output.outputs[0].text for output in regular.generate(prompts, greedy(6))]
-    with LLM(model=model, enable_prefix_caching=True, gpu_memory_utilization=0.4, **SMALL) as cached:
-        cached.generate(prompts[0], greedy(6))  # warms the cache up
-        outputs = cached.generate(prompts, greedy(6))
-        cached.reset_prefix_cache()
-    assert [output.outputs[0].text for output in outputs] == expected
-    assert all(output.num_cached_tokens >= len(prefix) // 16 * 16 for output in outputs)
-
-
 # ---- llm_engine_example
 
 
