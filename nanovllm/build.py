@@ -32,6 +32,7 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
+from nanovllm.memory.draft_model import draft_engine, sized_draft_engine
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import measure_memory
@@ -47,7 +48,8 @@ from nanovllm.ops.backends import is_chunk_invariant
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
 from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
+from nanovllm.speculative_config import SpeculativeConfig, speculative_config
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.features.distributed.executor import TensorParallelExecutor
@@ -73,6 +75,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     if config.trust_remote_code:
         logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
     tokenizer = _load_tokenizer(config, model.model_type)
+    drafter = _drafter(config, model.spec, tokenizer)
     runner = _start_runner(config, model.spec)
     plan, spec, states = runner.plan, runner.spec, runner.sizing.memory.states
     limits = SchedulerLimits(
@@ -106,7 +109,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
         close_store=None if store is None else store.close,
-        drafter=_drafter(config, spec),
+        drafter=drafter,
     )
     facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
     engine = LLMEngine(
@@ -229,17 +232,71 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
     return open_store_of(config, runner)
 
 
-def _drafter(config: EngineConfig, spec: DecoderSpec) -> Drafter | None:
+def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:
+    """The drafter that the arguments ask for. A draft model takes its memory before the KV cache is sized."""
     if config.speculative_config is None:
         return None
     if spec.recurrent is not None:
         logger.warning("speculative_config changes nothing: the states of recurrent layers cannot go back to a token")
         return None
-    from nanovllm.features.speculation import NgramDrafter
-    from nanovllm.speculative_config import speculative_config
-
     asked = speculative_config(config.speculative_config)
-    return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if asked.method == "ngram":
+        from nanovllm.features.speculation import NgramDrafter
+
+        return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    return _draft_model(config, asked, spec, tokenizer)
+
+
+def _draft_model(
+    config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, tokenizer: Tokenizer | None
+) -> Drafter:
+    """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
+    from nanovllm.features.speculation import DraftLimits, DraftModel
+
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config: method='draft_model' is not supported with tensor_parallel_size="
+            f"{config.tensor_parallel_size}: use method='ngram' or one rank"
+        )
+    engine = draft_engine(config, asked)
+    model = ModelConfig(engine.model)
+    if model.spec.recurrent is not None:
+        raise ConfigError(
+            f"speculative_config: model={quoted(asked.model)} is a {model.spec.architecture} with recurrent layers, "
+            "whose states cannot go back to a token: take a draft model without them"
+        )
+    own = None if config.skip_tokenizer_init else load_tokenizer(engine.model, model.model_type)
+    _check_vocabulary(asked.model, (tokenizer, spec), (own, model.spec))
+    engine, longest = sized_draft_engine(engine, model.spec, asked, config.max_model_len or spec.max_model_len)
+    logger.info("the draft model of speculative_config, %s:", asked.model)
+    runner = build_runner(engine, model.spec)
+    groups, plan = runner.sizing.layout.groups, runner.plan
+    manager = BlockManager(plan.split.resident_blocks, 0, groups, engine.enable_prefix_caching, chunk=engine.chunk)
+    limits = DraftLimits((model.spec.vocab_size, spec.vocab_size), engine.chunk, min(longest, plan.max_model_len))
+    return DraftModel(runner, manager, limits)
+
+
+def _check_vocabulary(
+    name: str, large: tuple[Tokenizer | None, DecoderSpec], draft: tuple[Tokenizer | None, DecoderSpec]
+) -> None:
+    """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
+    (tokenizer, spec), (own, own_spec) = large, draft
+    known, found = _vocabulary(tokenizer), _vocabulary(own)
+    if known is None or found is None:
+        is_same = own_spec.vocab_size == spec.vocab_size
+        differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
+    else:
+        is_same, differs = known == found, "has another tokenizer than the model"
+    if not is_same:
+        raise ConfigError(
+            f"speculative_config: model={quoted(name)} {differs}: take a draft model with the same vocabulary, such as "
+            "a smaller one of the same family"
+        )
+
+
+def _vocabulary(tokenizer: Tokenizer | None) -> dict[str, int] | None:
+    backend = tokenizer.backend if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return None if backend is None else backend.get_vocab(with_added_tokens=True)
 
 
 # ---- what build_runner assembles

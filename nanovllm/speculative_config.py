@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError, quoted
@@ -12,41 +12,68 @@ from nanovllm.rules import is_whole
 NAME = "speculative_config"
 DEFAULT_LOOKUP = 5  # tokens of an n-gram
 MOST_TOKENS = 1024
-LATER = ("draft_model", "mtp")
+METHODS = {
+    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("method", "num_speculative_tokens", "model", "max_model_len"),
+}
+LATER = ("mtp",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are drafted.
 
     num_speculative_tokens: most drafted tokens of a sequence in a step. prompt_lookup_max, prompt_lookup_min: the
-    longest and the shortest n-gram that is looked up.
+    longest and the shortest n-gram that is looked up. model: the draft model, a directory, GGUF file or name of the
+    hub. max_model_len: tokens of the longest sequence that it drafts for; None: of the longest that both models take.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_max: int
-    prompt_lookup_min: int
+    prompt_lookup_max: int = DEFAULT_LOOKUP
+    prompt_lookup_min: int = DEFAULT_LOOKUP
+    model: str = ""
+    max_model_len: int | None = None
 
 
 def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """The checked fields of the argument. Raises ConfigError."""
-    names = [field.name for field in fields(SpeculativeConfig)]
     method = given.get("method")
-    if method in LATER:
-        raise ConfigError(f"{NAME}: method={quoted(method)} is not supported yet: use 'ngram' or leave it out")
-    if method != "ngram":
-        raise ConfigError(f"{NAME}: method={quoted(method)} must be 'ngram': give it, or leave the argument out")
+    if isinstance(method, str) and method in LATER:
+        raise ConfigError(f"{NAME}: method={quoted(method)} is not supported yet: use {' or '.join(METHODS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ConfigError(f"{NAME}: method={quoted(method)} must be {' or '.join(METHODS)}: give it one of them")
+    names = METHODS[method]
     for name in given:
         if name not in names:
-            raise ConfigError(f"{NAME}: unknown field {quoted(name)}: it has {', '.join(names)}")
-    for name in names[1:]:
-        value: Any = given.get(name)
-        is_left_out = value is None and name != "num_speculative_tokens"
-        if not is_left_out and not (is_whole(value) and 1 <= value <= MOST_TOKENS):
-            raise ConfigError(f"{NAME}: {name}={quoted(value)} must be a whole number from 1 to {MOST_TOKENS}")
+            raise ConfigError(f"{NAME}: unknown field {quoted(name)}: with this method it has {', '.join(names)}")
+    tokens: Any = given.get("num_speculative_tokens")
+    _check_whole("num_speculative_tokens", tokens, MOST_TOKENS)
+    if method == "draft_model":
+        return _of_draft_model(given)
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        if given.get(name) is not None:
+            _check_whole(name, given[name], MOST_TOKENS)
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     longest, shortest = longest or shortest or DEFAULT_LOOKUP, shortest or longest or DEFAULT_LOOKUP
     if shortest > longest:
         raise ConfigError(f"{NAME}: prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
-    return SpeculativeConfig("ngram", given["num_speculative_tokens"], longest, shortest)
+    return SpeculativeConfig(
+        method="ngram", num_speculative_tokens=tokens, prompt_lookup_max=longest, prompt_lookup_min=shortest
+    )
+
+
+def _of_draft_model(given: Mapping[str, Any]) -> SpeculativeConfig:
+    model, longest = given.get("model"), given.get("max_model_len")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
+    if longest is not None:
+        _check_whole("max_model_len", longest, None)
+    tokens = given["num_speculative_tokens"]
+    return SpeculativeConfig(method="draft_model", num_speculative_tokens=tokens, model=model, max_model_len=longest)
+
+
+def _check_whole(name: str, value: Any, most: int | None) -> None:
+    if not is_whole(value) or value < 1 or (most is not None and value > most):
+        rule = "a positive whole number" if most is None else f"a whole number from 1 to {most}"
+        raise ConfigError(f"{NAME}: {name}={quoted(value)} must be {rule}")

@@ -78,12 +78,26 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert set(report["request"]) == {
         "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
-        "layer_by_layer_tokens", "cpu_attention",
+        "layer_by_layer_tokens", "cpu_attention", "drafts",
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         assert set(report["request"][phase]) == PHASE_KEYS
         assert set(report["request"][phase]["transfers"]) == TRANSFER_KEYS
     assert set(report["rates"]) == {field.name for field in fields(Rates)}
+
+
+def test_decode_with_drafts_is_planned(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    def planned(**config: Any) -> dict[str, Any]:
+        fields = {"num_speculative_tokens": 4, **config}
+        options = ["--speculative-config", json.dumps(fields), "--acceptance", "0.5"]
+        return run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, *options)
+
+    ngram, model = planned(method="ngram"), planned(method="draft_model", model=str(model_dir))
+    drafts, decode = ngram["request"]["drafts"], ngram["request"]["decode"]
+    assert drafts["tokens_in_a_pass"] == 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert decode["seconds"] <= drafts["seconds"] < 1.1 * decode["seconds"], "what is streamed is read once"
+    assert model["request"]["drafts"]["seconds"] > drafts["seconds"]
+    assert model["memory"]["device_free"] < ngram["memory"]["device_free"]
 
 
 def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,16 +17,21 @@ from lora_helpers import make_adapter
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams, build
+from nanovllm.apps.server.protocol import SamplingFields
+from nanovllm.apps.server.serving import Envelope
+from nanovllm.data.progress import Progress
 from nanovllm.engine.request import Sequence as Running
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.features.speculation import drafter
+from nanovllm.features.progress_bar import Meter
+from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.speculation.lengths import PassCosts, draft_length
 from nanovllm.features.speculation.ngrams import NgramIndex
 
 BLOCK, VOCAB, EOS = 16, 300, 277  # the end of `write_byte_level`
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-MODEL = {**WIDE, "family": "llama", "vocab": VOCAB, "eos_token_id": EOS}
+DRAFT: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": 4}
+MODEL: dict[str, Any] = {**WIDE, "family": "llama", "vocab": VOCAB, "eos_token_id": EOS}
 SHARED = random_prompt(2 * BLOCK + 3, 256, seed=1)
 PROMPTS = [SHARED, [*SHARED, 7, 8], SHARED[:BLOCK] + random_prompt(30, 256, seed=2), random_prompt(17, 256, seed=3)]
 PARAMS: dict[str, dict[str, Any]] = {
@@ -67,6 +72,9 @@ class Scripted:
         self.expected, self.wrong, self.accepted = expected, wrong, 0
         self._calls = 0
 
+    def begin_step(self, wanted: Sequence[tuple[Running, int]], rows: int, tokens: int) -> None:
+        assert all(most > 0 for _, most in wanted)
+
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
         output = self.expected[tuple(seq.token_ids[: seq.prompt_len])]
         rest = [*output[seq.num_output_tokens :], 0, VOCAB - 1, 0, VOCAB - 1, 5][:most]
@@ -81,10 +89,14 @@ class Scripted:
     def measured(self, rows: int, seconds: float) -> None:
         assert rows > 0 and seconds >= 0
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture(autouse=True)
 def drafts_do_not_follow_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter, "draft_length", lambda acceptance, most, *costs: most)
+    for module in (drafter, draft_model):
+        monkeypatch.setattr(module, "draft_length", lambda acceptance, most, *costs: most)
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +187,56 @@ def test_any_drafts_give_the_same_outputs(
     due = expected[at :: len(PARAMS)]
     scripted = Scripted({tuple(p): each[0] for p, each in zip(PROMPTS, due, strict=True)}, wrong)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_drafter", lambda config, spec: scripted)
+        patch.setattr(build, "_drafter", lambda *arguments: scripted)
         with LLM(checkpoint, **WAYS[way], speculative_config=NGRAM) as llm:
             assert outputs(llm, [requests()[at]]) == due
     if not any(wrong):
         assert scripted.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "seed"), fast_only([("recomputed", 3)], [(way, seed) for way in WAYS for seed in (3, 4) if way != "int8"])
+)
+def test_a_draft_model_gives_the_same_outputs(
+    checkpoint: Path, expected: list[Any], tmp_path: Path, way: str, seed: int
+) -> None:
+    config = {**DRAFT, "model": str(tmp_path / "draft"), "max_model_len": 20 * BLOCK}
+    make_checkpoint(tmp_path / "draft", seed=seed, **MODEL)  # the seed of the model itself, or of another
+    write_byte_level(tmp_path / "draft")
+    with LLM(checkpoint, **WAYS[way], speculative_config=config) as llm:
+        assert outputs(llm, requests()) == expected
+        before = llm.metrics()
+        assert before.drafted_tokens > before.accepted_tokens or seed == 3
+        alone = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": PROMPTS[2]}], alone, use_tqdm=False)
+        after = llm.metrics()
+    drafted = after.drafted_tokens - before.drafted_tokens
+    accepted = after.accepted_tokens - before.accepted_tokens
+    assert drafted > 0 and (accepted == drafted or seed != 3), "the same model draws the same with the same seed"
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "draft", seed=3, **{**MODEL, "vocab": VOCAB + 1})
+    config = {**DRAFT, "model": str(tmp_path / "draft")}
+    words = refusal(lambda: LLM(checkpoint, **RESIDENT, speculative_config=config), ConfigError)
+    assert "has 301 tokens, and the model 300: take a draft model with the same vocabulary" in words
+    ranks = refusal(lambda: LLM(checkpoint, tensor_parallel_size=2, speculative_config=config), ConfigError)
+    assert "method='draft_model' is not supported with tensor_parallel_size=2" in ranks
+
+
+def test_drafts_are_counted_for_users(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(checkpoint, **RESIDENT, speculative_config=NGRAM) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": SHARED}], params, use_tqdm=False)
+    drafted, accepted = output.metrics.drafted_tokens, output.metrics.accepted_tokens
+    meter, envelope = Meter(1), Envelope("1", "text_completion", "model", SamplingFields(model="model"))
+    meter.count(output)
+    assert drafted > 0 and f"{accepted} of {drafted} drafts accepted" in meter.summary()
+    running = Progress(drafted_tokens=5, accepted_tokens=3)
+    assert f"{accepted + 3} of {drafted + 5} drafts accepted" in meter.text(running)
+    envelope.count(0, output)
+    usage = envelope.complete({})["usage"]["completion_tokens_details"]
+    assert usage == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:
@@ -203,9 +260,12 @@ def test_the_number_of_drafts_follows_costs_and_acceptance() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"method": "draft_model", "model": "x", "num_speculative_tokens": 3}, "'draft_model' is not supported yet"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None must name the draft model"),
+        ({**DRAFT, "model": "x", "max_model_len": 0}, "max_model_len=0 must be a positive whole number"),
+        ({**DRAFT, "model": "x", "prompt_lookup_max": 2}, "unknown field 'prompt_lookup_max'"),
+        ({**DRAFT, "model": "/no/such/model"}, "'/no/such/model'"),
         ({"method": "mtp", "num_speculative_tokens": 1}, "'mtp' is not supported yet"),
-        ({"num_speculative_tokens": 3}, "method=None must be 'ngram'"),
+        ({"num_speculative_tokens": 3}, "method=None must be ngram or draft_model"),
         ({"method": "ngram"}, "num_speculative_tokens=None must be a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 2}, "unknown field 'prompt_lookup'"),
         ({**NGRAM, "prompt_lookup_min": 4}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3"),

@@ -16,7 +16,8 @@ class Progress:
     num_requests: of the running ones. prompt_tokens: of running prompts that are not yet computed, and
     prompt_tokens_done: what of these is computed or found in the prefix cache; layer by layer, in proportion.
     prefilled_tokens: of running prompts that are computed; waiting_tokens: of waiting prompts. computed_tokens: prompt
-    tokens computed for all running requests, without those found. output_tokens: generated tokens of all of them.
+    tokens computed for all running requests, without those found. output_tokens: generated tokens of all of them;
+    drafted_tokens and accepted_tokens: of speculative decoding, guessed and right.
     """
 
     num_requests: int = 0
@@ -26,6 +27,8 @@ class Progress:
     waiting_tokens: int = 0
     computed_tokens: float = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def plus(self, tokens: float) -> Progress:
         """The progress after so many more prompt tokens are computed."""

@@ -76,6 +76,8 @@ def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
         waiting_tokens=sum(request.prompt_len for request in scheduler.waiting),
         computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
         output_tokens=sum(seq.num_output_tokens for seq in live),
+        drafted_tokens=sum(request.metrics.drafted_tokens for request in admitted),
+        accepted_tokens=sum(request.metrics.accepted_tokens for request in admitted),
     )
 
 
@@ -459,6 +461,8 @@ class LLMEngine:
             self.closed = True
             if self._features.close_store is not None:
                 self._features.close_store()
+            if self._features.drafter is not None:
+                self._features.drafter.close()
             self.executor.close()
             if self._features.grammars is not None:
                 self._features.grammars.close()

@@ -201,6 +201,13 @@ class LayerwiseScheduling(Protocol):
 class Drafter(Protocol):
     """Guesses what follows. A wrong guess costs time, and changes no output."""
 
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+        """Called before `draft` is called for these sequences, each with at most so many tokens.
+
+        rows, tokens: that the step computes and generates without drafts.
+        """
+        ...
+
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
         """At most `most` token ids of the model that may follow, or none.
 
@@ -214,6 +221,10 @@ class Drafter(Protocol):
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step of decoding sequences took so long."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds. Safe to call twice."""
         ...
 
 
@@ -468,9 +479,10 @@ class Scheduler:
         drafts: dict[Sequence, Seq[int]] = {}
         rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
         left = min(budget.left, self.limits.max_num_seqs + self.limits.num_speculative_tokens - tokens)
-        for seq, _ in budget.chunks:
-            most = min(left, self._most_drafts(seq))
-            found = self.drafter.draft(seq, most, rows, tokens) if most > 0 else ()
+        wanted = [(seq, most) for seq, _ in budget.chunks if (most := min(left, self._most_drafts(seq))) > 0]
+        self.drafter.begin_step(wanted, rows, tokens)
+        for seq, most in wanted:
+            found = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
             found = found[: self._num_before_end(seq, found)]
             if count := self.block_manager.look_ahead(seq, len(found)):
                 drafts[seq] = found[:count]

@@ -82,6 +82,11 @@ def _columns() -> int:
         return 80
 
 
+def drafts(drafted: int, accepted: int) -> str:
+    """Such as `24 of 31 drafts accepted`: tokens of speculative decoding."""
+    return f"{accepted:,} of {drafted:,} drafts accepted"
+
+
 class Meter:
     """Counts prompts and tokens from its creation on. `total`: the number of prompts, None if it is not known.
 
@@ -94,6 +99,7 @@ class Meter:
         self.finished = self.failed = 0
         # Of finished requests: prompt tokens, how many of them were computed, generated tokens.
         self._prompts = self._computed = self._generated = 0
+        self._drafted = self._accepted = 0  # tokens of finished requests
         self._input = (0.0, 0.0)  # the last time at which there were more computed tokens, and how many
         self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
         self.restart()
@@ -106,6 +112,9 @@ class Meter:
         """Count the tokens of an output that is final, or holds only what is new."""
         prompt = (len(output.prompt_token_ids), output.metrics.prefill_tokens) if output.finished else (0, 0)
         self.count_tokens(*prompt, sum(len(completion.token_ids) for completion in output.outputs))
+        if output.finished:
+            self._drafted += output.metrics.drafted_tokens
+            self._accepted += output.metrics.accepted_tokens
 
     def count_tokens(self, prompt: int, computed: int, generated: int) -> None:
         """Count tokens of finished prompts, how many of these were computed, and generated tokens."""
@@ -152,6 +161,8 @@ class Meter:
         begin, before = self._output or (seconds, written)
         if written > before:
             rates.append(f"{(written - before) / max(seconds - begin, 1e-9):,.1f} tok/s out")
+        if drafted := self._drafted + running.drafted_tokens:
+            rates.append(drafts(drafted, self._accepted + running.accepted_tokens))
         return rates
 
 

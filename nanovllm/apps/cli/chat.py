@@ -28,7 +28,7 @@ from nanovllm.apps.cli.arguments import (
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
 from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm
 from nanovllm.errors import ConfigError
-from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
+from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, drafts
 from nanovllm.outputs import RequestMetrics, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
@@ -141,6 +141,8 @@ class Answer:
         parts = [self.prefill, f"{self.num_tokens:,} generated", str(self.finish_reason)]
         if self.metrics.tpot:
             parts[1] += f" at {1 / self.metrics.tpot:,.1f} tok/s"
+        if self.metrics.drafted_tokens:
+            parts.insert(2, drafts(self.metrics.drafted_tokens, self.metrics.accepted_tokens))
         return ", ".join(parts) + (f": {cut}" if self.finish_reason == "length" else "")
 
     @property

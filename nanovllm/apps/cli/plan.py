@@ -22,6 +22,7 @@ from nanovllm.apps.cli.arguments import (
 )
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
+from nanovllm.errors import quoted
 
 # Published models by name, whose config is part of the package.
 CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "planner" / "configs").glob("*.json")}
@@ -29,7 +30,7 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     *("dtype", "hf_overrides", "kv_cache_dtype", "kvcache_block_size", "max_model_len", "max_num_batched_tokens"),
     *("max_num_seqs", "num_gpu_blocks", "kv_cache_memory_bytes", "num_cpu_blocks", "kv_offloading_size"),
     *("cpu_attention", "gpu_memory_utilization", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "speculative_config"),
 )
 
 
@@ -46,6 +47,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add_model(parser, f"a model directory, a config file, a GGUF file, a hub name, or one of {names}")
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
+    told = "share of right drafts that --speculative-config is planned with (default: %(default)s)"
+    add("--acceptance", type=_share, metavar="SHARE", default=planner.ACCEPTANCE, help=told)
     add("--json", action="store_true", help="everything as one JSON object")
     add_engine_group(parser, ENGINE_OPTIONS).add_argument(
         "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: if the prompt needs it"
@@ -60,6 +63,16 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         )
     )
     return parser
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a share from 0 to 1, such as 0.7")
+    return value
 
 
 def _add_machine_options(group: Any) -> None:
@@ -98,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
     check_offload_flags(args.enable_cpu_offload, given)
     wanted = (args.prompt_len, args.output_len, args.enable_cpu_offload, args.gpu_mem, args.host_mem)
     model = CONFIGS.get(named, named)
-    plan = planner.plan_of(planner.PlanRequest(model, given, *wanted, rates=_rates(args), measure=args.measure))
+    plan = planner.plan_of(
+        planner.PlanRequest(model, given, *wanted, rates=_rates(args), measure=args.measure, acceptance=args.acceptance)
+    )
     prompt_len = args.prompt_len or plan.kv.max_model_len
     if args.json:
         print(json.dumps(planner.plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))

@@ -187,6 +187,7 @@ class Envelope:
         self.request_id = request_id
         self._prompt_tokens: dict[int, int] = {}  # by the number of the prompt
         self._cached_tokens: dict[int, int] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}  # guessed and right tokens of speculative decoding
         self._completion_tokens = 0
         self._fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
         options = request.stream_options
@@ -197,6 +198,7 @@ class Envelope:
         """Count an output of prompt `number` that is final, or holds only what is new."""
         self._prompt_tokens[number] = len(output.prompt_token_ids)
         self._cached_tokens[number] = output.num_cached_tokens
+        self._drafts[number] = output.metrics.drafted_tokens, output.metrics.accepted_tokens
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     def chunk(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -212,12 +214,20 @@ class Envelope:
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(self._prompt_tokens.values())
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
+        drafted, accepted = (sum(counts) for counts in zip((0, 0), *self._drafts.values(), strict=True))
+        if drafted:
+            rejected = drafted - accepted
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return usage
 
 
 def new_id(prefix: str, given: str | None) -> str:

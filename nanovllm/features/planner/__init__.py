@@ -3,6 +3,7 @@
 The public names of the planner, for `nanovllm plan` and programs.
 """
 
+from nanovllm.features.planner.drafts import ACCEPTANCE
 from nanovllm.features.planner.plan import Plan, PlanRequest, plan_of
 from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.features.planner.report import RATES, plan_json, plan_table, running_arguments
@@ -12,6 +13,7 @@ from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.layout import KVLayout
 
 __all__ = [
+    "ACCEPTANCE",
     "RATES",
     "KVLayout",
     "Link",

@@ -16,6 +16,14 @@ from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
+from nanovllm.features.planner.drafts import (
+    ACCEPTANCE,
+    DraftNetwork,
+    PlannedDrafts,
+    draft_network,
+    planned_drafts,
+    without_draft_model,
+)
 from nanovllm.features.planner.dry_run import StepMoves, dry_run
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Prediction, Rates, StepModel, total
@@ -63,6 +71,7 @@ class RequestPlan:
     layer_by_layer: int  # tokens of the prompt that are prefilled layer by layer
     cpu_attention_bytes: float | None
     no_cpu_attention: tuple[str, ...]
+    drafts: PlannedDrafts | None = None  # with speculative decoding
 
     @property
     def streamed_bytes(self) -> int:
@@ -71,12 +80,17 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An engine on a machine. `kv` is what `LLM` with the same arguments allocates."""
+    """An engine on a machine. `kv` is what `LLM` with the same arguments allocates.
+
+    draft: the second network of speculative decoding. acceptance: the share of right drafts that is assumed.
+    """
 
     network: Network
     sizing: KVSizing
     rates: Rates
     kv: KVPlan
+    draft: DraftNetwork | None = None
+    acceptance: float = ACCEPTANCE
 
     @property
     def chunk(self) -> int:
@@ -172,7 +186,16 @@ class Plan:
             if model.no_cpu_attention
             else sum(moves.transfers.cpu_attention_bytes for _, moves in shown) / len(shown),
             no_cpu_attention=model.no_cpu_attention,
+            drafts=self._drafts(model, shown),
         )
+
+    def _drafts(self, model: StepModel, decodes: Sequence[PlannedStep]) -> PlannedDrafts | None:
+        """Decode with drafts, in the middle of the output."""
+        count = self.sizing.config.num_speculative_tokens
+        if not count or self.network.spec.recurrent is not None:
+            return None
+        work, moves = decodes[len(decodes) // 2]
+        return planned_drafts(model, work.begin, moves, count, self.acceptance, self.draft)
 
     @property
     def _needs_dry_run(self) -> bool:
@@ -260,7 +283,7 @@ class PlanRequest:
     model: a config, a model directory, a GGUF file or a hub name. prompt_len: None for the longest that fits.
     enable_cpu_offload: None if the prompt needs it. device_memory, host_memory: bytes; without device_memory the plan
     is for this machine. rates: `Rates` that are given; the others are measured if `measure` is set and the plan is for
-    this machine.
+    this machine. acceptance: the share of right drafts that speculative decoding is planned with.
     """
 
     model: str
@@ -272,6 +295,7 @@ class PlanRequest:
     host_memory: int | None = None
     rates: Mapping[str, Any] = field(default_factory=dict)
     measure: bool = True
+    acceptance: float = ACCEPTANCE
 
 
 def plan_of(asked: PlanRequest) -> Plan:
@@ -319,7 +343,8 @@ def _plan(asked: PlanRequest, network: Network, config: EngineConfig, machine: L
             offloaded = _sizing(asked, network, _config(asked, offload=True), machine)
             sizing = sizing if held and held > _longest(offloaded) else offloaded
     rates = machine.rates(sizing) if machine is not None and asked.measure else Rates()
-    return Plan(network, sizing, replace(rates, **asked.rates), sizing.plan())
+    draft = draft_network(config, network.spec)
+    return Plan(network, sizing, replace(rates, **asked.rates), sizing.plan(), draft, asked.acceptance)
 
 
 def _longest(sizing: KVSizing) -> int:
@@ -339,6 +364,7 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
 
     def memory_of(config: EngineConfig) -> MemoryFacts:
         memory = _given_memory(asked, network, config) if machine is None else machine.memory(config)
+        memory = without_draft_model(memory, draft_network(config, spec))
         left = without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
         return without_states(left, config, spec, itemsize)
 

@@ -187,8 +187,10 @@ class StepModel:
         )
         return self._step(work, moves, query_len, steps=step.num_chunks)
 
-    def decode(self, context_len: int, moves: StepMoves | None = None) -> Prediction:
+    def decode(self, context_len: int, moves: StepMoves | None = None, rows: int = 1) -> Prediction:
         """One token after `context_len` stored ones. moves: what it moves; None: see `moves`.
+
+        rows: with rows - 1 drafts, whose operations come on top of one row's reading, where their rates are known.
 
         products = weights / weight bandwidth, attention = KV bytes that the device attends to, resident or streamed,
         with recurrent states that it reads and writes, / device bandwidth, and CPU attention = its bytes / host
@@ -200,19 +202,22 @@ class StepModel:
         net, rates = self.network, self.rates
         if rates.weight_bandwidth is None or rates.head_bandwidth is None or rates.device_bandwidth is None or missing:
             return Prediction(missing=missing)
-        weights = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, rows=1) / rates.weight_bandwidth
+        weights = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, rows) / rates.weight_bandwidth
+        weights += net.matrix_operations(rows - 1) / rates.compute if rates.compute is not None else 0.0
+        scores = net.attention_operations(context_len + 1, rows - 1)
         attended = net.attended_bytes(context_len, 1)
         resident = max(0, attended - moved.without_cpu_attention.h2d_bytes)
         on_device = max(0, attended - moved.cpu_attention_bytes)
         work = StepWork(
             DEVICE,
             products=weights,
-            attention=(on_device + 2 * net.state_bytes) / rates.device_bandwidth,
+            attention=(on_device + 2 * net.state_bytes) / rates.device_bandwidth
+            + (scores / rates.attention if rates.attention is not None else 0.0),
             slot_free=weights + resident / rates.device_bandwidth,
             head=net.spec.head_bytes(net.itemsize) / rates.head_bandwidth,
             cpu=self._cpu_attention_seconds(moved),
         )
-        return self._step(work, moves, 1)
+        return self._step(work, moves, rows)
 
     # ---- helpers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nanovllm.features.planner.drafts import PlannedDrafts, draft_network
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan, RequestPlan
 from nanovllm.features.planner.predict import Prediction, Rates
@@ -120,6 +121,18 @@ def _request_json(request: RequestPlan) -> dict[str, Any]:
         },
         "prefill": _phase_json(request.prefill, request.prompt_len) | {"transfers": asdict(request.prefill_transfers)},
         "decode": _phase_json(request.decode, 1) | {"transfers": asdict(request.decode_transfers)},
+        "drafts": None if request.drafts is None else _drafts_json(request.drafts),
+    }
+
+
+def _drafts_json(drafts: PlannedDrafts) -> dict[str, Any]:
+    return {
+        "count": drafts.count,
+        "acceptance": drafts.acceptance,
+        "tokens_in_a_pass": drafts.tokens,
+        "tokens_per_second": drafts.tokens_per_second,
+        "seconds": drafts.step.seconds,
+        "rates_not_known": list(drafts.step.missing),
     }
 
 
@@ -164,6 +177,10 @@ def _memory(plan: Plan) -> list[str]:
         config = plan.sizing.config
         note = f"{config.max_loras} of rank {config.max_lora_rank}, {config.num_cpu_loras} in host memory too"
         rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
+    if plan.draft is not None:
+        draft = plan.draft
+        note = f"weights, and KV of {draft.longest:,} tokens ({show_bytes(draft.kv_bytes)})"
+        rows.append(_row("draft model", show_bytes(draft.device_bytes), note))
     if memory.states is not None:
         one, slots = plan.network.state_bytes, memory.states
         note = f"{slots.device} slots of {show_bytes(one)}, {slots.host} on the host; {slots.running} sequences at once"
@@ -233,6 +250,10 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
         else:
             note = f"{show_seconds(phase.seconds)} a token; {_limit(phase)}"
             rows.append(_row(name, f"{1 / phase.seconds:,.1f} tok/s", note))
+    if (drafts := request.drafts) is not None and drafts.step.seconds and drafts.tokens_per_second:
+        passed = f"{drafts.tokens:.1f} tokens in a pass of {show_seconds(drafts.step.seconds)}"
+        note = f"{passed}, if {drafts.acceptance:.0%} are right (--acceptance)"
+        rows.append(_row(f"with {drafts.count} drafts", f"{drafts.tokens_per_second:,.1f} tok/s", note))
     return rows
 
 
@@ -274,4 +295,5 @@ class EnginePlan(Plan):
 
 def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> EnginePlan:
     """The plan of an engine whose KV memory is `kv`."""
-    return EnginePlan(Network(spec, dtype, sizing.config.kv_cache_dtype), sizing, rates or Rates(), kv)
+    network, draft = Network(spec, dtype, sizing.config.kv_cache_dtype), draft_network(sizing.config, spec)
+    return EnginePlan(network, sizing, rates or Rates(), kv, draft)

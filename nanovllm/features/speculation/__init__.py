@@ -1,5 +1,6 @@
 """Speculative decoding: guesses of what follows, verified several in a pass. Outputs are those without it."""
 
+from nanovllm.features.speculation.draft_model import DraftLimits, DraftModel
 from nanovllm.features.speculation.drafter import NgramDrafter
 
-__all__ = ["NgramDrafter"]
+__all__ = ["DraftLimits", "DraftModel", "NgramDrafter"]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 MARGIN = 1.02  # drafts must promise this much more than none
 FORGET = 0.95  # weight of what was measured one pass earlier
+FIRST_SHARE = 0.1  # as measured with networks of 100 million parameters and more
 LEAST_SPREAD = 0.01  # of the numbers of rows: with less, the cost of a row is not known anew
 
 
 class PassCosts:
     """The cost of a pass of m rows as fixed + m * per_row, fitted to the latest passes.
 
-    share: per_row / fixed. It starts at 0, so that drafts are tried and measured.
+    share: per_row / fixed, a guess until passes of several numbers of rows were measured. fixed: in seconds; 0 before
+    that.
     """
 
     def __init__(self) -> None:
-        self.share = 0.0
+        self.share, self.fixed = FIRST_SHARE, 0.0
         self._sums: tuple[float, ...] = (0.0,) * 5  # weighted: passes, rows, seconds, rows * rows, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
@@ -26,21 +28,25 @@ class PassCosts:
         if spread > LEAST_SPREAD * passes * squares and sum_seconds > 0:
             per_row = max(0.0, (passes * products - sum_rows * sum_seconds) / spread)
             fixed = (sum_seconds - per_row * sum_rows) / passes
-            self.share = per_row / max(fixed, 1e-3 * sum_seconds / passes)
+            self.fixed = max(fixed, 1e-3 * sum_seconds / passes)
+            self.share = per_row / self.fixed
 
 
-def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: float) -> int:
+def draft_length(
+    acceptance: float, most: int, rows: int, tokens: int, share: float, each: float = 0.0
+) -> int:
     """How many tokens of a sequence to draft, from 0 to `most`: that which gives most tokens in a second.
 
     acceptance: the probability that a draft is right if those before it are. rows, tokens: what the pass computes and
-    generates without them. share: `PassCosts.share`.
+    generates without them. share: `PassCosts.share`. each: what it costs to draft a token, as a share of
+    `PassCosts.fixed`.
     """
     best, best_rate = 0, MARGIN * tokens / (1 + share * rows)
     expected, probability = float(tokens), 1.0
     for length in range(1, most + 1):
         probability *= acceptance
         expected += probability
-        rate = expected / (1 + share * (rows + length))
+        rate = expected / (1 + share * (rows + length) + each * length)
         if rate > best_rate:
             best, best_rate = length, rate
     return best

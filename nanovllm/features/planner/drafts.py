@@ -1,0 +1,89 @@
+"""What speculative decoding makes of a request, with an assumed share of right drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.memory_checks import check_fits
+from nanovllm.features.planner.dry_run import StepMoves
+from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.predict import Prediction, StepModel, total
+from nanovllm.memory.draft_model import draft_engine, sized_draft_engine
+from nanovllm.memory.layout import layout_of
+from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.speculative_config import speculative_config
+
+ACCEPTANCE = 0.7  # assumed unless it is said
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNetwork:
+    """The draft model of `speculative_config`. longest: tokens of the longest sequence that it drafts for."""
+
+    network: Network
+    kv_bytes: int
+    longest: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.network.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrafts:
+    """Decode with `count` drafts in every pass, each right with probability `acceptance` if those before it are.
+
+    step: a pass, with those of the draft model.
+    """
+
+    count: int
+    acceptance: float
+    step: Prediction
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a pass generates on average: the right drafts before the first wrong one, and one more."""
+        return sum(self.acceptance**place for place in range(self.count + 1))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.step.seconds if self.step.seconds else None
+
+
+def draft_network(config: EngineConfig, spec: DecoderSpec) -> DraftNetwork | None:
+    """The second network that an engine with `config` has, whose own network is `spec`; None without one."""
+    if config.speculative_config is None or spec.recurrent is not None:
+        return None
+    asked = speculative_config(config.speculative_config)
+    if asked.method != "draft_model":
+        return None
+    engine = draft_engine(config, asked)
+    own = load_decoder_spec(engine.model)
+    engine, longest = sized_draft_engine(engine, own, asked, config.max_model_len or spec.max_model_len)
+    network = Network(own, own.dtype if engine.dtype == "auto" else engine.dtype)
+    return DraftNetwork(network, engine.num_gpu_blocks * layout_of(engine, own, network.itemsize).block_bytes, longest)
+
+
+def without_draft_model(memory: MemoryFacts, draft: DraftNetwork | None) -> MemoryFacts:
+    """What is left besides a draft model, which is loaded first. Raises ConfigError if it does not fit."""
+    if draft is None:
+        return memory
+    taken, remedy = draft.device_bytes, "take a smaller one, or lower the max_model_len of speculative_config"
+    check_fits("the draft model takes", taken, memory.device_free, "the device has", remedy)
+    shared = taken if memory.tiers_share_memory else 0
+    return replace(memory, device_free=memory.device_free - taken, host_free=memory.host_free - shared)
+
+
+def planned_drafts(
+    model: StepModel, context_len: int, moves: StepMoves, count: int, acceptance: float, draft: DraftNetwork | None
+) -> PlannedDrafts:
+    """model: of the engine's own network; context_len, moves: of a decode step of it."""
+    parts = [model.decode(context_len, moves, rows=count + 1)]
+    if draft is not None:
+        layout = draft.network.layout(1)
+        own = StepModel(draft.network, model.rates, layout, resident_blocks=draft.longest, ring_slots=0)
+        parts += [own.decode(min(context_len, draft.longest - 1))] * count
+    return PlannedDrafts(count, acceptance, total(parts))

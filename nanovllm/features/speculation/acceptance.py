@@ -1,0 +1,48 @@
+"""How often the drafts of one sequence were right, and whether they pause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORGET = 0.8  # weight of what was verified one step earlier
+FIRST_RIGHT, FIRST_TRIED = 1.0, 2.0  # what a new sequence is taken to have seen: a first try is short
+LONGEST_PAUSE = 128  # steps
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What the drafts of a sequence have come to.
+
+    right, tried: drafts so far, weighted. pause: how many steps go without drafts when they do not pay, doubled each
+    time. waits: what is left of one.
+    """
+
+    right: float = FIRST_RIGHT
+    tried: float = FIRST_TRIED
+    pause: int = 1
+    waits: int = 0
+
+    @property
+    def share(self) -> float:
+        """The probability that a draft is right if those before it are."""
+        return self.right / self.tried
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Count the drafts of a step; none after the first wrong one was tried."""
+        self.right = FORGET * self.right + accepted
+        self.tried = FORGET * self.tried + accepted + (accepted < drafted)
+        if accepted == drafted:
+            self.pause = 1
+
+    def is_paused(self) -> bool:
+        """Whether this step has no drafts. After a pause they are tried as at the start."""
+        if self.waits:
+            self.waits -= 1
+            if not self.waits:
+                self.right, self.tried = FIRST_RIGHT, FIRST_TRIED
+            return True
+        return False
+
+    def begin_pause(self) -> None:
+        self.waits = self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)

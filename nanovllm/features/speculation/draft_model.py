@@ -1,0 +1,253 @@
+"""The drafter of speculative decoding by a second, small network, which has its own resident KV cache.
+
+It follows each sequence by a *shadow*, a sequence of its own block manager with the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.request import Request, Sequence
+from nanovllm.features.speculation.acceptance import Acceptance
+from nanovllm.features.speculation.lengths import PassCosts, draft_length
+from nanovllm.sampling_params import SamplingParams
+
+FORGET = 0.8  # weight of what a pass took one pass earlier
+
+
+class DraftRunner(Protocol):
+    """Computes the passes of the draft model."""
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """vocab_sizes: of the draft model and of the other. chunk: most tokens of a pass. longest: tokens of a sequence
+    that has drafts.
+    """
+
+    vocab_sizes: tuple[int, int]
+    chunk: int
+    longest: int
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """A sequence, and its shadow while it has one.
+
+    drafts: of this step. ahead: those of the latest whose KV is in the shadow's blocks, after its own tokens.
+    can_follow: False once the draft model's KV cache had no room for it, or a token is none of the draft model's.
+    num_read: tokens that were checked to be the draft model's.
+    """
+
+    seq: Sequence
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    shadow: Sequence | None = None
+    drafts: list[int] = field(default_factory=list)
+    ahead: Seq[int] = ()
+    can_follow: bool = True
+    num_read: int = 0
+
+
+class DraftModel:
+    """Drafts what a second network would generate, for all sequences at once. See `engine.scheduler.Drafter`.
+
+    It draws as the request does, with the same seed and index, so that both networks choose the same token wherever
+    they give it similar probabilities, at any temperature.
+    """
+
+    def __init__(self, runner: DraftRunner, manager: BlockManager, limits: DraftLimits) -> None:
+        """manager: of the blocks of `runner`, all of them on its device."""
+        self._runner = runner
+        self._manager = manager
+        self._limits = limits
+        self._costs = PassCosts()
+        self._pass_seconds = 0.0  # of drafting one token of each sequence
+        self._followed: dict[int, Followed] = {}  # by seq_id
+        self._numbers = count()
+
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+        for each in [each for each in self._followed.values() if each.seq.finished]:
+            self._let_go(each)
+            del self._followed[each.seq.seq_id]
+        asked = []
+        for seq, most in wanted:
+            each = self._followed.setdefault(seq.seq_id, Followed(seq))
+            each.drafts = []
+            if length := self._length(each, min(most, self._limits.longest - len(seq)), len(wanted), rows, tokens):
+                asked.append((each, length))
+        try:
+            self._draft_all(asked)
+        except BaseException:  # what the shadows' blocks hold is not known
+            self._forget_all()
+            raise
+
+    def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
+        return self._followed[seq.seq_id].drafts[:most]
+
+    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self._followed[seq.seq_id].acceptance.verified(drafted, accepted)
+
+    def measured(self, rows: int, seconds: float) -> None:
+        self._costs.add(rows, seconds)
+
+    def close(self) -> None:
+        self._forget_all()
+        self._runner.close()
+
+    # ---- which sequences have drafts
+
+    def _length(self, each: Followed, most: int, sequences: int, rows: int, tokens: int) -> int:
+        """How many tokens of a sequence to draft; a pass of the draft model is shared by all of them."""
+        new, each.num_read = each.seq.token_ids[each.num_read :], len(each.seq)
+        if most < 1 or max(new, default=0) >= self._limits.vocab_sizes[0]:
+            each.can_follow = False  # it only grows
+            self._let_go(each)
+        if not each.can_follow or each.acceptance.is_paused():
+            return 0
+        cost = self._pass_seconds / sequences / self._costs.fixed if self._costs.fixed else 0.0
+        length = draft_length(each.acceptance.share, most, rows, tokens, self._costs.share, cost)
+        if not length:
+            each.acceptance.begin_pause()
+        return length
+
+    def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
+        """The shadow of a sequence, with its tokens and their blocks; None if there is no room for it now."""
+        shadow = each.shadow
+        if shadow is None:
+            request = Request(
+                each.seq.request.request_id,
+                list(each.seq.token_ids),
+                SamplingParams(temperature=0.0),
+                number=next(self._numbers),
+                seq_ids=self._numbers,
+                seed=0,
+                arrival_time=0.0,
+                cache_salt=each.seq.request.cache_salt,
+            )
+            (shadow,) = request.sequences
+            if not self._make_room(shadow, asked):
+                each.can_follow = self._manager.can_allocate(shadow) is not AllocStatus.NEVER
+                return None
+            self._manager.allocate(shadow)
+            each.shadow = shadow
+            return shadow
+        before = shadow.num_computed
+        self._extend(each, shadow)
+        self._advance(shadow, before)
+        if self._manager.num_to_grow([shadow]) > self._manager.num_allocatable:
+            each.can_follow = False
+            self._let_go(each)
+            return None
+        self._manager.grow([shadow])
+        return shadow
+
+    def _extend(self, each: Followed, shadow: Sequence) -> None:
+        """Append what the sequence has generated since. Right drafts are computed, but for the last token."""
+        new = each.seq.token_ids[len(shadow) :]
+        right = 0
+        while right < min(len(each.ahead), len(new) - 1) and each.ahead[right] == new[right]:
+            right += 1
+        shadow.token_ids += new
+        shadow.num_computed = min(shadow.num_computed + right, shadow.end - 1)
+        each.ahead = ()
+        self._manager.end_look_ahead(shadow)
+
+    def _advance(self, shadow: Sequence, before: int) -> None:
+        """More of a shadow's tokens are computed than `before`."""
+        self._manager.register_computed(shadow, before)
+        self._manager.release_hidden(shadow)
+
+    def _make_room(self, shadow: Sequence, asked: Seq[Followed]) -> bool:
+        """Whether a shadow can be allocated; shadows of sequences that have no drafts in this step give way to it."""
+        idle = [each for each in self._followed.values() if each not in asked and each.shadow is not None]
+        while (status := self._manager.can_allocate(shadow)) is AllocStatus.LATER and idle:
+            self._let_go(idle.pop(0))
+        return status is AllocStatus.OK
+
+    def _let_go(self, each: Followed) -> None:
+        if each.shadow is not None:
+            self._manager.free(each.shadow)
+            each.shadow, each.ahead = None, ()
+
+    def _forget_all(self) -> None:
+        self._manager.reset()
+        self._followed = {}
+
+    # ---- passes of the draft model
+
+    def _draft_all(self, asked: Seq[tuple[Followed, int]]) -> None:
+        """Compute what is new of all sequences, as far as a pass goes, then token by token their drafts."""
+        left, sequences = self._limits.chunk, [each for each, _ in asked]
+        drafting: list[tuple[Followed, int]] = []
+        scheduled: list[tuple[Followed, ScheduledSequence]] = []
+        for each, length in asked:
+            shadow = self._shadow(each, sequences) if left else None
+            if shadow is None:
+                continue
+            chunk = min(left, shadow.num_remaining)
+            left -= chunk
+            samples = chunk == shadow.num_remaining
+            begin = shadow.num_computed
+            scheduled.append((each, self._part(each, shadow.token_ids[begin : begin + chunk], begin, samples)))
+            if samples:
+                drafting.append((each, length))
+        self._run(scheduled)
+        for each, part in scheduled:
+            assert each.shadow is not None
+            each.shadow.num_computed += len(part.token_ids)
+            self._advance(each.shadow, part.context_len)
+        self._draft_on(drafting)
+
+    def _draft_on(self, drafting: Seq[tuple[Followed, int]]) -> None:
+        """Draft what follows the first drafts, as far as there are blocks."""
+        lengths = []
+        for each, length in drafting:
+            assert each.shadow is not None
+            lengths.append((each, 1 + self._manager.look_ahead(each.shadow, length - 1) if each.drafts else 0))
+        for place in range(1, max((length for _, length in lengths), default=0)):
+            going = [each for each, length in lengths if length > place == len(each.drafts)]
+            if not going:
+                break
+            begin = time.monotonic()
+            self._run([(each, self._part(each, each.drafts[-1:], len(each.seq) + place - 1, True)) for each in going])
+            seconds = time.monotonic() - begin
+            self._pass_seconds = FORGET * (self._pass_seconds or seconds) + (1 - FORGET) * seconds
+        for each, _ in drafting:
+            each.ahead = each.drafts[:-1]
+
+    def _part(self, each: Followed, token_ids: Seq[int], begin: int, samples: bool) -> ScheduledSequence:
+        """Compute tokens of a shadow or of its drafts, and draw what follows if `samples`."""
+        shadow, seq = each.shadow, each.seq
+        assert shadow is not None
+        row = SamplingRow(
+            **seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(each.drafts)
+        )
+        return ScheduledSequence(
+            seq_id=shadow.seq_id,
+            token_ids=token_ids,
+            context_len=begin,
+            prompt_len=shadow.prompt_len,
+            rope_len=shadow.request.rope_len,
+            block_tables=self._manager.physical_ids(shadow, begin + len(token_ids)),
+            samples=(row,) if samples else (),
+        )
+
+    def _run(self, parts: Seq[tuple[Followed, ScheduledSequence]]) -> None:
+        """Run a pass, and append what it draws to the drafts; a token that is none of the other model's ends them."""
+        if not parts:
+            return
+        result = self._runner.execute(Batch([part for _, part in parts], self._manager.take_moves()))
+        for index, (each, _) in enumerate(parts):
+            for sample in result.samples[index] if index not in result.errors else ():
+                if sample.token_id < self._limits.vocab_sizes[1]:
+                    each.drafts.append(sample.token_id)
