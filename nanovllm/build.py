@@ -236,14 +236,15 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
     """The drafter that the arguments ask for. A draft model takes its memory before the KV cache is sized."""
     if config.speculative_config is None:
         return None
-    if spec.recurrent is not None:
-        logger.warning("speculative_config changes nothing: the states of recurrent layers cannot go back to a token")
+    recomputes = spec.recurrent is not None
+    if recomputes and any(window is not None for window in spec.kv_windows):
+        logger.warning("speculative_config changes nothing: keys before a window are gone when a state goes back")
         return None
     asked = speculative_config(config.speculative_config)
     if asked.method == "ngram":
         from nanovllm.features.speculation import NgramDrafter
 
-        return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
+        return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max, recomputes)
     return _draft_model(config, asked, spec, tokenizer)
 
 
@@ -272,7 +273,8 @@ def _draft_model(
     runner = build_runner(engine, model.spec)
     groups, plan = runner.sizing.layout.groups, runner.plan
     manager = BlockManager(plan.split.resident_blocks, 0, groups, engine.enable_prefix_caching, chunk=engine.chunk)
-    limits = DraftLimits((model.spec.vocab_size, spec.vocab_size), engine.chunk, min(longest, plan.max_model_len))
+    sizes, longest = (model.spec.vocab_size, spec.vocab_size), min(longest, plan.max_model_len)
+    limits = DraftLimits(sizes, engine.chunk, longest, recomputes=spec.recurrent is not None)
     return DraftModel(runner, manager, limits)
 
 

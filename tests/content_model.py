@@ -253,13 +253,15 @@ class ContentExecutor:
         assert len(seq.token_ids) > 0, "zero-length query"
         total = seq.context_len + len(seq.token_ids)
         self._check_tables(seq, total)
-        tokens, salt = self.histories[seq.seq_id], self.salts[seq.seq_id]
-        assert list(seq.token_ids) == list(tokens[seq.context_len : total])
-        digest = b""
+        known, salt = self.histories[seq.seq_id][: total - seq.num_drafts], self.salts[seq.seq_id]
+        tokens = [*known, *seq.drafts]
+        assert list(seq.token_ids) == tokens[seq.context_len :]
+        digest, digests = b"", list[bytes]()
         for position in range(total):
             if position == seq.context_len:
                 self._check_state(seq, digest)
             digest = history_digest(digest, tokens[position], salt)
+            digests.append(digest)
             for index, table in enumerate(seq.block_tables):
                 group = self.groups[index]
                 where = (table[position // group.block_size], position % group.block_size)
@@ -272,7 +274,11 @@ class ContentExecutor:
                     assert entry == [digest] * len(group.layers), f"wrong KV at position {position} of {seq.seq_id}"
         if seq.state_slot is not None:
             self.states[seq.state_slot] = digest
-        return [self._sample(digest, row) for row in seq.samples]
+        if not seq.num_drafts:
+            return [self._sample(digest, row) for row in seq.samples]
+        samples = [self._sample(*each) for each in zip(digests[-1 - seq.num_drafts :], seq.samples, strict=True)]
+        right = [sample.token_id == draft for sample, draft in zip(samples, seq.drafts, strict=False)]
+        return samples[: [*right, False].index(False) + 1]
 
     def _run_part(self, seq: ScheduledSequence, part: LayerwiseStep) -> list[Sample]:
         """Part of a layer-by-layer prefill: each chunk reads its layer up to its own end, and writes its own part."""

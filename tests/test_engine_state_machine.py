@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 from block_helpers import check_blocks, check_states
-from content_model import VOCAB, ContentExecutor, expected_beams, expected_output, logprob_of
+from content_model import (
+    VOCAB,
+    ContentExecutor,
+    expected_beams,
+    expected_output,
+    logprob_of,
+    prompt_digest,
+    sampled_token,
+)
 from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -91,12 +99,41 @@ class Asked:
         return self.params.use_beam_search or self.params.num_sequences > self.params.n
 
 
+class Guesses:
+    """Drafts what the model of KV content will draw, but for the tokens after which `wrong` has True, in turn."""
+
+    def __init__(self, wrong: list[bool]) -> None:
+        self._wrong = itertools.cycle(wrong)
+
+    def begin_step(self, wanted: list[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+        assert all(most > 0 and seq.num_output_tokens > 0 for seq, most in wanted)
+
+    def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> list[int]:
+        salt = bytes([seq.prompt_len]) if seq.prompt_len > LENGTH_DEPENDENT_ABOVE else b""
+        guessed = list(seq.token_ids)
+        while len(guessed) <= len(seq) + most:
+            draw = None if seq.params.is_greedy else (seq.seed, len(guessed) - seq.prompt_len)
+            token = sampled_token(prompt_digest(guessed, salt), draw)
+            guessed.append((token + 1) % VOCAB if next(self._wrong) else token)
+        return guessed[len(seq) :][:most]
+
+    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+
+    def measured(self, rows: int, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class CountingManager(BlockManager):
     """Counts the forks, and the cached blocks that a sequence took over partly filled."""
 
     num_forks = 0
     num_continued = 0
     num_snapshot_hits = 0
+    num_returns = 0  # to the state before a step
 
     def allocate(self, seq: Sequence) -> None:
         copied = self.stats.copied_blocks
@@ -104,6 +141,11 @@ class CountingManager(BlockManager):
         self.num_snapshot_hits += self.states is not None and seq.num_computed > 0
         is_part = seq.num_computed % self.groups[0].block_size > 0
         self.num_continued += is_part and self.stats.copied_blocks == copied
+
+    def end_look_ahead(self, seq: Sequence) -> None:
+        computed = seq.num_computed
+        super().end_look_ahead(seq)
+        self.num_returns += seq.num_computed < computed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
@@ -151,6 +193,8 @@ class EngineMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         times=st.sampled_from(TIMES),
         snapshot_slots=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 4))),
+        drafts=st.sampled_from([0, 2, 6]),
+        wrong=st.lists(st.booleans(), min_size=1, max_size=5),
     )
     def start(
         self,
@@ -168,6 +212,8 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         times: tuple[int, int],
         snapshot_slots: tuple[int, int] | None,
+        drafts: int,
+        wrong: list[bool],
     ) -> None:
         sizes_of_blocks = [block_size * times[window is not None] for window in windows]
         groups, chunk = kv_groups(windows, sizes_of_blocks), min(budget, cap or budget)
@@ -180,7 +226,11 @@ class EngineMachine(RuleBasedStateMachine):
         length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
-        self.engine = LLMEngine(limits, facts, self.manager, self.executor, features(self.manager, limits))
+        parts = features(self.manager, limits)
+        if drafts and (slots is None or not any(windows)):
+            limits = replace(limits, num_speculative_tokens=drafts)
+            parts = replace(parts, drafter=Guesses(wrong))
+        self.engine = LLMEngine(limits, facts, self.manager, self.executor, parts)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 
@@ -280,6 +330,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
                 "continued blocks": self.manager.num_continued,
                 "hits at a snapshot": self.manager.num_snapshot_hits,
+                "right drafts": self.engine.scheduler.draft_stats.accepted_tokens,
+                "returns to a state": self.manager.num_returns,
             }
         )
 
@@ -349,6 +401,8 @@ TROUBLE = (
     "moved parts",
     "continued blocks",
     "hits at a snapshot",
+    "right drafts",
+    "returns to a state",
 )
 
 

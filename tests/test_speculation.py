@@ -172,6 +172,27 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
         assert llm.metrics().drafted_tokens > 0
 
 
+@pytest.mark.parametrize("way", fast_only(["offloaded"], ["offloaded", "resident", "recomputed", "swapped"]))
+@pytest.mark.parametrize("method", fast_only(["scripted"], ["scripted", "draft_model"]))
+def test_states_of_recurrent_layers_go_back(checkpoint: Path, tmp_path: Path, way: str, method: str) -> None:
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
+    write_byte_level(tmp_path)
+    params, config = [requests()[1]], NGRAM if method == "scripted" else {**DRAFT, "model": str(checkpoint)}
+    with LLM(tmp_path, **WAYS[way]) as llm:
+        expected = outputs(llm, params)
+    known = {tuple(prompt): each[0] for prompt, each in zip(PROMPTS, expected, strict=True)}
+    with pytest.MonkeyPatch.context() as patch:
+        if method == "scripted":
+            scripted = Scripted(known, [0, 0, 1, 0, 0, 0, 0, 0, 0, 137])
+            patch.setattr(build, "_drafter", lambda *arguments: scripted)
+        with LLM(tmp_path, **WAYS[way], speculative_config=config) as llm:
+            for _ in range(2):  # then from snapshots
+                assert outputs(llm, params) == expected
+            metrics = llm.metrics()
+    assert metrics.drafted_tokens > metrics.accepted_tokens and metrics.prefix_cache_hit_tokens > 0
+    assert metrics.accepted_tokens > 20 or method != "scripted"
+
+
 @pytest.mark.parametrize(
     "way", ["offloaded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("resident", "recomputed", "swapped"))]
 )

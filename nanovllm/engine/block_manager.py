@@ -278,10 +278,13 @@ class BlockManager:
     def look_ahead(self, seq: Sequence, num_drafts: int) -> int:
         """Give a sequence that has its blocks those of up to `num_drafts` tokens more. Returns for how many.
 
-        It has them for one step: `end_look_ahead` takes them back.
+        It has them for one step: `end_look_ahead` takes them back. With recurrent layers it owns its state, which is
+        held meanwhile.
         """
         while num_drafts and self._num_ahead(seq, num_drafts) > self.num_allocatable:
             num_drafts -= 1
+        if num_drafts and self.states is not None and not self.states.hold(seq, num_drafts):
+            return 0
         if num_drafts:
             for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
                 while len(table) < group.num_blocks(seq.end + num_drafts):
@@ -289,7 +292,13 @@ class BlockManager:
         return num_drafts
 
     def end_look_ahead(self, seq: Sequence) -> None:
-        """Free the blocks beyond the sequence's tokens. Nothing in them was accepted, so that none is cached."""
+        """Free the blocks beyond the sequence's tokens. Nothing in them was accepted, so that none is cached.
+
+        With recurrent layers, a sequence with a wrong draft goes back to where the step began: K and V that it computes
+        again have the same bits.
+        """
+        if self.states is not None and self.states.end_step(seq):
+            self.keep_state(seq)
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
                 self._drop_reference(table.pop())

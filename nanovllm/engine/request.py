@@ -210,6 +210,15 @@ class State:
     content_hash: bytes | None = None
 
 
+@dataclass(slots=True)
+class HeldState:
+    """The state from before a step with drafts, which begins at token `begin` and ends before `end`."""
+
+    state: State
+    begin: int
+    end: int
+
+
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
@@ -233,6 +242,7 @@ class Sequence:
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
         self.state: State | None = None  # recurrent, after num_computed tokens; None before the first
+        self.held_state: HeldState | None = None  # during a step with drafts
         self.snapshots_due: Seq[int] = ()  # positions, ascending, at which the prefix cache keeps the state
         self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed

@@ -347,7 +347,8 @@ class Scheduler:
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
-                self.block_manager.keep_state(seq)
+                if not scheduled.num_drafts:  # else the state has seen drafts
+                    self.block_manager.keep_state(seq)
                 self.block_manager.store_computed(seq, scheduled.context_len)
             self.block_manager.release_hidden(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
@@ -479,7 +480,11 @@ class Scheduler:
         drafts: dict[Sequence, Seq[int]] = {}
         rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
         left = min(budget.left, self.limits.max_num_seqs + self.limits.num_speculative_tokens - tokens)
-        wanted = [(seq, most) for seq, _ in budget.chunks if (most := min(left, self._most_drafts(seq))) > 0]
+        if (states := self.block_manager.states) is not None:  # before any is held, which takes a slot too
+            for seq, _ in budget.chunks:
+                states.own(seq)
+        drafting = ((seq, min(left, self._most_drafts(seq, chunk))) for seq, chunk in budget.chunks)
+        wanted = [(seq, most) for seq, most in drafting if most > 0]
         self.drafter.begin_step(wanted, rows, tokens)
         for seq, most in wanted:
             found = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
@@ -489,15 +494,18 @@ class Scheduler:
                 left, rows = left - count, rows + count
         return drafts
 
-    def _most_drafts(self, seq: Sequence) -> int:
-        """How many tokens may follow the next one."""
-        request, limits = seq.request, self.limits
-        if not request.takes_drafts or seq.num_remaining > 1 or seq.num_output_tokens == 0:
+    def _most_drafts(self, seq: Sequence, chunk: int) -> int:
+        """How many tokens may follow the next one, of a sequence that computes `chunk` tokens."""
+        request, limits, manager = seq.request, self.limits, self.block_manager
+        again = 0 if manager.states is None else limits.num_speculative_tokens + 1  # what went back to a state
+        if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining <= 1 + again:
             return 0
         longest = limits.max_model_len
         if request.rope_switch is not None:
             longest = min(longest, request.rope_switch.above + 1)
         most = min(limits.num_speculative_tokens, longest - len(seq) - 1)
+        if manager.states is not None and manager.prefix_cache.enabled:  # it keeps states where hash blocks end
+            most = min(most, -len(seq) % manager.prefix_cache.hash_block_size)
         return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
 
     def _num_before_end(self, seq: Sequence, drafts: Seq[int]) -> int:
@@ -635,7 +643,8 @@ class Scheduler:
         self.block_manager.reset()
         for request in [*failed, *swapped]:
             for seq in request.live:
-                seq.block_tables, seq.first_held, seq.num_computed, seq.state = [], [], 0, None
+                seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
+                seq.state = seq.held_state = None
         for request in swapped:
             request.rewind()
             request.status = RequestStatus.WAITING

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from nanovllm.data.batch import StateMove
-from nanovllm.engine.request import Sequence, State
+from nanovllm.engine.request import HeldState, Sequence, State
 from nanovllm.kvcache.hybrid_manager import IdPool
 
 LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
@@ -75,7 +75,8 @@ class StateManager:
             self._join(child, parent.state)
 
     def free(self, seq: Sequence) -> None:
-        """Release the state of a sequence. What the prefix cache can find stays."""
+        """Release the states of a sequence. What the prefix cache can find stays."""
+        self._release_held(seq)
         state, seq.state = seq.state, None
         if state is not None:
             state.num_sequences -= 1
@@ -95,6 +96,41 @@ class StateManager:
             if seq.state in moved:
                 seq.state = moved[seq.state]
         return True
+
+    # ---- drafts
+
+    def hold(self, seq: Sequence, num_drafts: int) -> bool:
+        """Keep the state of a sequence, which it owns, during a step with drafts, until `end_step`.
+
+        False, with nothing changed, if the device has no slot for it.
+        """
+        assert seq.state is not None and seq.held_state is None
+        if not self._has_room:
+            return False
+        slot = self._new_device_slot()
+        self._moves.append(StateMove(seq.state.slot, slot))
+        seq.held_state = HeldState(State(slot, num_sequences=1), seq.num_computed, seq.end + num_drafts)
+        return True
+
+    def end_step(self, seq: Sequence) -> bool:
+        """After a step with drafts: False if one was wrong. Then the sequence computes its tokens of the step again,
+        from the state before it: the one after it has seen the wrong ones.
+        """
+        held = seq.held_state
+        if held is None:
+            return True
+        if seq.num_computed == held.end:
+            self._release_held(seq)
+            return True
+        seq.held_state = None
+        self.free(seq)
+        seq.state, seq.num_computed = held.state, held.begin
+        return False
+
+    def _release_held(self, seq: Sequence) -> None:
+        held, seq.held_state = seq.held_state, None
+        if held is not None:
+            self._release(held.state.slot)
 
     # ---- snapshots
 

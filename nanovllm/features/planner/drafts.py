@@ -55,7 +55,7 @@ class PlannedDrafts:
 
 def draft_network(config: EngineConfig, spec: DecoderSpec) -> DraftNetwork | None:
     """The second network that an engine with `config` has, whose own network is `spec`; None without one."""
-    if config.speculative_config is None or spec.recurrent is not None:
+    if config.speculative_config is None:
         return None
     asked = speculative_config(config.speculative_config)
     if asked.method != "draft_model":
@@ -81,9 +81,12 @@ def planned_drafts(
     model: StepModel, context_len: int, moves: StepMoves, count: int, acceptance: float, draft: DraftNetwork | None
 ) -> PlannedDrafts:
     """model: of the engine's own network; context_len, moves: of a decode step of it."""
-    parts = [model.decode(context_len, moves, rows=count + 1)]
+    planned, all_right = PlannedDrafts(count, acceptance, Prediction()), acceptance**count
+    recurrent = model.network.spec.recurrent is not None  # then a pass begins with what is computed again
+    again = round((1 - all_right) * planned.tokens) if recurrent else 0
+    parts = [model.decode(context_len, moves, rows=again + 1 + count)]
     if draft is not None:
         layout = draft.network.layout(1)
         own = StepModel(draft.network, model.rates, layout, resident_blocks=draft.longest, ring_slots=0)
         parts += [own.decode(min(context_len, draft.longest - 1))] * count
-    return PlannedDrafts(count, acceptance, total(parts))
+    return replace(planned, step=total(parts))

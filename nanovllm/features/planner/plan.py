@@ -192,7 +192,7 @@ class Plan:
     def _drafts(self, model: StepModel, decodes: Sequence[PlannedStep]) -> PlannedDrafts | None:
         """Decode with drafts, in the middle of the output."""
         count = self.sizing.config.num_speculative_tokens
-        if not count or self.network.spec.recurrent is not None:
+        if not count:
             return None
         work, moves = decodes[len(decodes) // 2]
         return planned_drafts(model, work.begin, moves, count, self.acceptance, self.draft)

@@ -32,12 +32,13 @@ class DraftRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """vocab_sizes: of the draft model and of the other. chunk: most tokens of a pass. longest: tokens of a sequence
-    that has drafts.
+    that has drafts. recomputes: as of `draft_length`.
     """
 
     vocab_sizes: tuple[int, int]
     chunk: int
     longest: int
+    recomputes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +116,8 @@ class DraftModel:
         if not each.can_follow or each.acceptance.is_paused():
             return 0
         cost = self._pass_seconds / sequences / self._costs.fixed if self._costs.fixed else 0.0
-        length = draft_length(each.acceptance.share, most, rows, tokens, self._costs.share, cost)
+        share, again = self._costs.share, self._limits.recomputes
+        length = draft_length(each.acceptance.share, most, rows, tokens, share, cost, again)
         if not length:
             each.acceptance.begin_pause()
         return length
