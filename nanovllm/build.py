@@ -221,12 +221,6 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
     """The KV blocks on disk that the arguments ask for."""
     if config.kv_cache_dir is None or not isinstance(runner, ModelRunner):
         return None
-    if runner.spec.recurrent is not None:
-        logger.warning(
-            "kv_cache_dir is not used: a %s has recurrent layers, whose states are not kept on disk yet",
-            runner.spec.architecture,
-        )
-        return None
     from nanovllm.features.kv_disk.engine import open_store_of
 
     return open_store_of(config, runner)

@@ -41,8 +41,9 @@ class RequestMetrics:
     is set meanwhile. Durations are in seconds, rates in tokens per second; None until they are known.
     Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
-    prefix cache when the request first ran, cached_tokens_disk of them in kv_cache_dir. decode_tokens: generated tokens
-    without the first of each sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the
+    prefix cache when the request first ran: in blocks on the device and on the host (of the first KV group), and in
+    kv_cache_dir, as cached_tokens_device, _host and _disk. decode_tokens: generated tokens without the first of each
+    sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the
     right ones.
     preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
     counts for the first of them.
@@ -55,6 +56,7 @@ class RequestMetrics:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
+    cached_tokens_host: int = 0
     cached_tokens_disk: int = 0
     preemptions: int = 0
     swaps: int = 0
@@ -62,6 +64,11 @@ class RequestMetrics:
     accepted_tokens: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
+
+    @property
+    def cached_tokens_device(self) -> int:
+        """Of cached_tokens, those in blocks on the device."""
+        return self.cached_tokens - self.cached_tokens_host - self.cached_tokens_disk
 
     @property
     def queue_time(self) -> float | None:
@@ -110,6 +117,8 @@ class RequestMetrics:
             "prefill_tokens": self.prefill_tokens,
             "decode_tokens": self.decode_tokens,
             "cached_tokens": self.cached_tokens,
+            "cached_tokens_device": self.cached_tokens_device,
+            "cached_tokens_host": self.cached_tokens_host,
             "cached_tokens_disk": self.cached_tokens_disk,
             "preemptions": self.preemptions,
             "swaps": self.swaps,

@@ -147,7 +147,8 @@ class Bench:
         self.engine.add_request(name, None, greedy, prompt, priority=priority, lora_request=adapter)
 
     def step(self) -> list[RequestOutput]:
-        for request in [*self.scheduler.waiting, *self.scheduler.swapped, *self.scheduler.running]:
+        scheduler = self.scheduler
+        for request in [*scheduler.waiting, *scheduler.loading, *scheduler.swapped, *scheduler.running]:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
                 self.executor.histories[seq.seq_id] = seq.token_ids

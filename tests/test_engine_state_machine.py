@@ -19,6 +19,7 @@ from content_model import (
     prompt_digest,
     sampled_token,
 )
+from content_store import ContentStore
 from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -195,6 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         snapshot_slots=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 4))),
         drafts=st.sampled_from([0, 2, 6]),
         wrong=st.lists(st.booleans(), min_size=1, max_size=5),
+        unit=st.one_of(st.none(), st.integers(1, 6)),
     )
     def start(
         self,
@@ -214,6 +216,7 @@ class EngineMachine(RuleBasedStateMachine):
         snapshot_slots: tuple[int, int] | None,
         drafts: int,
         wrong: list[bool],
+        unit: int | None,
     ) -> None:
         sizes_of_blocks = [block_size * times[window is not None] for window in windows]
         groups, chunk = kv_groups(windows, sizes_of_blocks), min(budget, cap or budget)
@@ -223,6 +226,9 @@ class EngineMachine(RuleBasedStateMachine):
         sizes = (num_device, num_host, groups)
         self.manager = CountingManager(*sizes, caching, num_swap, hash_block_size, slots, chunk)
         self.executor = ContentExecutor(*sizes, num_swap, 0 if slots is None else slots[0])
+        self.store = None
+        if unit is not None and caching:
+            self.store = self.manager.store = ContentStore(self.executor, unit)
         length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
@@ -259,6 +265,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_unfinished_requests():
                 return
             self._tell_histories()
+            if self.store is not None:
+                self.store.go_on()
             self._take(self.engine.step())
             searching = [
                 r for r in self.engine.scheduler.running if isinstance(r, BeamRequest) and len(r.sequences) > 1
@@ -293,6 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _fail(self) -> None:
         running = {request.request_id for request in self.engine.scheduler.running}
         self.executor.fail_next = True
+        self._tell_histories()
         try:
             self.engine.step()
         except EngineError as error:
@@ -334,6 +343,9 @@ class EngineMachine(RuleBasedStateMachine):
                 "returns to a state": self.manager.num_returns,
             }
         )
+        if self.store is not None:
+            for what in ("read", "failed", "cancelled"):
+                EngineMachine.totals[f"{what} from the store"] += getattr(self.store, f"num_{what}")
 
     # ---- invariants
 
@@ -358,11 +370,20 @@ class EngineMachine(RuleBasedStateMachine):
         swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.blocks}
         assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
         assert self.manager.num_swapped == len(swapped)
-        assert sum(request.num_seqs for request in scheduler.running) <= self.engine.limits.max_num_seqs
+        holding = [*scheduler.running, *scheduler.loading]
+        assert sum(request.num_seqs for request in holding) <= self.engine.limits.max_num_seqs
+        loads = [seq.loading for seq in self._live() if seq.loading is not None]
+        assert len(loads) == len(scheduler.loading)
+        assert self.store is None or set(loads) == set(self.store.loads)
 
     def _live(self) -> list[Sequence]:
         scheduler = self.engine.scheduler
-        requests: list[Request] = [*scheduler.waiting, *scheduler.swapped, *scheduler.running]
+        requests: list[Request] = [
+            *scheduler.waiting,
+            *scheduler.loading,
+            *scheduler.swapped,
+            *scheduler.running,
+        ]
         return [seq for request in requests for seq in request.live]
 
     def _tell_histories(self) -> None:
@@ -403,6 +424,9 @@ TROUBLE = (
     "hits at a snapshot",
     "right drafts",
     "returns to a state",
+    "read from the store",
+    "failed from the store",
+    "cancelled from the store",
 )
 
 

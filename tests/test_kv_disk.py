@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.features.kv_disk import kept_in, verify
 from nanovllm.features.kv_disk import segments as segments_module
+from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
+from nanovllm.features.kv_disk.store import DiskStore
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.outputs import RequestOutput
 
@@ -141,6 +144,37 @@ def test_windows(tmp_path: Path, ways: tuple[int, int]) -> None:
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 
+@pytest.mark.parametrize("ways", [(0, 0), (0, 3), (3, 1)])
+def test_recurrent_states(tmp_path: Path, ways: tuple[int, int]) -> None:
+    make_checkpoint(tmp_path / "model", "qwen3_5", layers=4, max_positions=2048)
+    expected = numbers(run(tmp_path / "model", None))
+    for way, stored in zip(ways, (0, 768), strict=True):
+        found = run(tmp_path / "model", tmp_path / "kv", **WAYS[way])
+        assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("turns", fast_only([4], [4, 10]))
+def test_a_conversation_computes_only_what_is_new(tmp_path: Path, family: str, turns: int) -> None:
+    """Each turn in an engine of its own: it computes what was said since, and less than a unit more."""
+    make_checkpoint(tmp_path / "model", family, layers=4, max_positions=2048)
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    prompt = random_prompt(300, VOCAB, 1)
+    new = len(prompt)
+    for turn in range(turns):
+        arguments = {**RESIDENT, "kvcache_block_size": 128, "max_num_batched_tokens": 500}
+        with LLM(tmp_path / "model", dtype="float32", kv_cache_dir=tmp_path / "kv", **arguments) as llm:
+            found = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        assert found.metrics.prefill_tokens <= new + 256
+        assert turn == 0 or found.metrics.cached_tokens_disk > 0
+        said = random_prompt(40, VOCAB, turn)
+        new, prompt = len(said), [*prompt, *found.outputs[0].token_ids, *said]
+    last = prompt[: -90 - len(said)]
+    with LLM(tmp_path / "model", dtype="float32", **arguments) as llm:
+        alone = llm.generate([{"prompt_token_ids": last}], params, use_tqdm=False)[0]
+    assert alone.outputs[0].token_ids == found.outputs[0].token_ids
+
+
 def test_a_window_that_begins_within_a_record(tmp_path: Path) -> None:
     """What the record has before it goes to no block: not to the last one on the device, which another group has."""
     make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=9)
@@ -168,12 +202,116 @@ def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
     assert [numbers(each) for each in reversed(second)] == [numbers(each) for each in first]
 
 
+@pytest.fixture
+def gate(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets records be read once it is set; they are those of `written`, in tmp_path / "kv"."""
+    shutil.copytree(written[0], tmp_path / "kv")
+    gate, read = threading.Event(), SegmentReader.read
+
+    def held(self: SegmentReader, *arguments: Any) -> str | None:
+        gate.wait()
+        return read(self, *arguments)
+
+    monkeypatch.setattr(SegmentReader, "read", held)
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("way", [0, 3])
+def test_other_requests_run_while_one_loads(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, gate: threading.Event, way: int
+) -> None:
+    """A second request for the same blocks waits for the first one's."""
+    arguments = {**WAYS[way], "num_gpu_blocks": 3 * int(WAYS[way]["num_gpu_blocks"])}
+    llm = LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **arguments)
+    ended: dict[str, RequestOutput] = {}
+
+    def run_until(name: str) -> None:
+        while name not in ended:
+            ended.update((output.request_id, output) for output in llm.engine.step() if output.finished)
+
+    try:
+        for name, prompt in (("stored", PROMPT), ("same", PROMPT), ("other", random_prompt(300, VOCAB, 9))):
+            llm.engine.add_request(name, None, PARAMS, prompt)
+        run_until("other")
+        metrics = llm.metrics()
+        assert (metrics.loading_requests, metrics.waiting_requests, list(ended)) == (1, 1, ["other"])
+        assert [view.request_id for view in llm.view().loading] == ["stored"]
+        gate.set()
+        run_until("same")
+    finally:
+        gate.set()
+        llm.close()
+    assert numbers(ended["stored"]) == numbers(ended["same"]) == written[1]
+    assert ended["stored"].metrics.cached_tokens_disk == 768
+    assert ended["same"].metrics.cached_tokens_disk == 0 < ended["same"].metrics.cached_tokens
+
+
+def test_a_loading_request_is_aborted(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, gate: threading.Event
+) -> None:
+    """Its blocks are free when nothing is written into them any more, and it can be asked for again."""
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
+        llm.engine.add_request("stored", None, PARAMS, PROMPT)
+        assert llm.engine.step() == [] and llm.metrics().loading_requests == 1
+        opener = threading.Timer(0.05, gate.set)
+        opener.start()
+        output = llm.engine.abort_request("stored")
+        opener.join()
+        assert output is not None and output.finished
+        metrics = llm.metrics()
+        assert (metrics.loading_requests, metrics.used_blocks) == (0, 0)
+        found = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)[0]
+    assert (found.metrics.cached_tokens_disk, numbers(found)) == (768, written[1])
+
+
 def wait_for(holds: Callable[[], bool]) -> None:
     for _ in range(3000):
         if holds():
             return
         time.sleep(0.01)
     raise AssertionError("it did not come true")
+
+
+def test_what_is_computed_faster_is_not_read(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rates that were measured; now and then it is read all the same, and both rates stay known."""
+    choice = ReadOrCompute()
+    assert choice.reads(1, 10**9), "nothing is known"
+    choice.reading.add(100, 1.0)
+    choice.prefill.add(50, 1.0)
+    assert choice.reads(768, 1536) and not choice.reads(768, 1537)
+    assert [choice.reads(768, 1537) for _ in range(TRY_AGAIN)].count(True) == 1
+    for _ in range(20):  # faster by now
+        choice.reading.add(400, 1.0)
+    assert choice.reads(768, 4 * 1536 - 100)
+
+    shutil.copytree(written[0], tmp_path / "kv")
+    monkeypatch.setattr(DiskStore, "measured", lambda self, *_: self.choice.prefill.add(1e12, 1.0))
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
+        found = []
+        for _ in range(2):  # the rate of reading is known then, and that of prefill too
+            found += llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)
+            llm.reset_prefix_cache()
+        assert llm.metrics().prefix_cache_hit_tokens_on_disk == 768
+    assert [each.metrics.cached_tokens_disk for each in found] == [768, 0]
+    assert [numbers(each) for each in found] == [written[1]] * 2
+
+
+def test_hits_are_counted_by_tier(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copytree(written[0], tmp_path / "kv")
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": random_prompt(600, VOCAB, 8)}]
+    found = []
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **offloaded(128, 4, 20)) as llm:
+        for prompt in (prompts[0], prompts[0], prompts[1], prompts[0]):
+            found.append(llm.generate([prompt], PARAMS, use_tqdm=False)[0].metrics)
+        totals = llm.metrics()
+    by_tier = [(each.cached_tokens_device, each.cached_tokens_host, each.cached_tokens_disk) for each in found]
+    assert by_tier[0] == (0, 0, 768) and by_tier[2] == (0, 0, 0) and by_tier[3][1] > by_tier[1][1] > 0
+    assert all(sum(tiers) == each.cached_tokens for tiers, each in zip(by_tier, found, strict=True))
+    counted = (totals.prefix_cache_hit_tokens_on_host, totals.prefix_cache_hit_tokens_on_disk)
+    assert counted == (sum(host for _, host, _ in by_tier), 768)
 
 
 @given(data=st.data())
@@ -268,6 +406,41 @@ def test_a_killed_process_leaves_what_can_be_used(
         found = run(model, tmp_path)
         assert numbers(found) == written[1]
     assert found.metrics.cached_tokens_disk == 768
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "rounds"), [("kills", 10), ("mutations", 25)])
+def test_random_trouble(model: Path, tmp_path: Path, what: str, rounds: int) -> None:
+    """NANOVLLM_KV_DISK_ROUNDS: more of them. The script says what it does."""
+    rounds = int(os.environ.get("NANOVLLM_KV_DISK_ROUNDS", rounds))
+    script = Path(__file__).parent / "kv_disk_trouble.py"
+    command = [sys.executable, str(script), what, str(model), str(tmp_path / "trouble"), str(rounds), "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "all answers right" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_hash_seeds_and_clocks_differ(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
+    """Of processes, which find each other's records all the same; a clock may be years off."""
+    code = KILLED.replace("range(1, 1000)", "(1,)").replace("    print(seed, flush=True)", "") + CLOCK
+    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    for seed, offset in (("1", "0"), ("2", "-400000000"), ("3", "400000000")):
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed, "OFFSET": offset}
+        command = [sys.executable, "-c", CLOCK_BEFORE + code, str(model), str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert int(done.stdout) == (0 if seed == "1" else 768)
+    assert numbers(run(model, tmp_path)) == written[1]
+
+
+CLOCK_BEFORE = """
+import os, time
+known = time.time_ns
+time.time_ns = lambda: known() + int(os.environ["OFFSET"]) * 10**9
+"""
+CLOCK = """
+print(llm.metrics().prefix_cache_hit_tokens_on_disk)
+llm.close()
+"""
 
 
 def test_space_is_bounded_by_deleting_what_was_used_least_recently(tmp_path: Path) -> None:

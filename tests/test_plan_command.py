@@ -131,6 +131,18 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["decode"]["seconds"] == pytest.approx(streamed / 50e9, rel=0.02)
 
 
+def test_reading_a_prompt_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: all whole units of 256 tokens but the last token's, at the rate of the disk."""
+    report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--disk-bandwidth", "2GB/s")["request"]
+    restore, size = report["restore_from_disk"], 999_999 // 256 * 256 * 57_344
+    assert restore == {
+        "bytes": size,
+        "seconds": pytest.approx(size / 2e9),
+        "faster_than_prefill_from_bytes_per_second": pytest.approx(size / report["prefill"]["seconds"]),
+    }
+    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS]) == 0 and "read from kv_cache_dir" in capsys.readouterr().out
+
+
 def test_the_cpu_takes_its_share_where_its_rate_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: the link's 50 GB/s and the CPU's 100 GB/s part what is on the host as one to two, all but."""
     alone = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)

@@ -22,10 +22,10 @@ from enum import Enum, IntEnum
 from itertools import islice
 from typing import Protocol
 
-from nanovllm.data.batch import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, StateMove, Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
-from nanovllm.engine.request import Sequence
+from nanovllm.engine.request import Loading, Sequence
 from nanovllm.engine.state_manager import StateManager, planned_snapshots
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
@@ -53,20 +53,48 @@ def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
 
 
 class BlockStore(Protocol):
-    """Keeps what was computed of prompts beyond this engine. Tables have physical ids. See `features/kv_disk`."""
+    """Keeps what was computed beyond this engine. Tables have physical ids. See `features/kv_disk`.
+
+    unit: at multiples of so many tokens a sequence can go on. state_slot: of a model with recurrent layers.
+    """
+
+    unit: int
 
     def reach(self, seq: Sequence, begin: int) -> int:
-        """Up to which token `load` could read, of a sequence that has `begin` tokens; `begin` if that does not help."""
+        """Up to which token `load` would read, of a sequence that has `begin` tokens; `begin` if that does not help."""
         ...
 
     def load(
-        self, seq: Sequence, begin: int, end: int, tables: Seq[Seq[int]], moves: Seq[BlockMove]
-    ) -> bool:
-        """Carry out the moves, then read tokens into the tables. False if that failed: then `reach` is less."""
+        self,
+        seq: Sequence,
+        begin: int,
+        end: int,
+        tables: Seq[Seq[int]],
+        moves: Seq[BlockMove],
+        state_slot: int | None = None,
+        state_moves: Seq[StateMove] = (),
+    ) -> Loading:
+        """Carry out the moves, and begin to read tokens into the tables, and the state after them into its slot."""
         ...
 
-    def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]]) -> None:
-        """The sequence has computed its tokens from `begin` on."""
+    def measured(self, prompt_tokens: float, seconds: float) -> None:
+        """A step that computed prompts, and little else, took so long."""
+        ...
+
+    def await_loading(self, seconds: float) -> None:
+        """Wait until a read ends, at most so long."""
+        ...
+
+    def cancel_all(self) -> None:
+        """Cancel every read."""
+        ...
+
+    def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]], state_slot: int | None = None) -> None:
+        """The sequence has computed its tokens from `begin` on; state_slot: if the state after them is worth it."""
+        ...
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence gives up its blocks."""
         ...
 
 
@@ -93,7 +121,7 @@ class BlockManager:
 
         num_state_slots: on the device and on the host, for a model with recurrent layers; None for other models.
         chunk: most tokens of a sequence in a step, which bounds the blocks of windows; None: any number.
-        store: where prompts are found that are not cached; not for models with recurrent layers.
+        store: where prompts are found that are not cached.
         """
         self.groups = groups
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
@@ -108,6 +136,8 @@ class BlockManager:
 
     def reset(self) -> None:
         """Forget all blocks, used and cached. Callers must clear the block tables of all sequences."""
+        if self.store is not None:
+            self.store.cancel_all()
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
         self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
@@ -159,8 +189,13 @@ class BlockManager:
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
-        """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed."""
+        """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed.
+
+        What the store has beyond that counts too, but is being read: then `seq.loading` is set, and the sequence must
+        not run before `end_loading`.
+        """
         hit = self._find(seq)
+        on_host = self._num_on_host(hit)
         if self.states is not None:
             self._start_state(seq, self.states, hit.num_tokens)
         for block_id in held_blocks(hit.tables):
@@ -169,12 +204,37 @@ class BlockManager:
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
         if any(hit.parts):
             self._continue_parts(seq, hit)
-        seq.num_stored = 0
+        begin, seq.num_stored = seq.num_computed, 0
+        seq.num_cached_on_host = on_host
         if self.store is not None:
-            self._load_stored(seq, self.store)
+            self._hold_stored(seq, self.store)
+        self._extend(seq)
+        if self.store is not None and seq.num_computed > begin:
+            tables, slot = self.physical_ids(seq, seq.num_computed), None
+            state_moves: Seq[StateMove] = ()
+            if self.states is not None:
+                slot = self.states.renew(seq)
+                state_moves = self.states.take_moves()
+            moves = self.take_moves()
+            seq.loading = self.store.load(seq, begin, seq.num_computed, tables, moves, slot, state_moves)
+        else:
+            self._count_hit(seq)
+
+    def _num_on_host(self, hit: PrefixHit) -> int:
+        """Tokens of a hit whose blocks are on the host, in the first KV group."""
+        size, part = self.groups[0].block_size, hit.parts[0]
+        blocks = [*hit.tables[0], *([] if part is None else [part.block_id])]
+        return sum(
+            min(size, hit.num_tokens - index * size)
+            for index, block_id in enumerate(blocks)
+            if block_id != HOLE and self.tiers.tier_of(block_id) is Tier.HOST
+        )
+
+    def _count_hit(self, seq: Sequence) -> None:
         self.stats.queried_tokens += seq.end
         self.stats.hit_tokens += seq.num_computed
-        self._extend(seq)
+        self.stats.hit_tokens_on_host += seq.num_cached_on_host
+        self.stats.hit_tokens_on_disk += seq.num_stored
 
     def _continue_parts(self, seq: Sequence, hit: PrefixHit) -> None:
         """Add to each group's table the block that begins with the cached tokens after its full blocks."""
@@ -192,35 +252,54 @@ class BlockManager:
 
     # ---- the block store
 
-    def _load_stored(self, seq: Sequence, store: BlockStore) -> None:
-        """Let a sequence go on where what the store holds of it ends. What is read is in the prefix cache then."""
-        begin = seq.num_computed
-        while (end := store.reach(seq, begin)) > begin:
-            before = [len(table) for table in seq.block_tables]
-            firsts = [
-                max(length, group.first_visible(end)) for length, group in zip(before, self.groups, strict=True)
-            ]
-            needed = sum(
-                max(0, group.num_blocks(end) - first) for first, group in zip(firsts, self.groups, strict=True)
-            )
-            if needed > self.num_allocatable:  # windows: those of both ends are held until the sequence goes on
-                return
-            for index, (table, first) in enumerate(zip(seq.block_tables, firsts, strict=True)):
-                table += [HOLE] * (first - len(table))
-                table += [self._new_block(index) for _ in range(len(table), self.groups[index].num_blocks(end))]
-            if store.load(seq, begin, end, self.physical_ids(seq, end), self.take_moves()):
-                seq.num_computed, seq.num_stored = end, end - begin
-                self.register_computed(seq, begin)
-                self.release_hidden(seq)
-                return
-            for table, length in zip(seq.block_tables, before, strict=True):
-                self._punch(table, range(length, len(table)))
-                del table[length:]
+    def _hold_stored(self, seq: Sequence, store: BlockStore) -> None:
+        """Give a sequence the blocks of what the store holds of it, with which it has `num_computed` tokens."""
+        end = store.reach(seq, seq.num_computed)
+        firsts = [
+            max(len(table), group.first_visible(end))
+            for table, group in zip(seq.block_tables, self.groups, strict=True)
+        ]
+        needed = sum(max(0, group.num_blocks(end) - first) for first, group in zip(firsts, self.groups, strict=True))
+        if end == seq.num_computed or needed > self.num_allocatable:  # windows: those of both ends are held
+            return
+        for index, (table, first) in enumerate(zip(seq.block_tables, firsts, strict=True)):
+            table += [HOLE] * (first - len(table))
+            table += [self._new_block(index) for _ in range(len(table), self.groups[index].num_blocks(end))]
+        seq.num_computed, seq.num_stored = end, end - seq.num_computed
+        self.release_hidden(seq)
+
+    def num_stored_tokens(self, seq: Sequence, begin: int) -> int:
+        """Tokens that a waiting sequence could read after its first `begin`."""
+        return 0 if self.store is None else self.store.reach(seq, begin) - begin
+
+    def end_loading(self, seq: Sequence) -> bool:
+        """A read has ended: what was read is in the prefix cache, and the sequence can run.
+
+        False if the read failed: then the sequence must be freed.
+        """
+        assert seq.loading is not None
+        loading, seq.loading = seq.loading, None
+        if not loading.succeeds():
+            return False
+        self.register_computed(seq, seq.num_computed - seq.num_stored)
+        if self.states is not None and seq.num_computed % self.prefix_cache.hash_block_size == 0:
+            self.states.keep(seq, self.prefix_cache.hash_before(seq, seq.num_computed))
+        self._count_hit(seq)
+        return True
+
+    def await_loading(self, seconds: float) -> None:
+        """Wait until the store has read what a sequence waits for, at most so long."""
+        if self.store is not None:
+            self.store.await_loading(seconds)
 
     def store_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Offer the store what was computed since then, before windows are released."""
-        if self.store is not None:
-            self.store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed))
+        if self.store is None or previously_computed // self.store.unit == seq.num_computed // self.store.unit:
+            return
+        slot = None
+        if seq.state is not None and (seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len):
+            slot = seq.state.slot
+        self.store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed), slot)
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
@@ -348,6 +427,11 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Release a sequence's blocks. Those that the prefix cache can find stay cached."""
+        if seq.loading is not None:  # before the blocks get another content
+            seq.loading.cancel()
+            seq.loading = None
+        if self.store is not None:
+            self.store.release(seq)
         tables = zip(seq.block_tables, self.groups, strict=False)
         blocks = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
         # From the last token to the first, so that the end of a prefix is evicted before its start.
@@ -434,8 +518,12 @@ class BlockManager:
         return self._find(seq).num_tokens
 
     def next_hash(self, running: Sequence) -> bytes | None:
-        """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
-        return self.prefix_cache.hash_after(running, running.num_computed, running.end)
+        """The hash of the hash block that a running sequence computes next; None beyond its last whole one.
+
+        Of a sequence that is loading it is the first that it reads.
+        """
+        begin = running.num_computed - (running.num_stored if running.loading is not None else 0)
+        return self.prefix_cache.hash_after(running, begin, running.end)
 
     def missing_hash(self, waiting: Sequence) -> bytes | None:
         """The hash of the first hash block that a waiting sequence could find in the cache and does not.
@@ -473,6 +561,8 @@ class BlockManager:
         states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
         branch, unit = self.prefix_cache.find(seq).num_tokens, self.prefix_cache.hash_block_size
         seq.snapshots_due = planned_snapshots(begin, seq.end, branch, states.snapshot_interval(seq.end), unit)
+        if self.store is not None and (last := (seq.end - 1) // self.store.unit * self.store.unit) > begin:
+            seq.snapshots_due = sorted({*seq.snapshots_due, last})
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
         """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""

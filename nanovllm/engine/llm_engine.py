@@ -26,6 +26,8 @@ from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
+LOADING_SECONDS = 0.05  # that a step waits where all requests are loading
+
 
 class Clock:
     """Seconds since the epoch, comparable with `time.time()`, that go on as steadily as `time.monotonic()`.
@@ -73,7 +75,7 @@ def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
         prompt_tokens=unfilled,
         prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
         prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
-        waiting_tokens=sum(request.prompt_len for request in scheduler.waiting),
+        waiting_tokens=sum(request.prompt_len for request in [*scheduler.waiting, *scheduler.loading]),
         computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
         output_tokens=sum(seq.num_output_tokens for seq in live),
         drafted_tokens=sum(request.metrics.drafted_tokens for request in admitted),
@@ -95,10 +97,12 @@ class EngineMetrics:
     A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
     tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
     drafts: how often a step verified drafts of a sequence; drafted_tokens, accepted_tokens: in these.
+    prefix_cache_hit_tokens_on_host, prefix_cache_hit_tokens_on_disk: of the hits; the others were on the device.
     prefix_cache_copied_blocks, prefix_cache_copied_tokens: hits that end within a block, whose tokens are copied.
     """
 
     waiting_requests: int
+    loading_requests: int
     swapped_requests: int
     running_requests: int
     used_blocks: int
@@ -115,6 +119,8 @@ class EngineMetrics:
     tokens_generated: int
     prefix_cache_queried_tokens: int
     prefix_cache_hit_tokens: int
+    prefix_cache_hit_tokens_on_host: int
+    prefix_cache_hit_tokens_on_disk: int
     prefix_cache_hit_rate: float
     prefix_cache_copied_blocks: int
     prefix_cache_copied_tokens: int
@@ -127,6 +133,7 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
     manager, preemption = scheduler.block_manager, scheduler.preemption.stats
     return EngineMetrics(
         waiting_requests=len(scheduler.waiting),
+        loading_requests=len(scheduler.loading),
         swapped_requests=len(scheduler.swapped),
         running_requests=len(scheduler.running),
         used_blocks=manager.num_used,
@@ -143,6 +150,8 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         tokens_generated=scheduler.tokens_generated,
         prefix_cache_queried_tokens=manager.stats.queried_tokens,
         prefix_cache_hit_tokens=manager.stats.hit_tokens,
+        prefix_cache_hit_tokens_on_host=manager.stats.hit_tokens_on_host,
+        prefix_cache_hit_tokens_on_disk=manager.stats.hit_tokens_on_disk,
         prefix_cache_hit_rate=manager.stats.hit_rate,
         prefix_cache_copied_blocks=manager.stats.copied_blocks,
         prefix_cache_copied_tokens=manager.stats.copied_tokens,
@@ -395,9 +404,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the outputs of the requests that took part, in batch order, as `output_kind` asks.
 
-        Returns an empty list if there is nothing to run. If the step fails, raises EngineError: all running requests
-        end with finish_reason "error" and are in the error's `outputs`; waiting requests stay, and the engine can be
-        used again.
+        Returns an empty list if there is nothing to run, or not yet, while requests load. If the step fails, raises
+        EngineError: all running requests end with finish_reason "error" and are in the error's `outputs`; waiting
+        requests stay, and the engine can be used again.
         """
         with self.guard.operation("step"):
             if self._dropped:
@@ -415,6 +424,9 @@ class LLMEngine:
 
     def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(self._clock.now())
+        if not batch.sequences and self.scheduler.loading:
+            self.scheduler.block_manager.await_loading(LOADING_SECONDS)
+            batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
         self._batch, begin = batch, time.monotonic()
@@ -422,9 +434,12 @@ class LLMEngine:
             result = self.executor.execute(batch)
         finally:
             self._batch = None
-        drafter = self._features.drafter
+        seconds, drafter = time.monotonic() - begin, self._features.drafter
         if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
-            drafter.measured(batch.num_tokens, time.monotonic() - begin)
+            drafter.measured(batch.num_tokens, seconds)
+        store, prompt_tokens = self.scheduler.block_manager.store, batch.prompt_tokens(self.limits.num_layers)
+        if store is not None and 2 * prompt_tokens > batch.num_tokens:
+            store.measured(prompt_tokens, seconds)
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             outputs = self._requests[request.request_id]

@@ -81,11 +81,14 @@ class Block:
 class PrefixCacheStats:
     """Tokens looked up at admission, and how many of them were in the cache.
 
+    hit_tokens_on_host, hit_tokens_on_disk: of these, in host blocks, and in the block store; the others on the device.
     copied_blocks, copied_tokens: blocks of which a sequence got a copy of the part that it shares, and those tokens.
     """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    hit_tokens_on_host: int = 0
+    hit_tokens_on_disk: int = 0
     copied_blocks: int = 0
     copied_tokens: int = 0
 

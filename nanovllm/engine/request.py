@@ -33,9 +33,25 @@ from nanovllm.sampling_params import SamplingParams
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
+
+
+class Loading(Protocol):
+    """Blocks of a sequence that are being read from the block store."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def succeeds(self) -> bool:
+        """Of a read that has ended: whether the blocks hold everything."""
+        ...
+
+    def cancel(self) -> None:
+        """End the read: when this returns, nothing is written into the blocks any more."""
+        ...
 
 
 class Blocks(Protocol):
@@ -249,6 +265,8 @@ class Sequence:
         self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1  # removals from the prefix cache before that
         self.num_stored = 0  # tokens that were read from the block store when it was admitted last
+        self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
+        self.loading: Loading | None = None  # they are being read, and num_computed counts them already
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()

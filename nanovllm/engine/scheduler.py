@@ -55,6 +55,7 @@ class SchedulingBudget:
     """
 
     def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
+        """running: all requests that hold sequence slots, those that are loading among them."""
         self.left = limits.max_num_batched_tokens
         self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)
         self.chunks: list[tuple[Sequence, int]] = []
@@ -244,6 +245,9 @@ class Scheduler:
     admitted, and grows block by block after that; in layers with a window it has the blocks of the window and of a
     chunk, and grows chunk by chunk. When a running request cannot grow, the last running request is
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
+
+    A request whose prompt goes on in the block store is *loading* between its admission and its first step: it holds
+    blocks, a sequence slot and an adapter, others run meanwhile, and it is preempted like them.
     """
 
     def __init__(
@@ -271,14 +275,15 @@ class Scheduler:
         self.drafter = drafter
         self.draft_stats = DraftStats()
         self._drafted: dict[int, list[Sample]] = {}  # by seq_id: samples of the last step that are not yet applied
-        # All three are sorted by priority, then by arrival.
+        # All four are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
+        self.loading: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
         self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.swapped or self.running)
+        return bool(self.waiting or self.loading or self.swapped or self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that could not finish even with the KV cache to itself.
@@ -302,8 +307,10 @@ class Scheduler:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
         for request in [request for request in self.running if request.outgrew_kv]:
             self._restart_longer(request)
+        for request in [request for request in self.loading if _has_loaded(request)]:
+            self._end_loading(request, now)
         self._grow_running()
-        budget = SchedulingBudget(self.limits, self.running)
+        budget = SchedulingBudget(self.limits, [*self.running, *self.loading])
         prefills: list[Request] = []
         for request in self.running:
             if request.is_prefill:
@@ -392,6 +399,7 @@ class Scheduler:
             return False
         seq.num_computed += 1  # the draft that is now the last token was computed with the others
         self.block_manager.register_computed(seq, seq.num_computed - 1)
+        self.block_manager.store_computed(seq, seq.num_computed - 1)
         self.block_manager.release_hidden(seq)
         self._apply_samples(seq.request, [samples.pop()], now)
         return True
@@ -403,13 +411,23 @@ class Scheduler:
         _insert(self.waiting, request)
         self.running.remove(request)
 
+    def _end_loading(self, request: Request, now: float) -> None:
+        """What a request waited for has been read. If that failed, it waits again, for what is left of it."""
+        seq = request.computing[0]
+        if self.block_manager.end_loading(seq):
+            self._start(request, now)
+        else:
+            self.preemption.restart(request)
+            _insert(self.waiting, request)
+        self.loading.remove(request)  # last: an interrupt finds the request in at least one of the lists
+
     def _grow_running(self) -> None:
         """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
             while self.block_manager.num_to_grow(request.computing) > self.block_manager.num_allocatable:
-                victim = self.running[-1]
+                victim = max(self.running[-1:] + self.loading[-1:], key=lambda each: each.order)
                 self._preempt(victim)
                 if victim is request:
                     break
@@ -450,8 +468,8 @@ class Scheduler:
         the others that does not fit ends the admission, so that later ones do not take its blocks.
         """
         manager, computing = self.block_manager, dict[bytes | None, Request]()  # by the hash block computed next
-        for running in self.running:
-            if running.is_prefill:
+        for running in [*self.running, *self.loading]:
+            if running.is_prefill or running.status is RequestStatus.LOADING:
                 for seq in running.computing:
                     computing.setdefault(manager.next_hash(seq), running)
         for request in list(self.waiting):
@@ -466,6 +484,8 @@ class Scheduler:
             self._admit(request, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
             budget.count_started(request)
+            if request.status is RequestStatus.LOADING:
+                continue
             if request.computing[0].layerwise is None:
                 budget.add_chunks(request)
             else:
@@ -540,7 +560,7 @@ class Scheduler:
         return self.block_manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK
 
     def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
-        """Whether a running request computes next what follows the cached prefix of a waiting one.
+        """Whether a running request computes next, or one reads, what follows the cached prefix of a waiting one.
 
         No request waits for one that comes after it: others may keep that one from running.
         """
@@ -548,26 +568,44 @@ class Scheduler:
         return missing is not None and missing in computing and computing[missing].order < request.order
 
     def _fits_a_step(self, request: Request) -> bool:
-        """Whether one step can compute the uncached tokens of a waiting request."""
+        """Whether one step can compute the tokens of a waiting request that are neither cached nor stored."""
         seq, chunk = request.computing[0], self.limits.chunk
-        return seq.end <= chunk or seq.end - self.block_manager.num_cached_tokens(seq) <= chunk
+        if seq.end <= chunk or seq.end - (cached := self.block_manager.num_cached_tokens(seq)) <= chunk:
+            return True
+        return seq.end - cached - self.block_manager.num_stored_tokens(seq, cached) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
-        self._plan_layerwise(seq)
+        if seq.loading is not None:
+            request.status = RequestStatus.LOADING
+            _insert(self.loading, request)
+        else:
+            self._plan_layerwise(seq)
+            self._start(request, now)
+        self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists
+
+    def _start(self, request: Request, now: float) -> None:
+        """Let a request run that has its blocks."""
         if request.metrics.first_scheduled_time is None:
+            seq = request.computing[0]
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
+            request.metrics.cached_tokens_host = seq.num_cached_on_host
             request.metrics.cached_tokens_disk = seq.num_stored
         request.status = RequestStatus.RUNNING
         _insert(self.running, request)
-        self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists
 
     def _preempt(self, request: Request) -> None:
-        self.preemption.preempt(request)
+        """Take the blocks of a running or a loading request, which will be admitted, or swapped in, again."""
+        queue = self.running
+        if request.status is RequestStatus.LOADING:
+            queue = self.loading
+            self.preemption.restart(request)
+        else:
+            self.preemption.preempt(request)
         _insert(self.swapped if request.status is RequestStatus.SWAPPED else self.waiting, request)
-        self.running.remove(request)
+        queue.remove(request)
 
     def _scheduled(self, seq: Sequence, chunk: int, drafts: Seq[int] = ()) -> ScheduledSequence:
         end, states = seq.num_computed + chunk, self.block_manager.states
@@ -632,20 +670,27 @@ class Scheduler:
     def fail(self, now: float, error: str | None = None) -> list[Request]:
         """End all running requests and forget all cached content, after a step that failed or was interrupted.
 
-        Swapped requests lose their blocks and wait to be recomputed. Returns the requests that were ended.
+        Swapped and loading requests lose their blocks and wait to be admitted again. Returns the requests that were
+        ended.
         """
         # An interrupted admission leaves a request that waits and holds blocks.
-        admitted = [r for r in self.waiting if r not in self.running and any(seq.block_tables for seq in r.sequences)]
+        admitted = [
+            request
+            for request in self.waiting
+            if request not in self.running
+            and request not in self.loading
+            and any(seq.block_tables for seq in request.sequences)
+        ]
         failed = [*self.running, *admitted]
-        swapped = [request for request in self.swapped if request not in failed]
-        self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
-        self.running, self.swapped, self._drafted = [], [], {}
+        held = [request for request in dict.fromkeys([*self.swapped, *self.loading]) if request not in failed]
+        self.waiting = [request for request in self.waiting if request not in failed and request not in held]
+        self.running, self.swapped, self.loading, self._drafted = [], [], [], {}
         self.block_manager.reset()
-        for request in [*failed, *swapped]:
+        for request in [*failed, *held]:
             for seq in request.live:
                 seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
-                seq.state = seq.held_state = None
-        for request in swapped:
+                seq.state = seq.held_state = seq.loading = None
+        for request in held:
             request.rewind()
             request.status = RequestStatus.WAITING
             _insert(self.waiting, request)
@@ -664,11 +709,16 @@ class Scheduler:
             self._end(seq.request, now)
 
     def _end(self, request: Request, now: float) -> None:
-        for queue in (self.waiting, self.swapped, self.running):
+        for queue in (self.waiting, self.loading, self.swapped, self.running):
             if request in queue:
                 queue.remove(request)
         request.finish()
         request.metrics.finished_time = now
+
+
+def _has_loaded(request: Request) -> bool:
+    loading = request.computing[0].loading
+    return loading is None or loading.has_ended
 
 
 def _insert(queue: list[Request], request: Request) -> None:

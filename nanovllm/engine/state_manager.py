@@ -69,6 +69,13 @@ class StateManager:
         self._join(seq, State(slot))
         return slot
 
+    def renew(self, seq: Sequence) -> int:
+        """A device slot that the sequence alone holds, for a state that is read into it."""
+        slot = self._new_device_slot()
+        self.free(seq)
+        self._join(seq, State(slot))
+        return slot
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child goes on from the parent's state."""
         if parent.state is not None:

@@ -68,6 +68,11 @@ class EngineView:
         return [self._request(request) for request in self._scheduler.waiting]
 
     @property
+    def loading(self) -> list[RequestView]:
+        """Requests whose blocks are being read from the block store."""
+        return [self._request(request) for request in self._scheduler.loading]
+
+    @property
     def running(self) -> list[RequestView]:
         return [self._request(request) for request in self._scheduler.running]
 

@@ -50,6 +50,11 @@ class StatePool:
         """Allocated on the device and on the host."""
         return sum(memory.nbytes for memory in self._on_device), sum(memory.nbytes for memory in self._on_host)
 
+    def parts(self, slot: int) -> list[Tensor]:
+        """The bytes of a state, layer by layer, all of one tensor first; each is contiguous."""
+        tensors = (self._slot(part, slot) for part in range(len(self._on_device)))
+        return [layer.flatten().view(torch.uint8) for tensor in tensors for layer in tensor if layer.numel()]
+
     def copy(self, moves: Iterable[StateMove], stream: Stream) -> None:
         """Submit the copies of a step, in order, to the stream of its block moves."""
         for move in moves:

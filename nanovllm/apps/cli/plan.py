@@ -96,6 +96,7 @@ def _add_machine_options(group: Any) -> None:
     add("--all-reduce", seconds, "10us", "time of a sum of few bytes over the ranks")
     add("--device-bandwidth", rate, "3TB/s", "of reading device memory")
     add("--host-bandwidth", rate, "100GB/s", "of CPU attention in host memory")
+    add("--disk-bandwidth", rate, "2GB/s", "of reading KV blocks from kv_cache_dir; not measured")
     add("--layer-overhead", seconds, "20us", "fixed cost of a layer in a step")
     measured = "this machine's rates"
     group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help=measured)

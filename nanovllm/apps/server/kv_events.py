@@ -141,13 +141,15 @@ class KVSnapshot:
         """
         view = llm.view()
         metrics, moved, prefill = view.metrics(), view.kv_stats().transfers, view.prefill(step_share)
-        requests = {name: getattr(metrics, f"{name}_requests") for name in ("running", "waiting", "swapped")}
+        requests = {name: getattr(metrics, f"{name}_requests") for name in ("running", "waiting", "loading", "swapped")}
         totals = {
             "h2d_bytes": moved.h2d_bytes,
             "d2h_bytes": moved.d2h_bytes,
             "cpu_attention_bytes": moved.cpu_attention_bytes,  # host blocks that the CPU attended to in place
             "prompt_tokens": metrics.prompt_tokens_computed + prefill.uncounted,
             "cached_tokens": metrics.prefix_cache_hit_tokens,  # found in the prefix cache instead
+            "cached_tokens_host": metrics.prefix_cache_hit_tokens_on_host,
+            "cached_tokens_disk": metrics.prefix_cache_hit_tokens_on_disk,
             "output_tokens": metrics.tokens_generated,
         }
         progress = {name: getattr(prefill, name) for name in ("tokens", "tokens_done", "layer", "layer_by_layer")}

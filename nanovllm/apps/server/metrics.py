@@ -51,6 +51,7 @@ class ServerMetrics(Collector):
         """Blocks, bytes between host and device, and what CPU attention kept off the link."""
         engine, moved, busy = self._llm.metrics(), self._llm.kv_stats().transfers, self._llm.link_busy()
         swapped = "Requests that were swapped out, which vllm:num_requests_waiting counts too"
+        loading = "Requests whose KV is being read from kv_cache_dir, which vllm:num_requests_waiting counts too"
         speed = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
         for name, text, value in (
             ("kv_blocks_used", "KV blocks of running requests", engine.used_blocks),
@@ -58,6 +59,7 @@ class ServerMetrics(Collector):
             ("kv_blocks_free", "Free KV blocks", engine.free_blocks),
             ("kv_blocks_swapped", "KV blocks in swap space", engine.swapped_blocks),
             ("requests_swapped", swapped, engine.swapped_requests),
+            ("requests_loading", loading, engine.loading_requests),
             ("kv_link_bytes_per_second", speed, busy.num_bytes / busy.seconds if busy.seconds else 0.0),
         ):
             gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
@@ -67,7 +69,13 @@ class ServerMetrics(Collector):
         copied = CounterMetricFamily("nanovllm:kv_transfer_bytes", text, labels=["model_name", "direction"])
         copied.add_metric([self._model_name, "h2d"], moved.h2d_bytes)
         copied.add_metric([self._model_name, "d2h"], moved.d2h_bytes)
+        text = "Prompt tokens found in the prefix cache, by where their KV was"
+        cached = CounterMetricFamily("nanovllm:cached_tokens", text, labels=["model_name", "tier"])
+        host, disk = engine.prefix_cache_hit_tokens_on_host, engine.prefix_cache_hit_tokens_on_disk
+        device = engine.prefix_cache_hit_tokens - host - disk
+        for tier, tokens in (("device", device), ("host", host), ("disk", disk)):
+            cached.add_metric([self._model_name, tier], tokens)
         text = "KV bytes in host memory that the CPU attended to instead"
         attended = CounterMetricFamily("nanovllm:cpu_attention_bytes", text, labels=["model_name"])
         attended.add_metric([self._model_name], moved.cpu_attention_bytes)
-        yield from (copied, attended)
+        yield from (copied, cached, attended)

@@ -22,8 +22,12 @@ class Header(NamedTuple):
     checksum: bytes
 
 
-def checksum_of(content: bytes | bytearray | memoryview) -> bytes:
-    return xxhash.xxh3_128_digest(content)
+def checksum_of(*content: bytes | bytearray | memoryview) -> bytes:
+    """Of the parts one after the other. Other threads run meanwhile."""
+    found = xxhash.xxh3_128()
+    for part in content:
+        found.update(part)
+    return found.digest()
 
 
 def pack(header: Header) -> bytes:

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,27 @@ def read_headers(fd: int, begin: int, size: int) -> Iterator[tuple[int, Header]]
         begin += HEADER_BYTES + header.size
 
 
+def _read_all(fd: int, into: list[memoryview], at: int) -> int:
+    """Read into the pieces one after the other, up to the end of the file. Returns the number of bytes."""
+    begin = at
+    while into:
+        number = os.preadv(fd, into, at)
+        if number == 0:
+            break
+        at += number
+        into = _rest(into, number)
+    return at - begin
+
+
+def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
+    """The parts without their first `done` bytes. A call does less than asked after a signal, and from 2 GiB on."""
+    index = 0
+    while index < len(parts) and done >= len(parts[index]):
+        done -= len(parts[index])
+        index += 1
+    return [parts[index][done:], *parts[index + 1 :]] if index < len(parts) else []
+
+
 def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
     """The segments of all models under `root`, least recently used first."""
     found = []
@@ -48,7 +69,7 @@ def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
 class SegmentReader:
     """The index of one model's segments, and the reading of records.
 
-    Used by one thread; `add` by the writer's too.
+    Used by the engine's thread, `add` by the writer's too, `read` by those that read.
     """
 
     directory: Path
@@ -103,30 +124,29 @@ class SegmentReader:
         with self._lock:
             self._index.pop((key, group), None)
 
-    def read(self, key: bytes, group: int, into: memoryview) -> str | None:
-        """Read a record's content. Returns what is wrong with it, or None; then `into` holds its bytes."""
+    def read(self, key: bytes, group: int, into: Sequence[memoryview]) -> str | None:
+        """Read a record's content into these pieces of memory, in their order. Any thread may call it.
+
+        Returns what is wrong with the record, or None; then the pieces hold its bytes.
+        """
         place = self._index.get((key, group))
         if place is None:
             return "it was deleted meanwhile"
         path, at, expected = place
-        if expected.size != len(into):
-            return f"{path.name} holds {expected.size} bytes for it, expected {len(into)}"
+        size = sum(map(len, into))
+        if expected.size != size:
+            return f"{path.name} holds {expected.size} bytes for it, expected {size}"
+        header = bytearray(HEADER_BYTES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                header = bytearray(HEADER_BYTES)
-                number = os.preadv(fd, [header, into], at)
-                while HEADER_BYTES <= number < HEADER_BYTES + len(into):  # a signal, or 2 GiB at once
-                    more = os.preadv(fd, [into[number - HEADER_BYTES :]], at + number)
-                    if more == 0:
-                        break
-                    number += more
+                number = _read_all(fd, [memoryview(header), *into], at)
             finally:
                 os.close(fd)
         except OSError as error:
             return f"{path.name}: {error.strerror}"
-        is_whole = number == HEADER_BYTES + len(into) and unpack(bytes(header)) == expected
-        return None if is_whole and checksum_of(into) == expected.checksum else f"{path.name} is damaged at {at}"
+        is_whole = number == HEADER_BYTES + size and unpack(bytes(header)) == expected
+        return None if is_whole and checksum_of(*into) == expected.checksum else f"{path.name} is damaged at {at}"
 
     def used(self, keys: Iterator[tuple[bytes, int]]) -> None:
         """Note the use of records for eviction, by the time of their segments."""
@@ -164,10 +184,7 @@ class SegmentWriter:
         while parts:
             written = os.writev(self._fd, parts)
             self._size += written
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][written:]
+            parts = _rest(parts, written)
         return header, self._path, at
 
     def _begin(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The store of an engine: prompts' units on disk, read at admission and written behind the steps."""
+"""The store of an engine: prompts' units on disk, read and written behind the steps."""
 
 from __future__ import annotations
 
@@ -8,44 +8,56 @@ import os
 import queue
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.batch import Adapter, BlockMove
+from nanovllm.data.batch import Adapter, BlockMove, StateMove
 from nanovllm.data.kv_groups import KVGroups
+from nanovllm.device.base import Busy
 from nanovllm.engine.input_processor import salt_of_content
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.features.kv_disk.identity import digest, file_digest
 from nanovllm.features.kv_disk.inspect import ABOUT
-from nanovllm.features.kv_disk.policy import UNIT, longest_end, needed_units, wanted_units
+from nanovllm.features.kv_disk.loading import Load, Reads, Record
+from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, longest_end, needed_units, wanted_units
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
-from nanovllm.features.kv_disk.units import UnitCopier
+from nanovllm.features.kv_disk.units import StateTarget, UnitCopier, UnitTarget, bytes_of
 from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
 
 logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
 CLOSE_SECONDS = 60.0  # for what is in the queue at the end
+SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits
 
 
 @dataclass(slots=True)
 class _Chain:
-    """The keys of a sequence's units, as far as they were asked for; root: what comes before the tokens."""
+    """The keys of a sequence's units, as far as they were asked for.
+
+    root: what comes before the tokens. was_sought: whether it was looked for on disk. last_state: of recurrent layers,
+    in the output, with its key. reads: whether it is faster to read than to compute; None until something is found.
+    """
 
     root: bytes
     keys: list[bytes]
+    was_sought: bool = False
+    last_state: tuple[bytes, Tensor] | None = None
+    reads: bool | None = None
 
 
 class DiskStore:
     """Implements `engine.block_manager.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
-    Used by the engine's thread, but for the writer's own.
+    Used by the engine's thread; those that read and write are its own.
     """
+
+    unit = UNIT
 
     def __init__(self, root: Path, identity: bytes, model: str, space: int, copier: UnitCopier) -> None:
         """identity: of what decides bits besides the tokens; space: bytes of all models. Raises OSError."""
@@ -54,11 +66,14 @@ class DiskStore:
         self._identity = identity
         self._copier = copier
         self._groups: KVGroups = copier.pools.layout.groups
+        self._states = len(self._groups)  # the group of records of states
         self._reader = SegmentReader(self.directory)
         self._chains: weakref.WeakKeyDictionary[TokenSequence, _Chain] = weakref.WeakKeyDictionary()
         self._adapters: dict[int, bytes | None] = {}  # digests by number
         self._warned: set[str] = set()
-        self._buffers: dict[int, Tensor] = {}
+        self._reads = Reads(self._reader.read)
+        self._measured = Busy()  # of the reads
+        self.choice = ReadOrCompute()
         self._writer = _WriterThread(SegmentWriter(self.directory, space), self._reader, model)
         self._scan()
 
@@ -70,39 +85,79 @@ class DiskStore:
         if limit // UNIT * UNIT <= begin or (chain := self._chain(seq)) is None:
             return begin
         end = self._longest(seq, chain, begin, limit)
-        if end < limit // UNIT * UNIT:  # others may have written since
+        is_due = not chain.was_sought or time.monotonic() - self._scanned_at > SCAN_SECONDS
+        if end < limit // UNIT * UNIT and is_due:  # others may have written since
             self._scan()
             end = self._longest(seq, chain, begin, limit)
-        return end
+        chain.was_sought = True
+        if end > begin and chain.reads is None:
+            num_bytes = sum(self._copier.num_bytes(group) for _, group in self._needed(begin, end))
+            chain.reads = self.choice.reads(end - begin, num_bytes + self._copier.state_bytes)
+        return end if chain.reads else begin
 
     def _longest(self, seq: TokenSequence, chain: _Chain, begin: int, limit: int) -> int:
-        return longest_end(
-            self._groups, begin, limit, lambda unit, group: (self._key(seq, chain, unit), group) in self._reader
-        )
+        def is_stored(unit: int, group: int) -> bool:
+            return (self._key(seq, chain, unit), group) in self._reader
+
+        end = longest_end(self._groups, begin, limit, is_stored)
+        while self._copier.state_bytes and end > begin:
+            with_state = next((at for at in range(end, begin, -UNIT) if is_stored(at // UNIT - 1, self._states)), begin)
+            if with_state == end:
+                break
+            end = longest_end(self._groups, begin, with_state, is_stored)  # a window may lack what is needed there
+        return end
 
     def load(
-        self, seq: TokenSequence, begin: int, end: int, tables: Sequence[Sequence[int]], moves: Sequence[BlockMove]
-    ) -> bool:
-        """Read the tokens from `begin` to `end` into the blocks of `tables`, by physical id.
+        self,
+        seq: TokenSequence,
+        begin: int,
+        end: int,
+        tables: Sequence[Sequence[int]],
+        moves: Sequence[BlockMove],
+        state_slot: int | None = None,
+        state_moves: Sequence[StateMove] = (),
+    ) -> Load:
+        """Begin to read the tokens from `begin` to `end` into the blocks of `tables`, by physical id.
 
-        moves: planned before, carried out first. False if a record cannot be read, which is not found again.
+        moves, state_moves: planned before, carried out first. A record that cannot be read is not found again.
         """
         chain = self._chain(seq)
-        self._copier.begin(moves)
-        if chain is None:
-            return False
-        for unit, group in self._needed(begin, end):
-            if group not in self._buffers:
-                self._buffers[group] = self._copier.new_buffer(group)
-            buffer, key = self._buffers[group], self._key(seq, chain, unit)
-            wrong = self._reader.read(key, group, _bytes_of(buffer))
-            if wrong is not None:
-                self._reader.discard(key, group)
-                self._warn("a record cannot be read, and its tokens are computed", wrong)
-                return False
-            self._copier.copy_in(buffer, unit, group, begin, tables[group])
-        self._reader.used((self._key(seq, chain, unit), group) for unit, group in self._needed(begin, end))
-        return True
+        assert chain is not None, "`reach` has found something"
+        self._copier.begin(moves, state_moves)
+        records = [
+            Record(
+                self._key(seq, chain, unit),
+                group,
+                UnitTarget(self._copier, unit, group, begin, tables[group]),
+                self._copier.num_bytes(group),
+            )
+            for unit, group in self._needed(begin, end)
+        ]
+        if state_slot is not None:
+            key, target = self._key(seq, chain, end // UNIT - 1), StateTarget(self._copier, state_slot)
+            records.insert(0, Record(key, self._states, target, self._copier.state_bytes))
+        return self._reads.start(records, self._end_load)
+
+    def _end_load(self, load: Load) -> None:
+        self._reads.forget(load)
+        busy = self._reads.busy()
+        self.choice.reading.add(busy.num_bytes - self._measured.num_bytes, busy.seconds - self._measured.seconds)
+        self._measured = busy
+        if load.wrong is None:
+            self._reader.used((record.key, record.group) for record in load.records)
+            return
+        record, why = load.wrong
+        self._reader.discard(record.key, record.group)
+        self._warn("a record cannot be read, and its tokens are computed", why)
+
+    def measured(self, prompt_tokens: float, seconds: float) -> None:
+        self.choice.prefill.add(prompt_tokens, seconds)
+
+    def await_loading(self, seconds: float) -> None:
+        self._reads.wait(seconds)
+
+    def cancel_all(self) -> None:
+        self._reads.cancel_all()
 
     def _needed(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         for index, group in enumerate(self._groups):
@@ -110,6 +165,7 @@ class DiskStore:
                 yield unit, index
 
     def _scan(self) -> None:
+        self._scanned_at = time.monotonic()
         try:
             self._reader.scan()
         except OSError as error:
@@ -117,12 +173,15 @@ class DiskStore:
 
     # ---- writing
 
-    def keep(self, seq: TokenSequence, begin: int, tables: Sequence[Sequence[int]]) -> None:
-        """Hand over what the sequence has computed of its prompt since token `begin`. Never waits for the disk.
+    def keep(
+        self, seq: TokenSequence, begin: int, tables: Sequence[Sequence[int]], state_slot: int | None = None
+    ) -> None:
+        """Hand over what the sequence has computed since token `begin`. Never waits for the disk.
 
-        tables: physical ids. What the queue has no room for is left out.
+        tables: physical ids; state_slot: of the state after these tokens, if it is worth keeping. What the queue has no
+        room for is left out.
         """
-        if self._writer.has_failed or begin // UNIT == min(seq.num_computed, seq.prompt_len) // UNIT:
+        if self._writer.has_failed:
             return
         chain, has_begun = self._chain(seq), False
         for index, group in enumerate(self._groups if chain is not None else ()):
@@ -136,9 +195,32 @@ class DiskStore:
                     has_begun = True
                 if (content := self._copier.copy_out(unit, index, tables[index])) is not None:
                     self._writer.put(key, index, content)
+        if chain is not None and state_slot is not None and seq.num_computed % UNIT == 0:
+            self._keep_state(seq, chain, state_slot)
+
+    def _keep_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> None:
+        """Of a prompt its states are written; of an output the last one, when the sequence ends."""
+        key = self._key(seq, chain, seq.num_computed // UNIT - 1)
+        if (key, self._states) in self._reader or not self._writer.has_room:
+            return
+        self._copier.begin()
+        content = self._copier.copy_state_out(slot)
+        if seq.num_computed > seq.prompt_len:
+            chain.last_state = (key, content)
+        else:
+            self._writer.put(key, self._states, content)
+
+    def release(self, seq: TokenSequence) -> None:
+        """The sequence ends, or is computed anew later."""
+        chain = self._chains.get(seq)
+        if chain is not None and chain.last_state is not None:
+            (key, content), chain.last_state = chain.last_state, None
+            if self._writer.has_room:
+                self._writer.put(key, self._states, content)
 
     def close(self) -> None:
-        """Write what was handed over, and end the thread. Safe to call twice."""
+        """End reading, write what was handed over, and end the threads. Safe to call twice."""
+        self._reads.close()
         self._writer.close()
 
     # ---- keys
@@ -170,11 +252,6 @@ class DiskStore:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("kv_cache_dir: %s: %s (said once)", what, why)
-
-
-def _bytes_of(buffer: Tensor) -> memoryview:
-    found: Any = buffer.view(-1).numpy()
-    return memoryview(found)
 
 
 def adapter_digest(adapter: Adapter) -> bytes | None:
@@ -215,7 +292,7 @@ class _WriterThread:
             key, group, content = item
             try:
                 if not self.has_failed and (key, group) not in self._reader:
-                    self._write(key, group, _bytes_of(content))
+                    self._write(key, group, bytes_of(content))
             except Exception as error:
                 self.has_failed = True
                 logger.warning("kv_cache_dir: nothing more is written by this engine: %s", error)

@@ -1,23 +1,34 @@
-"""The bytes of a unit: copied out of the pools' blocks, and back into the blocks of another engine."""
+"""The bytes of a unit: copied out of the pools' blocks, and read into the blocks of another engine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.data.batch import BlockMove
+from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.device import Device
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.pools import KVPools
 
+MOST_PIECES = 1000  # that one call reads into; Linux takes 1,024
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of bytes, which it keeps alive."""
+    found: Any = tensor.view(-1).numpy()
+    return memoryview(found)
+
 
 @dataclass(frozen=True)
 class UnitCopier:
-    """Copies units between host buffers and blocks on either tier. Used between steps.
+    """Copies units between host buffers and blocks on either tier.
 
     A unit's bytes are `[layers of the group, 2, kv_heads, UNIT, row_bytes]`, whatever the block size.
     """
@@ -26,35 +37,90 @@ class UnitCopier:
     pools: KVPools
 
     def new_buffer(self, group: int) -> Tensor:
-        layout = self.pools.layout.of_groups[group]
-        return torch.empty((layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes), dtype=torch.uint8)
+        return torch.empty(self._shape(group), dtype=torch.uint8)
 
-    def begin(self, moves: Sequence[BlockMove] = ()) -> None:
-        """Carry out block moves that were planned before, and wait until nothing is under way."""
-        if moves:
+    def num_bytes(self, group: int) -> int:
+        return math.prod(self._shape(group))
+
+    def _shape(self, group: int) -> tuple[int, ...]:
+        layout = self.pools.layout.of_groups[group]
+        return (layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes)
+
+    def begin(self, moves: Sequence[BlockMove] = (), state_moves: Sequence[StateMove] = ()) -> None:
+        """Carry out moves that were planned before, and wait until nothing is under way. Between steps."""
+        if moves or state_moves:
             with self.device.compute():
-                self.pools.move_blocks(moves)
+                self.pools.move_blocks(moves, state_moves)
         self.pools.synchronize()
 
     def copy_out(self, unit: int, group: int, table: Sequence[int]) -> Tensor | None:
         """A new buffer with the tokens of the unit; None if blocks of it are holes. table: physical ids."""
-        buffer, spans = self.new_buffer(group), list(self._spans(unit, group, 0, table))
+        buffer, spans = self.new_buffer(group), list(self.spans(unit, group, 0, table))
         if len(spans) == 0 or any(physical_id == HOLE for physical_id, _, _, _ in spans):
             return None
         with self.device.compute():
             for physical_id, first, at, count in spans:
-                buffer[:, :, :, at : at + count].copy_(self._rows(physical_id, group, first, count))
+                buffer[:, :, :, at : at + count].copy_(self.rows(physical_id, group, first, count))
         return buffer
 
     def copy_in(self, buffer: Tensor, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
         """Write the tokens of the unit from position `begin` on into the blocks of the table, but for its holes."""
         with self.device.compute():
-            for physical_id, first, at, count in self._spans(unit, group, begin, table):
+            for physical_id, first, at, count in self.spans(unit, group, begin, table):
                 if physical_id == HOLE:  # released: behind a window that begins within the unit
                     continue
-                self._rows(physical_id, group, first, count).copy_(buffer[:, :, :, at : at + count])
+                self.rows(physical_id, group, first, count).copy_(buffer[:, :, :, at : at + count])
 
-    def _spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def pieces(self, unit: int, group: int, begin: int, table: Sequence[int]) -> list[memoryview] | None:
+        """The unit's own memory in the blocks of the table, in the order of its bytes.
+
+        None if it is in too many pieces, if the host cannot write to it, or if tokens of the unit have no place there.
+        """
+        spans = list(self.spans(unit, group, begin, table))
+        layers, _, heads, _, _ = self._shape(group)
+        if begin > unit * UNIT or 2 * layers * heads * len(spans) > MOST_PIECES:
+            return None
+        if not all(physical_id != HOLE and self._is_host(physical_id) for physical_id, _, _, _ in spans):
+            return None
+        rows = [self.rows(physical_id, group, first, count) for physical_id, first, _, count in spans]
+        return [
+            bytes_of(part[layer, kind, head])
+            for layer in range(layers)
+            for kind in range(2)
+            for head in range(heads)
+            for part in rows
+        ]
+
+    # ---- states of recurrent layers
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of the state of all layers; 0 without recurrent ones."""
+        return 0 if self.pools.states is None else sum(part.nbytes for part in self.pools.states.parts(0))
+
+    def copy_state_out(self, slot: int) -> Tensor:
+        buffer = torch.empty(self.state_bytes, dtype=torch.uint8)
+        with self.device.compute():
+            for part, of_buffer in self._state_parts(slot, buffer):
+                of_buffer.copy_(part)
+        return buffer
+
+    def copy_state_in(self, buffer: Tensor, slot: int) -> None:
+        with self.device.compute():
+            for part, of_buffer in self._state_parts(slot, buffer):
+                part.copy_(of_buffer)
+
+    def _state_parts(self, slot: int, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self.pools.states is not None
+        at = 0
+        for part in self.pools.states.parts(slot):
+            yield part, buffer[at : at + part.nbytes]
+            at += part.nbytes
+
+    def _is_host(self, physical_id: int) -> bool:
+        return self.device.torch_device.type == "cpu" or physical_id >= self.pools.split.resident_blocks
+
+    def spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
         size = self.pools.layout.groups[group].block_size
         position, end = max(unit * UNIT, begin), (unit + 1) * UNIT
@@ -64,7 +130,48 @@ class UnitCopier:
             yield table[index], first, position - unit * UNIT, count
             position += count
 
-    def _rows(self, physical_id: int, group: int, first: int, count: int) -> Tensor:
+    def rows(self, physical_id: int, group: int, first: int, count: int) -> Tensor:
+        """Bytes of tokens of a block, `[layers, 2, kv_heads, count, row_bytes]`."""
         layout = self.pools.layout
         block = layout.views(self.pools.block(physical_id))[group]
         return block[: len(layout.groups[group].layers)].view(torch.uint8)[:, :, :, first : first + count]
+
+
+class UnitTarget:
+    """Implements `loading.Target`: the blocks of a unit, read into directly where their memory allows it."""
+
+    def __init__(self, copier: UnitCopier, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
+        """The tokens of the unit from position `begin` on are written; table: physical ids."""
+        self._copier = copier
+        self._place = (unit, group, begin, table)
+        self._buffer: Tensor | None = None
+
+    def views(self) -> Sequence[memoryview]:
+        pieces = self._copier.pieces(*self._place)
+        if pieces is not None:
+            return pieces
+        self._buffer = self._copier.new_buffer(self._place[1])
+        return [bytes_of(self._buffer)]
+
+    def take(self) -> None:
+        if self._buffer is not None:
+            self._copier.copy_in(self._buffer, *self._place)
+            self._buffer = None
+
+
+class StateTarget:
+    """Implements `loading.Target`: the slot of a state. A state is one read, through a buffer."""
+
+    def __init__(self, copier: UnitCopier, slot: int) -> None:
+        self._copier = copier
+        self._slot = slot
+        self._buffer: Tensor | None = None
+
+    def views(self) -> Sequence[memoryview]:
+        self._buffer = torch.empty(self._copier.state_bytes, dtype=torch.uint8)
+        return [bytes_of(self._buffer)]
+
+    def take(self) -> None:
+        assert self._buffer is not None
+        self._copier.copy_state_in(self._buffer, self._slot)
+        self._buffer = None

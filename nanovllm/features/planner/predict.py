@@ -69,6 +69,7 @@ class Rates:
     device_bandwidth: float | None = None  # bytes of KV cache on the device that decode attends to
     host_bandwidth: float | None = None  # bytes of KV cache on the host that CPU cores attend to
     link: Link | None = None
+    disk_bandwidth: float | None = None  # bytes of KV cache that are read from `kv_cache_dir`
     interconnect: float | None = None  # bytes that a tensor-parallel rank receives from the others
     all_reduce_seconds: float = 0.0  # of a sum over the ranks, besides its bytes
     step_seconds: float = 0.0  # of a step: batch, embedding, final norm, choosing the token

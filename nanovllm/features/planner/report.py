@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nanovllm.features.kv_disk.policy import stored_bytes
 from nanovllm.features.planner.drafts import PlannedDrafts, draft_network
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan, RequestPlan
@@ -24,6 +25,7 @@ RATES = {  # option of the command line, and unit
     "host_bandwidth": ("--host-bandwidth", "B/s"),
     "link": ("--link", "B/s"),
     "interconnect": ("--interconnect", "B/s"),
+    "disk_bandwidth": ("--disk-bandwidth", "B/s"),
 }
 
 
@@ -103,11 +105,12 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
         "prompt_len": prompt_len,
         "fits": fits,
         "changes_that_fit": [] if fits else plan.changes_for(prompt_len),
-        "request": _request_json(plan.request(prompt_len, output_len)) if fits else None,
+        "request": _request_json(plan, plan.request(prompt_len, output_len)) if fits else None,
     }
 
 
-def _request_json(request: RequestPlan) -> dict[str, Any]:
+def _request_json(plan: Plan, request: RequestPlan) -> dict[str, Any]:
+    restore = Restore.of(plan, request)
     return {
         "output_len": request.output_len,
         "layer_by_layer_tokens": request.layer_by_layer,
@@ -118,6 +121,11 @@ def _request_json(request: RequestPlan) -> dict[str, Any]:
         "cpu_attention": {
             "bytes_per_decode_step": request.cpu_attention_bytes,
             "rates_not_known": list(request.no_cpu_attention),
+        },
+        "restore_from_disk": {
+            "bytes": restore.num_bytes,
+            "seconds": restore.seconds,
+            "faster_than_prefill_from_bytes_per_second": restore.worth_it_from,
         },
         "prefill": _phase_json(request.prefill, request.prompt_len) | {"transfers": asdict(request.prefill_transfers)},
         "decode": _phase_json(request.decode, 1) | {"transfers": asdict(request.decode_transfers)},
@@ -212,6 +220,8 @@ def _rates(plan: Plan) -> list[str]:
             continue
         rate = getattr(plan.rates, name)
         shown = "not given" if rate is None else show_rate(rate, unit)
+        if name == "disk_bandwidth" and rate is None:
+            continue
         needed = rate is None and (name != "host_bandwidth" or plan.cpu_attention)
         rows.append(_row(name.replace("_", " "), shown, f"({option})" if needed else ""))
     link = plan.rates.link
@@ -254,7 +264,34 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
         passed = f"{drafts.tokens:.1f} tokens in a pass of {show_seconds(drafts.step.seconds)}"
         note = f"{passed}, if {drafts.acceptance:.0%} are right (--acceptance)"
         rows.append(_row(f"with {drafts.count} drafts", f"{drafts.tokens_per_second:,.1f} tok/s", note))
-    return rows
+    return [*rows, _restore(Restore.of(plan, request))]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Reading what `kv_cache_dir` may have of a prompt, instead of computing it.
+
+    seconds: None if the rate of the disk is not known. worth_it_from: bytes per second from which on it is faster than
+    the prefill; None if the prefill's time is not known.
+    """
+
+    num_bytes: int
+    seconds: float | None
+    worth_it_from: float | None
+
+    @classmethod
+    def of(cls, plan: Plan, request: RequestPlan) -> Restore:
+        state_bytes = plan.network.state_bytes if plan.network.spec.recurrent is not None else 0
+        num_bytes = stored_bytes(plan.sizing.layout, state_bytes, request.prompt_len)
+        rate, prefill = plan.rates.disk_bandwidth, request.prefill.seconds
+        return cls(num_bytes, num_bytes / rate if rate else None, num_bytes / prefill if prefill else None)
+
+
+def _restore(restore: Restore) -> str:
+    parts = [] if restore.seconds is None else [show_seconds(restore.seconds)]
+    if restore.worth_it_from:
+        parts.append(f"faster than the prefill from {show_rate(restore.worth_it_from, 'B/s')} on")
+    return _row("read from kv_cache_dir", show_bytes(restore.num_bytes), "; ".join(parts))
 
 
 def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:

@@ -130,7 +130,7 @@ class MetricsReader:
         """All metrics as they are now, labelled with the model's name."""
         labels = self._labels
         blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
-        waiting = engine.waiting_requests + engine.swapped_requests
+        waiting = engine.waiting_requests + engine.loading_requests + engine.swapped_requests
         preemptions = engine.preemptions_by_recompute + engine.preemptions_by_swap
         return [
             Gauge("vllm:num_requests_running", labels, engine.running_requests),
