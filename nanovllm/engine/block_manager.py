@@ -259,13 +259,17 @@ class BlockManager:
             max(len(table), group.first_visible(end))
             for table, group in zip(seq.block_tables, self.groups, strict=True)
         ]
-        needed = sum(max(0, group.num_blocks(end) - first) for first, group in zip(firsts, self.groups, strict=True))
-        if end == seq.num_computed or needed > self.num_allocatable:  # windows: those of both ends are held
+        if end == seq.num_computed:
+            return
+        begin, seq.num_computed = seq.num_computed, end
+        needed = sum(max(0, self._wanted(seq, group) - first) for first, group in zip(firsts, self.groups, strict=True))
+        if needed > self.num_allocatable:  # windows: blocks that others hold at `begin` are of no use at `end`
+            seq.num_computed = begin
             return
         for index, (table, first) in enumerate(zip(seq.block_tables, firsts, strict=True)):
             table += [HOLE] * (first - len(table))
             table += [self._new_block(index) for _ in range(len(table), self.groups[index].num_blocks(end))]
-        seq.num_computed, seq.num_stored = end, end - seq.num_computed
+        seq.num_stored = end - begin
         self.release_hidden(seq)
 
     def num_stored_tokens(self, seq: Sequence, begin: int) -> int:
