@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from cli_helpers import TEMPLATE
 from engines import greedy, token_ids
@@ -185,6 +186,7 @@ def test_quoted_values_are_short_whatever_they_are() -> None:
     for value in (HUGE, -HUGE, "x" * 10**6, ["x" * 10**6] * 1000, deep, Hostile(), [Hostile()], {1: HostileList([1])}):
         assert 0 < len(quoted(value)) <= 200
     assert quoted(HUGE) == "<a whole number of about 4,983 digits>"
+    assert quoted(torch.ones(2, 2)) == "tensor([[1., 1.], [1., 1.]])", "which has two lines"
 
 
 def test_errors_of_others_are_told_in_a_line() -> None:
