@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
 
 VOCAB, BLOCK = 199, 16
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60}
@@ -141,8 +142,8 @@ def test_an_aborted_request_leaves_no_state(half: Path) -> None:
         assert token_ids(llm, prompts(50), greedy(4)) == expected
 
 
-def test_ranks_are_refused(half: Path) -> None:
-    assert "tensor_parallel_size=1" in refusal(lambda: LLM(half, tensor_parallel_size=2), Exception)
+def test_ranks_that_key_heads_cannot_be_divided_among_are_refused(half: Path) -> None:
+    assert "has 2 key heads in a recurrent layer" in refusal(lambda: LLM(half, tensor_parallel_size=3), ConfigError)
 
 
 @pytest.mark.parametrize("targets", [ALL, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")], ids=len)

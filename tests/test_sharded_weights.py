@@ -233,6 +233,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"kv_heads": 1, "layers": 3, "use_qk_norm": True},
     "minimax_m2": {"kv_heads": 1},
     "olmo3": {"sliding_window": 24, "layers": 4},
+    "qwen3_5": {"layers": 4, "kv_heads": 1, "linear_num_value_heads": 6},
+    "qwen3_5_moe": {},
+    "qwen3_next": {"linear_num_key_heads": 4},
 }
 
 

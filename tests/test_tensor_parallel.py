@@ -100,6 +100,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "two KV heads for each rank": {"family": "mistral", "kv_heads": 4, "sliding_window": 24, "intermediate": 97},
     "sinks, and experts with biases": {"family": "gpt_oss", "kv_heads": 1, "experts": 4},
     "norms over the heads of both ranks": {"family": "olmo3", "kv_heads": 1, "sliding_window": 24, "layers": 4},
+    "recurrent layers": {"family": "qwen3_5", "layers": 4, "kv_heads": 1},
     "norms of sums over the ranks": {"family": "gemma3", "kv_heads": 1, "tie": True, "sliding_window": 24},
 }
 

@@ -20,7 +20,7 @@ from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
 # hold several things one below the other.
 DIVIDED: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
     {
-        "q_proj": (ROWS, ("q_rows",)),
+        "q_proj": (ROWS, ("gated_q_rows",)),
         "k_proj": (ROWS, ("kv_rows",)),
         "v_proj": (ROWS, ("kv_rows",)),
         "qkv_proj": (ROWS, ("q_rows", "kv_rows", "kv_rows")),
@@ -37,6 +37,15 @@ DIVIDED: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
         "w3": (ROWS, ("intermediate",)),
         "w2": (COLUMNS, ("intermediate",)),
         "self_attn": (ROWS, ("heads",)),  # its own tensor, the sinks: one for each head
+        "in_proj_qkv": (ROWS, ("state_key_rows", "state_key_rows", "state_value_rows")),
+        "in_proj_z": (ROWS, ("state_value_rows",)),
+        "in_proj_b": (ROWS, ("state_value_heads",)),
+        "in_proj_a": (ROWS, ("state_value_heads",)),
+        "in_proj_qkvz": (ROWS, ("state_rows",)),  # of each key head q, k, v and z
+        "in_proj_ba": (ROWS, ("state_double_heads",)),
+        "conv1d": (ROWS, ("state_key_rows", "state_key_rows", "state_value_rows")),
+        "out_proj": (COLUMNS, ("state_value_rows",)),
+        "linear_attn": (ROWS, ("state_value_heads",)),  # its own tensors, for the decay of each value head
     }
 )
 
@@ -46,10 +55,20 @@ GATHERED_BYTES = 256 << 10  # a sum of fewer bytes sends them to every rank at o
 Part = Sequence[Sequence[slice]]
 
 
+class Heads(NamedTuple):
+    """Sizes of recurrent layers. Value heads of equal number share a key head, and go to its rank with it."""
+
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
 class Sizes(NamedTuple):
     """The sizes of a decoder that ranks divide.
 
     expert_intermediate, shared_intermediate: the inner features of an expert and of the shared one, if there are.
+    gated: whether the query projection has a gate behind each head's query. states: of recurrent layers.
     """
 
     heads: int
@@ -59,16 +78,34 @@ class Sizes(NamedTuple):
     vocab: int
     expert_intermediate: int = 0
     shared_intermediate: int = 0
+    gated: bool = False
+    states: Heads = Heads()
+
+    def width(self, thing: str) -> int:
+        """Of how many there are of something, by its name in `DIVIDED`; see `Sharding.held`."""
+        state = self.states
+        repeats = state.value_heads // max(1, state.key_heads)
+        widths = {
+            "q_rows": self.heads * self.head_dim,
+            "gated_q_rows": self.heads * self.head_dim * (1 + self.gated),
+            "kv_rows": self.kv_heads * self.head_dim,
+            "state_key_rows": state.key_heads * state.key_dim,
+            "state_value_rows": state.value_heads * state.value_dim,
+            "state_value_heads": state.value_heads,
+            "state_double_heads": 2 * state.value_heads,
+            "state_rows": 2 * state.key_heads * (state.key_dim + repeats * state.value_dim),
+        }
+        return widths[thing] if thing in widths else int(getattr(self, thing))
 
     @property
     def q_rows(self) -> int:
-        """Output features of the query projection."""
-        return self.heads * self.head_dim
+        """Width of the queries of a token."""
+        return self.width("q_rows")
 
     @property
     def kv_rows(self) -> int:
         """Output features of the key projection, and of the value projection."""
-        return self.kv_heads * self.head_dim
+        return self.width("kv_rows")
 
 
 class DividedMatrix(NamedTuple):
@@ -94,16 +131,23 @@ class Sharding:
     vocab: range
     most_kv_heads: int  # of any rank
     vocab_widths: tuple[int, ...]  # of every rank
+    key_heads: range = range(0)  # of recurrent layers
 
-    @property
-    def q_rows(self) -> range:
-        """Output features of the query projection."""
-        return range(self.heads.start * self.whole.head_dim, self.heads.stop * self.whole.head_dim)
+    def held(self, thing: str) -> range:
+        """The part of something that this rank holds, by its name in `DIVIDED`."""
+        if thing in ("q_rows", "gated_q_rows"):
+            return self._of_heads(self.heads, self.whole.heads, thing)
+        if thing == "kv_rows":
+            return self._of_heads(self.kv_heads, self.whole.kv_heads, thing)
+        if thing.startswith("state_"):
+            return self._of_heads(self.key_heads, self.whole.states.key_heads, thing)
+        held: range = getattr(self, thing)
+        return held
 
-    @property
-    def kv_rows(self) -> range:
-        """Output features of the key projection, and of the value projection."""
-        return range(self.kv_heads.start * self.whole.head_dim, self.kv_heads.stop * self.whole.head_dim)
+    def _of_heads(self, held: range, total: int, thing: str) -> range:
+        """The rows of some of `total` heads, each of which has as many."""
+        width = self.whole.width(thing) // max(1, total)
+        return range(held.start * width, held.stop * width)
 
     def ranges(self, module: str) -> tuple[Sequence[range], Sequence[range]]:
         """The rows and the columns of a matrix that this rank holds; () stands for all."""
@@ -111,9 +155,9 @@ class Sharding:
         found: list[range] = []
         start = 0
         for thing in things:
-            held: range = getattr(self, thing)
+            held = self.held(thing)
             found.append(range(start + held.start, start + held.stop))
-            start += getattr(self.whole, thing)
+            start += self.whole.width(thing)
         return (found, ()) if dimension == ROWS else ((), found)
 
     def part(self, module: str, axes: Sequence[Axis | None], shape: Sequence[int]) -> Part:
@@ -165,6 +209,11 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
             f"tensor_parallel_size={num_ranks}: the model has {sizes.heads} query heads and {sizes.kv_heads} KV heads "
             "in a layer, too few for every rank to have one; lower it"
         )
+    if sizes.states.key_heads % num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks}: the model has {sizes.states.key_heads} key heads in a recurrent layer, "
+            "which cannot be divided evenly; take another number of ranks"
+        )
     parts = {
         thing: _parts(thing, getattr(sizes, thing), num_ranks, matrices)
         for thing in ("intermediate", "expert_intermediate", "shared_intermediate", "vocab")
@@ -182,6 +231,7 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
             vocab=parts["vocab"][each],
             most_kv_heads=max(len(kv_heads) for _, kv_heads in held),
             vocab_widths=tuple(map(len, parts["vocab"])),
+            key_heads=rank_part(sizes.states.key_heads, each, num_ranks),
         )
         for each in range(num_ranks)
     ]

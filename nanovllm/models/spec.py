@@ -9,7 +9,7 @@ from types import MappingProxyType
 from nanovllm.data.network import ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import ROWS, Axis, CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
-from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, kind_of_mlp, shard
+from nanovllm.layers.sharding import DividedMatrix, Heads, Sharding, Sizes, kind_of_mlp, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
@@ -88,16 +88,20 @@ class DecoderSpec:
 
         Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
-        if self.recurrent is not None or self.gemma4 is not None:
-            kind = "recurrent layers" if self.recurrent is not None else "layers of several head sizes"
+        if self.gemma4 is not None:
             raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: {kind}, which a {self.architecture} has, are not divided "
-                "among ranks; use tensor_parallel_size=1"
+                f"tensor_parallel_size={num_ranks}: layers of several head sizes, which a {self.architecture} has, are "
+                "not divided among ranks; use tensor_parallel_size=1"
             )
         inner = 0 if self.experts is None else self.experts.intermediate_size
         shared = 0 if self.experts is None or self.experts.shared is None else self.experts.shared.intermediate_size
         attention = (self.num_heads, self.num_kv_heads, self.head_dim)
-        sizes = Sizes(*attention, self.intermediate_size, self.vocab_size, inner, shared)
+        recurrent, states = self.recurrent, Heads()
+        if recurrent is not None:
+            heads = (recurrent.num_key_heads, recurrent.num_value_heads)
+            states = Heads(*heads, recurrent.key_dim, recurrent.value_dim)
+        inner_sizes = (self.intermediate_size, self.vocab_size, inner, shared)
+        sizes = Sizes(*attention, *inner_sizes, self.attention_gate, states)
         form = "" if self.quantization is None else self.quantization.name
         return [self._part(sharding) for sharding in shard(sizes, num_ranks, self._divided_matrices(), form)]
 
@@ -107,8 +111,14 @@ class DecoderSpec:
             inner = len(sharding.shared_intermediate)
             shared = None if experts.shared is None else replace(experts.shared, intermediate_size=inner)
             experts = replace(experts, intermediate_size=len(sharding.expert_intermediate), shared=shared)
+        recurrent = self.recurrent
+        if recurrent is not None:
+            keys = len(sharding.key_heads)
+            values = keys * recurrent.num_value_heads // recurrent.num_key_heads
+            recurrent = replace(recurrent, num_key_heads=keys, num_value_heads=values)
         return replace(
             self,
+            recurrent=recurrent,
             num_heads=len(sharding.heads),
             num_kv_heads=len(sharding.kv_heads),
             intermediate_size=len(sharding.intermediate),
@@ -446,10 +456,11 @@ class DecoderSpec:
     def _recurrent_tensors(layer: int, recurrent: RecurrentSpec) -> NamedTensors:
         """What a recurrent layer has besides its projections: the convolution, what gives its decay, its norm."""
         prefix, heads = f"model.layers.{layer}.linear_attn.", (recurrent.num_value_heads,)
-        yield f"{prefix}conv1d.weight", CheckpointTensor((recurrent.channels, 1, recurrent.conv_kernel))
-        yield f"{prefix}dt_bias", CheckpointTensor(heads)
-        yield f"{prefix}A_log", CheckpointTensor(heads)
-        yield f"{prefix}norm.weight", CheckpointTensor((recurrent.value_dim,))
+        conv = (recurrent.channels, 1, recurrent.conv_kernel)
+        yield f"{prefix}conv1d.weight", CheckpointTensor(conv, axes=(Axis(ROWS),))
+        yield f"{prefix}dt_bias", CheckpointTensor(heads, axes=(Axis(ROWS),))
+        yield f"{prefix}A_log", CheckpointTensor(heads, axes=(Axis(ROWS),))
+        yield f"{prefix}norm.weight", CheckpointTensor((recurrent.value_dim,), axes=())
 
     def of_layers(self, indices: Sequence[int]) -> DecoderSpec:
         """A network of some of the layers."""
