@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +81,22 @@ def test_resident_and_offloaded_rooms_agree_to_the_bit(tmp_path: Path) -> None:
         logits = sorted_logits(llm, len(LENGTHS))
     for way in PREFILL_WAYS:
         assert torch.equal(logits, logits_of_run(tmp_path, "bfloat16", 4, 3, way)[0]), way
+
+
+MIXES: dict[str, dict[str, Any]] = {
+    "full attention and windows": {"family": "gpt_oss", "layers": 4, "sliding_window": 24},
+    "heads of two sizes": {"family": "gemma4", "layers": 6, "sliding_window": 24, "attention_k_eq_v": True},
+    "full attention and states": {"family": "qwen3_5", "layers": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", MIXES)
+def test_logits_of_every_mix_of_layers_are_bit_identical_for_every_device_budget(tmp_path: Path, mix: str) -> None:
+    make_checkpoint(tmp_path, vocab=VOCAB, dtype="bfloat16", **MIXES[mix])
+    with LLM(tmp_path, kvcache_block_size=BLOCK, num_gpu_blocks=120, max_num_batched_tokens=CHUNK) as llm:
+        resident = sorted_logits(llm, len(LENGTHS))
+    for num_gpu_blocks in (4, 5, 7, 10, 16, 24):
+        arguments = offloaded(BLOCK, num_gpu_blocks, 120, max_num_batched_tokens=CHUNK, cpu_attention=False)
+        with LLM(tmp_path, **arguments) as llm:
+            assert torch.equal(sorted_logits(llm, len(LENGTHS)), resident), f"num_gpu_blocks={num_gpu_blocks}"
