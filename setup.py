@@ -28,6 +28,7 @@ OPTIMISATION = (
     (re.compile(r"(sgdma|cpu_attention|cpu_kernels)\.cpp$"), ["-O1"]),
     (re.compile(r"_avx\w+\.cpp$"), ["-fno-tree-vectorize"]),
     (re.compile(r"_portable\.cpp$"), ["-O2", "-fno-tree-vectorize"]),
+    (re.compile(r"cpu_packed_portable\.cpp$"), ["-O1"]),  # of two levels the last counts
 )
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
