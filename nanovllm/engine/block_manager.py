@@ -300,10 +300,13 @@ class BlockManager:
         """Offer the store what was computed since then, before windows are released."""
         if self.store is None or previously_computed // self.store.unit == seq.num_computed // self.store.unit:
             return
-        slot = None
-        if seq.state is not None and (seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len):
+        self._store(seq, previously_computed, self.store)
+
+    def _store(self, seq: Sequence, previously_computed: int, store: BlockStore) -> None:
+        slot, is_due = None, seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len
+        if is_due and seq.state is not None and seq.held_state is None:  # else the state has seen drafts
             slot = seq.state.slot
-        self.store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed), slot)
+        store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed), slot)
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
@@ -382,6 +385,8 @@ class BlockManager:
         """
         if self.states is not None and self.states.end_step(seq):
             self.keep_state(seq)
+            if self.store is not None and seq.block_tables and seq.num_computed % self.store.unit == 0:
+                self._store(seq, seq.num_computed, self.store)  # the state, now that all drafts were right
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
                 self._drop_reference(table.pop())
