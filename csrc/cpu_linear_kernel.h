@@ -305,8 +305,7 @@ class LinearKernel {
         for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
     }
 
-    // Not inlined: with its conversions it would be most of what there is to compile, once for each sum of a tile.
-    __attribute__((noinline)) static void store(const Problem& p, int64_t row, int64_t output, int64_t outputs, F sum) {
+    static void store(const Problem& p, int64_t row, int64_t output, int64_t outputs, F sum) {
         if (outputs <= 0) return;
         if (p.bias) sum = X::add(sum, X::load_elements(static_cast<const T*>(p.bias) + output, outputs));
         X::store_elements(static_cast<T*>(p.y) + row * p.y_stride + output, outputs, sum);
