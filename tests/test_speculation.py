@@ -172,6 +172,16 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
         assert llm.metrics().drafted_tokens > 0
 
 
+@pytest.mark.slow
+def test_two_ranks(checkpoint: Path) -> None:
+    params, ranks = requests()[:4], {**WAYS["offloaded"], "tensor_parallel_size": 2}
+    with LLM(checkpoint, **ranks) as llm:
+        expected = outputs(llm, params)
+    with LLM(checkpoint, **ranks, speculative_config=NGRAM) as llm:
+        assert outputs(llm, params) == expected
+        assert llm.metrics().accepted_tokens > 0
+
+
 @pytest.mark.parametrize("way", fast_only(["offloaded"], ["offloaded", "resident", "recomputed", "swapped"]))
 @pytest.mark.parametrize("method", fast_only(["scripted"], ["scripted", "draft_model"]))
 def test_states_of_recurrent_layers_go_back(checkpoint: Path, tmp_path: Path, way: str, method: str) -> None:
