@@ -78,7 +78,7 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert set(report["request"]) == {
         "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
-        "layer_by_layer_tokens", "cpu_attention", "drafts",
+        "layer_by_layer_tokens", "cpu_attention", "drafts", "restore_from_disk",
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         assert set(report["request"][phase]) == PHASE_KEYS

@@ -326,7 +326,6 @@ class Scheduler:
         budget.add_long_prefill()
         drafts = self._draft(budget) if self.drafter is not None else {}
         self.block_manager.promote(seq for seq, _ in budget.chunks)
-        moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk, drafts.get(seq, ())) for seq, chunk in budget.chunks]
         if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
@@ -334,7 +333,9 @@ class Scheduler:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
                 tokens = min(budget.left, self.limits.chunk)
                 sequences.append(self.layerwise.part(prefill, seq, tokens))
-        assert sequences or not moves, "block moves were planned for a step without sequences"
+        if not sequences:  # moves stay planned until the next step, or a read of the block store, carries them out
+            return Batch([])
+        moves = self.block_manager.take_moves()
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
         states = self.block_manager.states
         state_moves = states.take_moves() if states is not None else ()
