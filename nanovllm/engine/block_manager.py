@@ -636,6 +636,11 @@ class BlockManager:
                 if block_id != HOLE:
                     yield block_id
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether moves are decided that `take_moves` has not returned yet."""
+        return bool(self._moves)
+
     def take_moves(self) -> list[BlockMove]:
         """The moves decided since the last call, in the order in which they must be carried out."""
         moves, self._moves = self._moves, []

@@ -334,6 +334,8 @@ class Scheduler:
                 tokens = min(budget.left, self.limits.chunk)
                 sequences.append(self.layerwise.part(prefill, seq, tokens))
         if not sequences:  # moves stay planned until the next step, or a read of the block store, carries them out
+            is_expected = self.loading or not self.has_unfinished() or not self.block_manager.has_moves
+            assert is_expected, "block moves were planned for a step without sequences"
             return Batch([])
         moves = self.block_manager.take_moves()
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
