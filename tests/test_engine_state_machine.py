@@ -228,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor = ContentExecutor(*sizes, num_swap, 0 if slots is None else slots[0])
         self.store = None
         if unit is not None and caching:
-            self.store = self.manager.store = ContentStore(self.executor, unit)
+            self.store = self.manager.stored.store = ContentStore(self.executor, unit)
         length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)

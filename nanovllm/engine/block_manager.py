@@ -20,13 +20,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, IntEnum
 from itertools import islice
-from typing import Protocol
 
-from nanovllm.data.batch import BlockMove, StateMove, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
-from nanovllm.engine.request import Loading, Sequence
+from nanovllm.engine.request import Sequence
 from nanovllm.engine.state_manager import StateManager, planned_snapshots
+from nanovllm.engine.stored_blocks import BlockStore, NoBlockStore, StoredBlocks
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
@@ -50,52 +50,6 @@ class BlockState(IntEnum):
 def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
     """The block ids in block tables, without holes."""
     return [block_id for table in tables for block_id in table if block_id != HOLE]
-
-
-class BlockStore(Protocol):
-    """Keeps what was computed beyond this engine. Tables have physical ids. See `features/kv_disk`.
-
-    unit: at multiples of so many tokens a sequence can go on. state_slot: of a model with recurrent layers.
-    """
-
-    unit: int
-
-    def reach(self, seq: Sequence, begin: int) -> int:
-        """Up to which token `load` would read, of a sequence that has `begin` tokens; `begin` if that does not help."""
-        ...
-
-    def load(
-        self,
-        seq: Sequence,
-        begin: int,
-        end: int,
-        tables: Seq[Seq[int]],
-        moves: Seq[BlockMove],
-        state_slot: int | None = None,
-        state_moves: Seq[StateMove] = (),
-    ) -> Loading:
-        """Carry out the moves, and begin to read tokens into the tables, and the state after them into its slot."""
-        ...
-
-    def measured(self, prompt_tokens: float, seconds: float) -> None:
-        """A step that computed prompts, and little else, took so long."""
-        ...
-
-    def await_loading(self, seconds: float) -> None:
-        """Wait until a read ends, at most so long."""
-        ...
-
-    def cancel_all(self) -> None:
-        """Cancel every read."""
-        ...
-
-    def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]], state_slot: int | None = None) -> None:
-        """The sequence has computed its tokens from `begin` on; state_slot: if the state after them is worth it."""
-        ...
-
-    def release(self, seq: Sequence) -> None:
-        """The sequence gives up its blocks."""
-        ...
 
 
 class BlockManager:
@@ -129,15 +83,14 @@ class BlockManager:
         self.watermark = int(WATERMARK * self.num_blocks)
         self.capacity = KVCapacity(groups, chunk, self.num_blocks, self.watermark)
         self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
-        self.store = store
+        self.stored = StoredBlocks(self, NoBlockStore() if store is None else store)
         self.num_copied_blocks = 0  # by copy-on-write
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
     def reset(self) -> None:
         """Forget all blocks, used and cached. Callers must clear the block tables of all sequences."""
-        if self.store is not None:
-            self.store.cancel_all()
+        self.stored.store.cancel_all()
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
         self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
@@ -192,7 +145,7 @@ class BlockManager:
         """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed.
 
         What the store has beyond that counts too, but is being read: then `seq.loading` is set, and the sequence must
-        not run before `end_loading`.
+        not run before `StoredBlocks.end_loading`.
         """
         hit = self._find(seq)
         on_host = self._num_on_host(hit)
@@ -204,21 +157,13 @@ class BlockManager:
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
         if any(hit.parts):
             self._continue_parts(seq, hit)
-        begin, seq.num_stored = seq.num_computed, 0
         seq.num_cached_on_host = on_host
-        if self.store is not None:
-            self._hold_stored(seq, self.store)
+        self.stored.hold(seq)
         self._extend(seq)
-        if self.store is not None and seq.num_computed > begin:
-            tables, slot = self.physical_ids(seq, seq.num_computed), None
-            state_moves: Seq[StateMove] = ()
-            if self.states is not None:
-                slot = self.states.renew(seq)
-                state_moves = self.states.take_moves()
-            moves = self.take_moves()
-            seq.loading = self.store.load(seq, begin, seq.num_computed, tables, moves, slot, state_moves)
+        if seq.num_stored:
+            self.stored.begin_loading(seq)
         else:
-            self._count_hit(seq)
+            self.stats.count_hit(seq)
 
     def _num_on_host(self, hit: PrefixHit) -> int:
         """Tokens of a hit whose blocks are on the host, in the first KV group."""
@@ -229,12 +174,6 @@ class BlockManager:
             for index, block_id in enumerate(blocks)
             if block_id != HOLE and self.tiers.tier_of(block_id) is Tier.HOST
         )
-
-    def _count_hit(self, seq: Sequence) -> None:
-        self.stats.queried_tokens += seq.end
-        self.stats.hit_tokens += seq.num_computed
-        self.stats.hit_tokens_on_host += seq.num_cached_on_host
-        self.stats.hit_tokens_on_disk += seq.num_stored
 
     def _continue_parts(self, seq: Sequence, hit: PrefixHit) -> None:
         """Add to each group's table the block that begins with the cached tokens after its full blocks."""
@@ -249,64 +188,6 @@ class BlockManager:
                 seq.block_tables[index].append(self._continue_block(part, unreferenced[index], num_tokens, needed))
         shared = min(hit.num_tokens // group.block_size * group.block_size for group in self.groups)
         self.register_computed(seq, shared)
-
-    # ---- the block store
-
-    def _hold_stored(self, seq: Sequence, store: BlockStore) -> None:
-        """Give a sequence the blocks of what the store holds of it, with which it has `num_computed` tokens."""
-        end = store.reach(seq, seq.num_computed)
-        firsts = [
-            max(len(table), group.first_visible(end))
-            for table, group in zip(seq.block_tables, self.groups, strict=True)
-        ]
-        if end == seq.num_computed:
-            return
-        begin, seq.num_computed = seq.num_computed, end
-        needed = sum(max(0, self._wanted(seq, group) - first) for first, group in zip(firsts, self.groups, strict=True))
-        if needed > self.num_allocatable:  # windows: blocks that others hold at `begin` are of no use at `end`
-            seq.num_computed = begin
-            return
-        for index, (table, first) in enumerate(zip(seq.block_tables, firsts, strict=True)):
-            table += [HOLE] * (first - len(table))
-            table += [self._new_block(index) for _ in range(len(table), self.groups[index].num_blocks(end))]
-        seq.num_stored = end - begin
-        self.release_hidden(seq)
-
-    def num_stored_tokens(self, seq: Sequence, begin: int) -> int:
-        """Tokens that a waiting sequence could read after its first `begin`."""
-        return 0 if self.store is None else self.store.reach(seq, begin) - begin
-
-    def end_loading(self, seq: Sequence) -> bool:
-        """A read has ended: what was read is in the prefix cache, and the sequence can run.
-
-        False if the read failed: then the sequence must be freed.
-        """
-        assert seq.loading is not None
-        loading, seq.loading = seq.loading, None
-        if not loading.succeeds():
-            return False
-        self.register_computed(seq, seq.num_computed - seq.num_stored)
-        if self.states is not None and seq.num_computed % self.prefix_cache.hash_block_size == 0:
-            self.states.keep(seq, self.prefix_cache.hash_before(seq, seq.num_computed))
-        self._count_hit(seq)
-        return True
-
-    def await_loading(self, seconds: float) -> None:
-        """Wait until the store has read what a sequence waits for, at most so long."""
-        if self.store is not None:
-            self.store.await_loading(seconds)
-
-    def store_computed(self, seq: Sequence, previously_computed: int) -> None:
-        """Offer the store what was computed since then, before windows are released."""
-        if self.store is None or previously_computed // self.store.unit == seq.num_computed // self.store.unit:
-            return
-        self._store(seq, previously_computed, self.store)
-
-    def _store(self, seq: Sequence, previously_computed: int, store: BlockStore) -> None:
-        slot, is_due = None, seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len
-        if is_due and seq.state is not None and seq.held_state is None:  # else the state has seen drafts
-            slot = seq.state.slot
-        store.keep(seq, previously_computed, self.physical_ids(seq, seq.num_computed), slot)
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
@@ -385,8 +266,7 @@ class BlockManager:
         """
         if self.states is not None and self.states.end_step(seq):
             self.keep_state(seq)
-            if self.store is not None and seq.block_tables and seq.num_computed % self.store.unit == 0:
-                self._store(seq, seq.num_computed, self.store)  # the state, now that all drafts were right
+            self.stored.offer_state(seq)
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
                 self._drop_reference(table.pop())
@@ -427,6 +307,24 @@ class BlockManager:
             table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
         return True
 
+    def hold_beyond(self, seq: Sequence, end: int) -> bool:
+        """Give a sequence the blocks with which it has `end` tokens. If there are too few: False, no change.
+
+        Their content comes from elsewhere. With windows, blocks that it holds for fewer tokens may be of no use then.
+        """
+        tables = list(zip(seq.block_tables, self.groups, strict=True))
+        firsts = [max(len(table), group.first_visible(end)) for table, group in tables]
+        begin, seq.num_computed = seq.num_computed, end
+        needed = sum(max(0, self._wanted(seq, group) - first) for (_, group), first in zip(tables, firsts, strict=True))
+        if needed > self.num_allocatable:
+            seq.num_computed = begin
+            return False
+        for index, ((table, group), first) in enumerate(zip(tables, firsts, strict=True)):
+            table += [HOLE] * (first - len(table))
+            table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
+        self.release_hidden(seq)
+        return True
+
     def _punch(self, table: list[int], indices: range) -> None:
         """Leave holes at these indices."""
         for index in indices:
@@ -436,11 +334,7 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Release a sequence's blocks. Those that the prefix cache can find stay cached."""
-        if seq.loading is not None:  # before the blocks get another content
-            seq.loading.cancel()
-            seq.loading = None
-        if self.store is not None:
-            self.store.release(seq)
+        self.stored.release(seq)  # before the blocks get another content
         tables = zip(seq.block_tables, self.groups, strict=False)
         blocks = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
         # From the last token to the first, so that the end of a prefix is evicted before its start.
@@ -570,7 +464,7 @@ class BlockManager:
         states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
         branch, unit = self.prefix_cache.find(seq).num_tokens, self.prefix_cache.hash_block_size
         seq.snapshots_due = planned_snapshots(begin, seq.end, branch, states.snapshot_interval(seq.end), unit)
-        if self.store is not None and (last := (seq.end - 1) // self.store.unit * self.store.unit) > begin:
+        if (last := self.stored.last_snapshot(seq)) > begin:
             seq.snapshots_due = sorted({*seq.snapshots_due, last})
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:

@@ -425,7 +425,7 @@ class LLMEngine:
     def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences and self.scheduler.loading:
-            self.scheduler.block_manager.await_loading(LOADING_SECONDS)
+            self.scheduler.block_manager.stored.store.await_loading(LOADING_SECONDS)
             batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
@@ -437,9 +437,9 @@ class LLMEngine:
         seconds, drafter = time.monotonic() - begin, self._features.drafter
         if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
             drafter.measured(batch.num_tokens, seconds)
-        store, prompt_tokens = self.scheduler.block_manager.store, batch.prompt_tokens(self.limits.num_layers)
-        if store is not None and 2 * prompt_tokens > batch.num_tokens:
-            store.measured(prompt_tokens, seconds)
+        prompt_tokens = batch.prompt_tokens(self.limits.num_layers)
+        if 2 * prompt_tokens > batch.num_tokens:
+            self.scheduler.block_manager.stored.store.measured(prompt_tokens, seconds)
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             outputs = self._requests[request.request_id]

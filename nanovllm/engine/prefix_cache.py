@@ -96,6 +96,13 @@ class PrefixCacheStats:
     def hit_rate(self) -> float:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
+    def count_hit(self, seq: Sequence) -> None:
+        """Count what a sequence that is admitted need not compute."""
+        self.queried_tokens += seq.end
+        self.hit_tokens += seq.num_computed
+        self.hit_tokens_on_host += seq.num_cached_on_host
+        self.hit_tokens_on_disk += seq.num_stored
+
 
 @dataclass(slots=True)
 class PrefixHit:

@@ -359,7 +359,7 @@ class Scheduler:
                 self.block_manager.register_computed(seq, scheduled.context_len)
                 if not scheduled.num_drafts:  # else the state has seen drafts
                     self.block_manager.keep_state(seq)
-                self.block_manager.store_computed(seq, scheduled.context_len)
+                self.block_manager.stored.offer(seq, scheduled.context_len)
             self.block_manager.release_hidden(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
             self.prompt_tokens_computed += prefilled
@@ -402,7 +402,7 @@ class Scheduler:
             return False
         seq.num_computed += 1  # the draft that is now the last token was computed with the others
         self.block_manager.register_computed(seq, seq.num_computed - 1)
-        self.block_manager.store_computed(seq, seq.num_computed - 1)
+        self.block_manager.stored.offer(seq, seq.num_computed - 1)
         self.block_manager.release_hidden(seq)
         self._apply_samples(seq.request, [samples.pop()], now)
         return True
@@ -417,7 +417,7 @@ class Scheduler:
     def _end_loading(self, request: Request, now: float) -> None:
         """What a request waited for has been read. If that failed, it waits again, for what is left of it."""
         seq = request.computing[0]
-        if self.block_manager.end_loading(seq):
+        if self.block_manager.stored.end_loading(seq):
             self._start(request, now)
         else:
             self.preemption.restart(request)
@@ -575,7 +575,7 @@ class Scheduler:
         seq, chunk = request.computing[0], self.limits.chunk
         if seq.end <= chunk or seq.end - (cached := self.block_manager.num_cached_tokens(seq)) <= chunk:
             return True
-        return seq.end - cached - self.block_manager.num_stored_tokens(seq, cached) <= chunk
+        return seq.end - cached - self.block_manager.stored.num_tokens(seq, cached) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]

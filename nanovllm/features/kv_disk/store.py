@@ -52,7 +52,7 @@ class _Chain:
 
 
 class DiskStore:
-    """Implements `engine.block_manager.BlockStore` over a directory. Whatever is wrong with that is a miss.
+    """Implements `engine.stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
     Used by the engine's thread; those that read and write are its own.
     """

@@ -1,0 +1,176 @@
+"""What a block store keeps beyond the engine: its blocks are read for sequences that are admitted, and it is offered
+what they compute.
+
+A sequence is *loading* from its admission until its blocks are read. They count as computed, and nobody else finds
+them before `end_loading`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from nanovllm.data.batch import BlockMove, StateMove
+from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.request import Loading, Sequence
+from nanovllm.engine.state_manager import StateManager
+
+
+class BlockStore(Protocol):
+    """Keeps what was computed beyond this engine. Tables have physical ids. See `features/kv_disk`.
+
+    unit: at multiples of so many tokens a sequence can go on. state_slot: of a model with recurrent layers.
+    """
+
+    unit: int
+
+    def reach(self, seq: Sequence, begin: int) -> int:
+        """Up to which token `load` would read, of a sequence that has `begin` tokens; `begin` if that does not help."""
+        ...
+
+    def load(
+        self,
+        seq: Sequence,
+        begin: int,
+        end: int,
+        tables: Seq[Seq[int]],
+        moves: Seq[BlockMove],
+        state_slot: int | None = None,
+        state_moves: Seq[StateMove] = (),
+    ) -> Loading:
+        """Carry out the moves, and begin to read tokens into the tables, and the state after them into its slot."""
+        ...
+
+    def measured(self, prompt_tokens: float, seconds: float) -> None:
+        """A step that computed prompts, and little else, took so long."""
+        ...
+
+    def await_loading(self, seconds: float) -> None:
+        """Wait until a read ends, at most so long."""
+        ...
+
+    def cancel_all(self) -> None:
+        """Cancel every read."""
+        ...
+
+    def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]], state_slot: int | None = None) -> None:
+        """The sequence has computed its tokens from `begin` on; state_slot: if the state after them is worth it."""
+        ...
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence gives up its blocks."""
+        ...
+
+
+class NoBlockStore:
+    """Implements `BlockStore`: keeps nothing."""
+
+    unit = sys.maxsize
+
+    def reach(self, seq: Sequence, begin: int) -> int:
+        return begin
+
+    def load(self, *_: object) -> Loading:
+        raise NotImplementedError("nothing is stored")
+
+    def measured(self, prompt_tokens: float, seconds: float) -> None: ...
+
+    def await_loading(self, seconds: float) -> None: ...
+
+    def cancel_all(self) -> None: ...
+
+    def keep(self, *_: object) -> None: ...
+
+    def release(self, seq: Sequence) -> None: ...
+
+
+class HeldBlocks(Protocol):
+    """What is asked of the block manager, which says what the methods do."""
+
+    prefix_cache: PrefixCache
+    states: StateManager | None
+
+    def hold_beyond(self, seq: Sequence, end: int) -> bool: ...
+
+    def physical_ids(self, seq: Sequence, num_tokens: int) -> list[list[int]]: ...
+
+    def take_moves(self) -> list[BlockMove]: ...
+
+    def register_computed(self, seq: Sequence, previously_computed: int) -> None: ...
+
+
+class StoredBlocks:
+    """What the block manager does with its block store."""
+
+    def __init__(self, manager: HeldBlocks, store: BlockStore) -> None:
+        self.store = store
+        self._manager = manager
+
+    # ---- reading
+
+    def num_tokens(self, seq: Sequence, begin: int) -> int:
+        """Tokens that a waiting sequence could read after its first `begin`."""
+        return self.store.reach(seq, begin) - begin
+
+    def hold(self, seq: Sequence) -> None:
+        """Give a sequence that is admitted blocks for what the store has of it, if there are enough of them."""
+        begin, end = seq.num_computed, self.store.reach(seq, seq.num_computed)
+        seq.num_stored = end - begin if end > begin and self._manager.hold_beyond(seq, end) else 0
+
+    def begin_loading(self, seq: Sequence) -> None:
+        """Read the content of these blocks."""
+        manager = self._manager
+        tables, slot = manager.physical_ids(seq, seq.num_computed), None
+        state_moves: Seq[StateMove] = ()
+        if manager.states is not None:
+            slot = manager.states.renew(seq)
+            state_moves = manager.states.take_moves()
+        begin, moves = seq.num_computed - seq.num_stored, manager.take_moves()
+        seq.loading = self.store.load(seq, begin, seq.num_computed, tables, moves, slot, state_moves)
+
+    def end_loading(self, seq: Sequence) -> bool:
+        """A read has ended: what was read is in the prefix cache, and the sequence can run.
+
+        False if the read failed: then the sequence must be freed.
+        """
+        assert seq.loading is not None
+        loading, seq.loading = seq.loading, None
+        if not loading.succeeds():
+            return False
+        manager = self._manager
+        manager.register_computed(seq, seq.num_computed - seq.num_stored)
+        if manager.states is not None and seq.num_computed % manager.prefix_cache.hash_block_size == 0:
+            manager.states.keep(seq, manager.prefix_cache.hash_before(seq, seq.num_computed))
+        manager.prefix_cache.stats.count_hit(seq)
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """A sequence gives up its blocks, which get another content next."""
+        if seq.loading is not None:
+            seq.loading.cancel()
+            seq.loading = None
+        self.store.release(seq)
+
+    # ---- what was computed
+
+    def offer(self, seq: Sequence, previously_computed: int) -> None:
+        """Offer the store what was computed since then, before windows are released."""
+        if previously_computed // self.store.unit < seq.num_computed // self.store.unit:
+            self._keep(seq, previously_computed)
+
+    def offer_state(self, seq: Sequence) -> None:
+        """Offer the store the recurrent state, now that all drafts of the step were right."""
+        if seq.block_tables and seq.num_computed % self.store.unit == 0:
+            self._keep(seq, seq.num_computed)
+
+    def _keep(self, seq: Sequence, previously_computed: int) -> None:
+        slot, is_due = None, seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len
+        if is_due and seq.state is not None and seq.held_state is None:  # else the state has seen drafts
+            slot = seq.state.slot
+        tables = self._manager.physical_ids(seq, seq.num_computed)
+        self.store.keep(seq, previously_computed, tables, slot)
+
+    def last_snapshot(self, seq: Sequence) -> int:
+        """Where the state of a prompt is stored last; 0 if it is too short."""
+        return (seq.end - 1) // self.store.unit * self.store.unit
