@@ -32,7 +32,7 @@ FORMATS = (
 PROJECTION = re.compile(
     r"(model\.(?:language_model\.)?(?:layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+|\.shared_experts?)?)\.\w+_proj"
     r"|block_sparse_moe\.experts\.\d+\.w[123]|linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)"
-    r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection))\.weight"
+    r"|experts\.\d+\.\w+_proj|per_layer_input_gate|per_layer_projection)|per_layer_model_projection))\.weight"
 )
 SMALL = re.compile(r"(.+\.linear_attn\.in_proj_(?:b|a|ba))\.weight")  # a few rows, which quantizers leave as they are
 BLOCK = 128
@@ -48,7 +48,7 @@ def quantize_checkpoint(
         if file.suffix != ".safetensors":
             shutil.copy(file, directory / file.name)
     config = json.loads((model / "config.json").read_text())
-    stored = load_file(model / "model.safetensors")
+    stored = dict(_single_experts(load_file(model / "model.safetensors")))
     plain = [match[1] for match in map(SMALL.fullmatch, stored) if match is not None]
     config["quantization_config"] = quantization_config(format, bits, group_size, symmetric, plain)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -63,6 +63,19 @@ def quantize_checkpoint(
                 for suffix, part in quantized(tensor.float(), format, bits, group_size, symmetric)
             }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _single_experts(stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with one for each projection of an expert, as quantizers write Gemma 4, where one holds them all."""
+    for name, tensor in stored.items():
+        prefix, found, projection = name.rpartition(".experts.")
+        if not found or projection not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+        for index, expert in enumerate(tensor):
+            for own, part in zip(names, expert.chunk(len(names)), strict=True):
+                yield f"{prefix}.experts.{index}.{own}.weight", part
 
 
 def quantization_config(

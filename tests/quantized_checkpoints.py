@@ -104,7 +104,9 @@ def dequantized(directory: Path) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         module, _, suffix = name.rpartition(".")
-        if tensor.dtype in (torch.int32, torch.int64, torch.float8_e4m3fn) or "scale" in suffix:
+        if tensor.dtype in (torch.int32, torch.int64, torch.float8_e4m3fn) or (
+            "scale" in suffix and not module.endswith(".router")  # of Gemma 4, which is plain
+        ):
             modules.setdefault(module, {})[suffix] = tensor
         else:
             plain[name] = tensor.float()

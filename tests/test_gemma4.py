@@ -46,10 +46,24 @@ LARGE: dict[str, Any] = {
     "attention_k_eq_v": True,
     "tie": True,
 }
+# Like 26B-A4B: with experts beside the MLP.
+MIXTURE: dict[str, Any] = {
+    **LARGE,
+    "layers": 3,
+    "layer_types": [SLIDING, SLIDING, FULL],
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+}
 # Heads whose bytes are no multiple of each other: blocks of 24 and 16 tokens.
 ODD: dict[str, Any] = {"layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 9, "global_head_dim": 48}
-MODELS = {"small": SMALL, "large": LARGE, "odd": {**ODD, "head_dim": 32, "attention_bias": True}}
+MODELS = {
+    **{"small": SMALL, "large": LARGE, "mixture": MIXTURE},
+    "odd": {**ODD, "head_dim": 32, "attention_bias": True},
+}
 ALL = pytest.mark.parametrize("name", MODELS)
+FEWER = pytest.mark.parametrize("name", fast_only(["small", "large"], MODELS))
 TIGHT = 40  # KV blocks that are too few for all sequences
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
 
@@ -72,7 +86,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert second.num_cached_tokens >= 4 * BLOCK
 
 
-@ALL
+@FEWER
 def test_bits_do_not_depend_on_batch_and_chunk(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
     prompts = [random_prompt(length, VOCAB, seed=length) for length in (70, 3, 41)]
@@ -112,7 +126,7 @@ def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
         assert swapped > 0 if way == "swap" else recomputed > 0
 
 
-@ALL
+@FEWER
 def test_concurrent_cpu_attention(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor attends to half of the host blocks, in groups of each head size."""
     model = make_checkpoint(tmp_path, "gemma4", **MODELS[name])
@@ -125,7 +139,7 @@ def test_concurrent_cpu_attention(name: str, tmp_path: Path, monkeypatch: pytest
         assert llm.kv_stats().transfers.cpu_attention_blocks > 0
 
 
-@ALL
+@FEWER
 def test_blocks_on_disk_and_drafts(name: str, tmp_path: Path) -> None:
     """A later engine, with another memory budget, goes on from what the first one stored; drafts change no token."""
     model = make_checkpoint(tmp_path / "model", "gemma4", max_positions=1024, **MODELS[name])
@@ -140,13 +154,15 @@ def test_blocks_on_disk_and_drafts(name: str, tmp_path: Path) -> None:
             assert (output.num_cached_tokens >= 512) == (index > 0)
 
 
-@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("name", ["small", "large", "mixture"])
 def test_half_precision_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
     prompts = random_prompts(VOCAB)
     theirs = torch.cat(reference(model, prompts))
     exact = torch.cat(reference(model.float(), prompts))
-    ours = torch.cat(run(load(tmp_path, torch.bfloat16), prompts, (0.4,)))
+    decoder = load(tmp_path, torch.bfloat16)
+    assert decoder.weight_bytes == sum(slot.view.nbytes for _, slot in decoder.slots())
+    ours = torch.cat(run(decoder, prompts, (0.4,)))
     assert (ours - exact).abs().mean() < 1.05 * (theirs - exact).abs().mean()
 
 
@@ -169,7 +185,11 @@ def test_published_configs_mean_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"enable_moe_block": True}, ["enable_moe_block"]),
+        ({"enable_moe_block": True}, ["enable_moe_block=true needs num_experts above 0, but it is None"]),
+        (
+            {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4, "moe_intermediate_size": 8},
+            ["top_k_experts=4 is above num_experts=3"],
+        ),
         ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
         ({"num_kv_shared_layers": 8}, ["num_kv_shared_layers=8"]),
         ({"num_kv_shared_layers": 7}, ["num_kv_shared_layers=7", FULL]),
@@ -211,12 +231,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"layer_types": ([SLIDING] * 5 + [FULL]) * 10, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
         "max_position_embeddings": 262_144,
     },
+    "26B-A4B": {
+        **{"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+        **{"layer_types": ([SLIDING] * 5 + [FULL]) * 5, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "token_bytes", "sizes", "gib_of_128k"),
-    [("E2B", 4.6e9, 12 * 1024 + 3 * 2048, {256, 512}, 0.86), ("31B", 30.7e9, 50 * 16384 + 10 * 8192, {256, 512}, 17.3)],
+    [
+        ("E2B", 4.6e9, 12 * 1024 + 3 * 2048, {256, 512}, 0.86),
+        ("31B", 30.7e9, 50 * 16384 + 10 * 8192, {256, 512}, 17.3),
+        ("26B-A4B", 25.2e9, 25 * 8192 + 5 * 4096, {256, 512}, 4.5),
+    ],
 )
 def test_sizes_of_published_models(
     name: str, weights: float, token_bytes: int, sizes: set[int], gib_of_128k: float, tmp_path: Path

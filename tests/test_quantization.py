@@ -171,6 +171,9 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
     assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
+BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96}
+
+
 @pytest.mark.parametrize(
     ("family", "variant", "options"),
     [
@@ -188,6 +191,7 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
         ),
         pytest.param("qwen3_next", "fp8", {}, marks=pytest.mark.slow),
         pytest.param("gemma4", "float-quantized", {"hidden_size_per_layer_input": 32}, marks=pytest.mark.slow),
+        pytest.param("gemma4", "pack-quantized-32", BESIDE_MLP, marks=pytest.mark.slow),
     ],
 )
 def test_other_families(family: str, variant: str, options: dict[str, Any], tmp_path: Path) -> None:

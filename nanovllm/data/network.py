@@ -7,6 +7,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+# The norms of a layer of Gemma 4 with experts besides its other ones: of the router, which reads RMS-normalized rows
+# times this weight over the root of their width, before the experts, after the MLP, and after the experts.
+EXPERT_NORMS = (
+    "router.scale",
+    "pre_feedforward_layernorm_2.weight",
+    "post_feedforward_layernorm_1.weight",
+    "post_feedforward_layernorm_2.weight",
+)
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
 PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
@@ -71,8 +79,8 @@ class SharedExpert:
 class ExpertSpec:
     """Layers that have several MLPs ("experts"), of which a router chooses a few for each token.
 
-    block: the module of a layer that holds its router and experts; projections: the names of the gate, up and down
-    projections of an expert. Both as in the checkpoint.
+    block: the module of a layer that holds its router and experts, or "" for the layer itself; projections: the names
+    of the gate, up and down projections of an expert. Both as in the checkpoint.
     """
 
     num_experts: int
@@ -87,19 +95,25 @@ class ExpertSpec:
     num_groups: int = 1  # equal parts of neighbouring experts
     chosen_groups: int = 1  # of which a token's experts come: those whose two best scores have the largest sums
     weight_scale: float = 1.0  # multiplies the weights of a token's experts
+    expert_scale: str | None = None  # a tensor [num_experts] of the block, which multiplies an expert's weights too
     fp32_router: bool = False  # whether the router multiplies in fp32, whatever the dtype
     shared: SharedExpert | None = None
     router_name: str = "gate"
     biases: bool = False  # of router, gate, up and down
     interleaved: bool = False  # the checkpoint has gate and up of all experts as one tensor, in which they alternate
+    beside_mlp: bool = False  # a layer with experts has its MLP as well
+
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's router and experts begin with."""
+        return f"model.layers.{layer}.{self.block}." if self.block else f"model.layers.{layer}."
 
     def router(self, layer: int) -> str:
         """The router's module, a matrix [num_experts, hidden] that is never quantized."""
-        return f"model.layers.{layer}.{self.block}.{self.router_name}"
+        return f"{self.prefix(layer)}{self.router_name}"
 
     def expert(self, layer: int, index: int) -> tuple[str, str, str]:
         """The modules of an expert: its gate, up and down projections."""
-        prefix = f"model.layers.{layer}.{self.block}.experts.{index}."
+        prefix = f"{self.prefix(layer)}experts.{index}."
         gate, up, down = self.projections
         return f"{prefix}{gate}", f"{prefix}{up}", f"{prefix}{down}"
 
@@ -108,9 +122,11 @@ class ExpertSpec:
         yield f"{self.router(layer)}.weight", (self.num_experts, hidden), self.fp32_router
         if self.biases:
             yield f"{self.router(layer)}.bias", (self.num_experts,), self.fp32_router
-        prefix = f"model.layers.{layer}.{self.block}."
+        prefix = self.prefix(layer)
         if self.correction_bias is not None:
             yield f"{prefix}{self.correction_bias}", (self.num_experts,), True
+        if self.expert_scale is not None:
+            yield f"{prefix}{self.expert_scale}", (self.num_experts,), False
         if self.shared is not None and self.shared.gate is not None:
             yield f"{prefix}{self.shared.gate}.weight", (1, hidden), False
 
@@ -129,7 +145,7 @@ class ExpertSpec:
     def shared_prefix(self, layer: int) -> str:
         """What the names of the shared expert's projections begin with."""
         assert self.shared is not None, "these layers have no shared expert"
-        return f"model.layers.{layer}.{self.block}.{self.shared.module}."
+        return f"{self.prefix(layer)}{self.shared.module}."
 
     def matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
         """Module, output features and input features of each matrix of a layer's experts."""

@@ -52,7 +52,8 @@ class Experts:
         }
         self.gate, *others = self._routing.values()
         self.gate_bias = others.pop(0) if spec.biases else None
-        self.correction_bias = None if spec.correction_bias is None else others[0]
+        self.correction_bias = None if spec.correction_bias is None else others.pop(0)
+        self.expert_scale = None if spec.expert_scale is None else others.pop(0)
         modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
         inner, down_biases = spec.intermediate_size, spec.biases and adds_biases
         gate_up = [{gate: inner, up: inner} for gate, up, _ in modules]
@@ -60,7 +61,7 @@ class Experts:
         down = [{down: hidden_size} for _, _, down in modules]
         self.down = ExpertWeights(down, inner, method, dtype, device, down_biases)
         self.shared: GatedMLP | None = None
-        self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others[-1]
+        self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others.pop(0)
         if spec.shared is not None:
             inner = spec.shared.intermediate_size
             parts, prefix = {"gate_proj": inner, "up_proj": inner}, spec.shared_prefix(layer)
@@ -72,7 +73,10 @@ class Experts:
 
         adapters: of the shared expert; an adapter with tensors for the others is refused when it is loaded.
         """
-        weights, chosen = self.route(x)
+        return self.mixed(x, *self.route(x), adapters)
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """What the chosen experts, see `route`, make of the rows of x."""
         shared = None if self.shared is None else (self.shared(x, adapters), self._share(x))
         if self.gate_up.dense is not None and self.down.dense is not None and use_triton(x):
             return self._all_at_once(x, weights, chosen, shared, self.gate_up.dense, self.down.dense)
@@ -104,6 +108,8 @@ class Experts:
         elif self.spec.norm_topk_prob:
             # A running sum adds in order, so that the other rows have no influence, unlike torch's sum.
             weights = weights / (weights.cumsum(-1)[:, -1:] + LEAST_SUM)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
         return (weights if self.spec.weight_scale == 1.0 else weights * self.spec.weight_scale), chosen
 
     def _in_chosen_groups(self, scores: Tensor) -> Tensor:

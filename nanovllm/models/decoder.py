@@ -107,7 +107,11 @@ class DecoderLayer(ABC):
                 normed = self._kernels.add_(x, mixed)
             else:
                 normed = self._kernels.add_rms_norm_(x, mixed, self.mlp_norm, self.spec.rms_norm_eps)
-            self._kernels.add_(x, self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm))
+            self._kernels.add_(x, self._normed(self._mlp_output(x, normed, adapters), self.mlp_output_norm))
+
+    def _mlp_output(self, x: Tensor, normed: Tensor, adapters: RowAdapters | None) -> Tensor:
+        """What the MLP makes of rows x of the residual stream; normed: the same with the norm before the MLP."""
+        return self._summed(self.mlp(normed, adapters))
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, each of which has multiplied with its columns of o or down."""
@@ -281,7 +285,7 @@ def norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int], order: Tens
 
 def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:
     stored = (spec.activation, spec.quantization, dtype, device)
-    if spec.experts is not None and spec.experts.layers[index]:
+    if spec.experts is not None and spec.experts.layers[index] and not spec.experts.beside_mlp:
         return Experts(spec.experts, index, spec.hidden_size, *stored, spec.adds_biases)
     biases, prefix = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases), f"model.layers.{index}.mlp."
     return GatedMLP(spec.hidden_size, spec.intermediate_size, spec.gate_up_parts, prefix, biases, *stored)

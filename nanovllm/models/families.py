@@ -217,9 +217,28 @@ def _complete_gemma4(config: Any) -> None:
     config.full_head_dim, config.full_kv_heads = numbers
 
 
+def _gemma4_experts(config: Any) -> ExpertSpec | None:
+    if not config.enable_moe_block:
+        return None
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if not getattr(config, name):
+            raise ModelError(f"enable_moe_block=true needs {name} above 0, but it is {getattr(config, name)}.")
+    if config.top_k_experts > config.num_experts:
+        raise ModelError(f"top_k_experts={config.top_k_experts} is above num_experts={config.num_experts}.")
+    return ExpertSpec(
+        config.num_experts,
+        config.top_k_experts,
+        config.moe_intermediate_size,
+        norm_topk_prob=True,
+        layers=(True,) * config.num_hidden_layers,
+        block="",
+        router_name="router.proj",
+        expert_scale="router.per_expert_scale",
+        beside_mlp=True,
+    )
+
+
 def _gemma4(config: Any) -> Gemma4Spec:
-    if config.enable_moe_block:
-        raise ModelError("enable_moe_block=true: experts beside the MLP of a Gemma 4 are not supported.")
     if config.use_bidirectional_attention not in (None, "vision"):  # "vision" is of images
         raise ModelError(
             f"use_bidirectional_attention={quoted(config.use_bidirectional_attention)} is not supported: attention is "
@@ -698,6 +717,7 @@ _ENTRIES = (
             "output_norms": True,
             "wide_norms": True,
             "gemma4": _gemma4(config),
+            "experts": _gemma4_experts(config),
         },
         {
             **_ALL,
@@ -726,6 +746,9 @@ _ENTRIES = (
             "num_kv_shared_layers": 0,
             "enable_moe_block": False,
             "use_double_wide_mlp": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
         },
         {
             "hidden_activation": TEXT,
@@ -740,6 +763,9 @@ _ENTRIES = (
             "num_kv_shared_layers": integer(0),
             "enable_moe_block": FLAG,
             "use_double_wide_mlp": FLAG,
+            "num_experts": EXPERT_COUNT | NULL,
+            "top_k_experts": integer(1) | NULL,
+            "moe_intermediate_size": integer(1) | NULL,
         },
         local_theta=10_000.0,
         rope_kinds=("default", "proportional"),

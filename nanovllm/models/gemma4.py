@@ -2,7 +2,7 @@
 
 Layers with full attention have heads of another size than those with a window, and may take their keys as values. The
 last layers may have no keys and values: they read those of an earlier layer. Values are normalized without a weight.
-Layers may add an input of their own to the residual stream, and multiply it by a factor.
+Layers may have experts beside their MLP, add an input of their own to the residual stream, and multiply it by a factor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanovllm.data.network import Gemma4Spec
+from nanovllm.data.network import EXPERT_NORMS, Gemma4Spec
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, StoredWeight, slot_of
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.decoder import AttentionLayer, Decoder, LayerInputs, norm_dtype, norm_slot, row_parts
@@ -40,11 +41,16 @@ class Gemma4Layer(AttentionLayer):
         linear = partial(Linear, prefix=prefix, method=spec.quantization, dtype=dtype, device=device, bias=False)
         self.factor = torch.empty(1, dtype=dtype, device=device)
         self._value_norm = torch.ones(self.spec.head_dim, dtype=torch.float32, device=device)
+        norm = partial(torch.empty, hidden, dtype=norm_dtype(spec, dtype), device=device)
         self._own_input: tuple[Linear, Linear, Tensor] | None = None  # gate, projection, norm
         if size:
             gate = linear(hidden, {"per_layer_input_gate": size})
             projection = linear(size, {"per_layer_projection": hidden})
-            self._own_input = gate, projection, torch.empty(hidden, dtype=norm_dtype(spec, dtype), device=device)
+            self._own_input = gate, projection, norm()
+        self._experts: Experts | None = None
+        if spec.experts is not None:
+            self._experts = Experts(spec.experts, index, hidden, spec.activation, spec.quantization, dtype, device)
+            self._expert_norms = [norm() for _ in EXPERT_NORMS]
 
     def _few_rows(self) -> FewRowLayer | None:
         return None
@@ -75,6 +81,15 @@ class Gemma4Layer(AttentionLayer):
             values = v.view(-1, spec.head_dim)
             kernels.copy_(values, kernels.rms_norm(values, self._value_norm, eps))
 
+    def _mlp_output(self, x: Tensor, normed: Tensor, adapters: RowAdapters | None) -> Tensor:
+        output = super()._mlp_output(x, normed, adapters)
+        if self._experts is None:
+            return output
+        of_router, before, after_mlp, after = self._expert_norms
+        routed = self._experts.route(self._normed(x, of_router))
+        mixed = self._summed(self._experts.mixed(self._normed(x, before), *routed))
+        return self._kernels.add_(self._normed(output, after_mlp), self._normed(mixed, after))
+
     def finish_layer_(self, x: Tensor, own_input: Tensor | None) -> None:
         """Add the layer's own input [rows, per_layer_size] to rows x of the residual stream, and multiply them."""
         if self._own_input is not None:
@@ -92,16 +107,24 @@ class Gemma4Layer(AttentionLayer):
             gate, projection, norm = self._own_input
             yield from gate.slots()
             yield from projection.slots()
-            yield f"{prefix}post_per_layer_input_norm.weight", norm_slot(self.spec, norm, norm.shape)
+            yield f"{prefix}post_per_layer_input_norm.weight", slot_of(norm)
+        if self._experts is not None:
+            yield from self._experts.slots()
+            (scale, of_router), *norms = zip(EXPERT_NORMS, self._expert_norms, strict=True)
+            over_root = len(of_router) ** -0.5
+            yield f"{prefix}{scale}", WeightSlot(of_router, of_router.shape, lambda weight: weight.float() * over_root)
+            yield from ((f"{prefix}{name}", slot_of(norm)) for name, norm in norms)
 
     def _qk_norms(self) -> Sequence[Tensor]:
         return super()._qk_norms()[: len(self.spec.qk_norms)]
 
     def own_weights(self) -> Iterator[StoredWeight]:
-        """The matrices with which the layer adds its own input."""
+        """The matrices with which the layer adds its own input, and those of its experts."""
         if self._own_input is not None:
             gate, projection, _ = self._own_input
             yield from (gate.weight, projection.weight)
+        if self._experts is not None:
+            yield from self._experts.weights()
 
 
 class Gemma4Decoder(Decoder):

@@ -243,8 +243,8 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
     """The tensors of a checkpoint, with fused ones as a tensor for each expert's projection.
 
     Layer N has `model.layers.N.mlp.experts.gate_up_proj` [experts, 2 * intermediate, hidden] and `down_proj` [experts,
-    hidden, intermediate]; its block is named mlp for every family. Raises ModelError if a fused tensor has another
-    shape.
+    hidden, intermediate]; its block is named mlp for every family, but where layers have an MLP besides. Raises
+    ModelError if a fused tensor has another shape.
     """
     found, experts = dict(stored), spec.experts
     if experts is None:
@@ -253,14 +253,14 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
         return with_single_interleaved(found, spec, experts)
     hidden, inner, count = spec.hidden_size, experts.intermediate_size, experts.num_experts
     for layer in (index for index in range(spec.num_layers) if experts.layers[index]):
-        prefix = f"model.layers.{layer}.mlp."
+        prefix = experts.prefix(layer) if experts.beside_mlp else f"model.layers.{layer}.mlp."
         if f"{prefix}experts.gate_up_proj" not in stored:
             continue
         gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
         gate_up_tensor = _take(found, gate_up, (count, 2 * inner, hidden))
         down_tensor = _take(found, down, (count, hidden, inner))
         for name, _, _ in experts.routing_tensors(layer, hidden):
-            other = name.replace(f".{experts.block}.", ".mlp.", 1)
+            other = name.replace(experts.prefix(layer), prefix, 1)
             if other in found:
                 found[name] = part_of(found.pop(other), other, slice(None))
         for expert in range(count):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.data.network import ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec
+from nanovllm.data.network import EXPERT_NORMS, ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import ROWS, Axis, CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.sharding import DividedMatrix, Heads, Sharding, Sizes, kind_of_mlp, shard
@@ -237,6 +237,12 @@ class DecoderSpec:
         return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 
     @property
+    def _gemma4_norms(self) -> tuple[str, ...]:
+        """The tensors of a layer's norms of hidden states that only Gemma 4 has."""
+        own_input = ("post_per_layer_input_norm.weight",) if self.gemma4 and self.gemma4.per_layer_size else ()
+        return (*own_input, *EXPERT_NORMS) if self.experts and self.experts.beside_mlp else own_input
+
+    @property
     def qk_norms(self) -> tuple[tuple[str, int], ...]:
         """The checkpoint's modules of the norms of q and k, if there are keys, and their weights."""
         sizes = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
@@ -270,7 +276,7 @@ class DecoderSpec:
         """
         if self.gemma4 is not None:
             layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
-            return sum(rows * columns for _, rows, columns in layers)
+            return sum(rows * columns for _, rows, columns in layers) + self._routing_weights()
         attention = self.num_kv_layers * self.hidden_size * (self.gated_q_size + self.q_size + 2 * self.kv_size)
         if self.recurrent is not None:
             inputs = sum(self.recurrent.input_parts.values())
@@ -307,8 +313,7 @@ class DecoderSpec:
         """Number of norm weights of a layer in memory. Every head has its own row of the q and k norms."""
         own = self.for_layer(layer)
         heads = 0 if self.is_recurrent(layer) else self.qk_norm * (own.num_heads + own.num_kv_heads)
-        added = self.gemma4 is not None and self.gemma4.per_layer_size > 0  # the norm of its own input
-        return (len(self.layer_norms) + added) * self.hidden_size + heads * own.head_dim
+        return (len(self.layer_norms) + len(self._gemma4_norms)) * self.hidden_size + heads * own.head_dim
 
     def _vectors(self, layer: int) -> int:
         """Number of weights of a layer in memory beyond its matrices, such as norms, biases and sinks."""
@@ -446,8 +451,8 @@ class DecoderSpec:
                     yield f"{prefix}self_attn.{name}.weight", CheckpointTensor((size,), axes=axes)
             if self.gemma4 is not None:
                 yield f"{prefix}layer_scalar", CheckpointTensor((1,))
-                if self.gemma4.per_layer_size:
-                    yield f"{prefix}post_per_layer_input_norm.weight", CheckpointTensor((self.hidden_size,))
+                for norm in self._gemma4_norms:
+                    yield f"{prefix}{norm}", CheckpointTensor((self.hidden_size,))
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
         if self.gemma4 is not None and self.gemma4.per_layer_size:
             yield PER_LAYER_NORM, CheckpointTensor((self.gemma4.per_layer_size,))
@@ -528,12 +533,13 @@ class DecoderSpec:
             for name, size in own.qkv_parts.items():
                 yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
             yield f"{prefix}self_attn.o_proj", hidden, own.q_size, self.o_bias and self.adds_biases
-        if self.experts is None or not self.experts.layers[index]:
+        experts = self.experts if self.experts is not None and self.experts.layers[index] else None
+        if experts is None or experts.beside_mlp:
             for name, size in own.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
             yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
-        else:
-            for module, rows, columns in self.experts.shared_matrices(index, hidden):
+        if experts is not None:
+            for module, rows, columns in experts.shared_matrices(index, hidden):
                 yield module, rows, columns, False
 
     @property
