@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gemma4_gguf
 import gguf
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ OWN_NAMES = {
 # What llama.cpp calls an architecture, by Transformers' model type, if it is another name.
 ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
+    "gemma4_text": "gemma4",
     **{"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"},
 }
 ALIGNMENT = 32
@@ -73,6 +75,8 @@ def write_gguf(
         add_tokenizer(writer, pre)
     for key, value in dict(changes or {}).items():
         add_value(writer, key, value)
+    if architecture == "gemma4" and factors is None:
+        factors = gemma4_gguf.rope_factors(model.config)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     for name, whole in model.state_dict().items():
@@ -107,7 +111,8 @@ def add_tensor(writer: Any, stored: str, weight: torch.Tensor, model: PreTrained
     turned = turned_rows(weight, stored, model) if writer.arch == "llama" else slice(None)
     if weight.dim() == 1 or stored.endswith((".bias", "ffn_gate_inp_shexp.weight")):
         added = writer.arch in ("gemma3", *RECURRENT) and stored.endswith("norm.weight")
-        writer.add_tensor(stored, weight.float().squeeze(0).numpy()[turned] + np.float32(added))
+        numbers = weight.float() if weight.dim() == 1 else weight.float().squeeze(0)
+        writer.add_tensor(stored, numbers.numpy()[turned] + np.float32(added))
         return
     type_name = "F32" if stored.endswith("ffn_gate_inp.weight") else kind
     packed = pack(weight.float().numpy().reshape(-1, weight.shape[-1]), type_name)
@@ -118,6 +123,8 @@ def add_tensor(writer: Any, stored: str, weight: torch.Tensor, model: PreTrained
 
 def gguf_tensors(name: str, weight: torch.Tensor, architecture: str) -> list[tuple[str, torch.Tensor]]:
     """The tensors of the file that hold one of Transformers, as views of it."""
+    if architecture == "gemma4" and (own := gemma4_gguf.tensor(name, weight)) is not None:
+        return [own]
     module, _, end = name.rpartition(".")
     if module in OTHER_NAMES:
         return [(f"{OTHER_NAMES[module]}.{end}", weight)]
@@ -168,6 +175,7 @@ def turned_rows(weight: torch.Tensor, stored: str, model: PreTrainedModel) -> An
 def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     """The metadata of the network."""
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4: those of layers with a window
     facts = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -188,6 +196,8 @@ def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         facts["attention.sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
     if getattr(config, "sliding_window", None):
         facts["attention.sliding_window"] = config.sliding_window
+    if architecture == "gemma4":
+        return _as_metadata(architecture, {**facts, **gemma4_gguf.facts(config)})
     if architecture in RECURRENT:
         facts |= recurrent_facts(config)
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
@@ -195,6 +205,10 @@ def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
         inner = config.intermediate_size if architecture == "gpt-oss" else None
         facts["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", inner)
         facts["expert_shared_feed_forward_length"] = getattr(config, "shared_expert_intermediate_size", None)
+    return _as_metadata(architecture, facts)
+
+
+def _as_metadata(architecture: str, facts: dict[str, Any]) -> dict[str, Any]:
     facts["attention.value_length"] = facts["attention.key_length"]
     return {f"{architecture}.{key}": value for key, value in facts.items() if value is not None}
 

@@ -18,6 +18,8 @@ from checkpoints import GPT_OSS_ROPE, ROPES, make_checkpoint, refusal
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
+from test_gemma4 import MIXTURE
+from test_gemma4 import SMALL as WITH_OWN_INPUTS
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -70,13 +72,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"shared_expert_intermediate_size": 64, "intermediate": 128},
     "qwen3_next": {"shared_expert_intermediate_size": 64, "intermediate": 128, "linear_value_head_dim": 32},
     "gpt_oss": {"sliding_window": 24, "rope": GPT_OSS_ROPE},
+    "gemma4": {**WITH_OWN_INPUTS, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB},
+    "gemma4, a mixture": {**MIXTURE, "family": "gemma4", "moe_intermediate_size": 64},
 }
 KINDS = {"gpt_oss": lambda name: "MXFP4" if "_exps" in name else "Q8_0"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
-    model = make_checkpoint(tmp_path / "model", family, vocab=VOCAB, **FAMILIES[family])
+    model = make_checkpoint(tmp_path / "model", vocab=VOCAB, **{"family": family, **FAMILIES[family]})
     check_tokens(write_gguf(tmp_path / "model.gguf", model, KINDS.get(family, "Q8_0")), model)
     spec = load_decoder_spec(tmp_path / "model.gguf")
     expected = load_decoder_spec(tmp_path / "model")
@@ -113,6 +117,30 @@ def test_what_a_gemma_file_does_not_say_is_as_in_llama_cpp(tmp_path: Path) -> No
     assert (spec.query_pre_attn_scalar, spec.head_dim, spec.embedding_scale) == (32, 16, 8)
     path = write_gguf(path, model, changes={**left_out, "gemma3.attention.sliding_window": None})
     assert set(load_decoder_spec(path).sliding_windows) == {None}
+
+
+def test_what_a_gemma4_file_says_of_its_layers_is_checked(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "gemma4", vocab=VOCAB, **{**MIXTURE, "moe_intermediate_size": 64})
+    for changes, message in (
+        ({"attention.sliding_window_pattern": [True, False]}, r"pattern=\[True, False\]: must be for each of 3 layers"),
+        ({"attention.sliding_window_pattern": [False, True, True]}, "the last layer must have no window"),
+        ({"feed_forward_length": [96, 96, 64]}, r"feed_forward_length=\[96, 96, 64\]: layers must have one MLP size"),
+        ({"attention.head_count_kv": [4, 0, 1]}, r"head_count_kv=\[4, 0, 1\]: must be for each of 3 layers a whole"),
+        ({"rope.dimension_count": 16}, "rope.dimension_count=16 must be the size of a head, 32"),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, "rope.scaling.type='linear' is not supported"),
+        ({"expert_count": 4}, r"ffn_gate_up_exps.weight has shape \[6, 128, 64\]; it should have .* 4 experts"),
+        ({"attention.key_length_swa": None}, "has no gemma4.attention.key_length_swa, which its network needs"),
+    ):
+        path = write_gguf(
+            tmp_path / "model.gguf", model, changes={f"gemma4.{key}": value for key, value in changes.items()}
+        )
+        with pytest.raises(ModelError, match=message):
+            LLM(path)
+    with pytest.raises(ModelError, match=r"must hold a factor for each of 16 pairs of a head, .* but it has 16, 0 of"):
+        LLM(write_gguf(path, model, factors=[2.0] * 16))
+    capped = write_gguf(path, model, changes={"gemma4.final_logit_softcapping": None})
+    gemma = load_decoder_spec(capped).gemma4
+    assert gemma is not None and gemma.logit_cap == 30.0, "llama.cpp's"
 
 
 def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:

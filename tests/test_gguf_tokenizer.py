@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from text_cases import QUICK, TEXTS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import GemmaTokenizer
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -207,6 +208,28 @@ def test_sentence_piece_gives_the_ids_of_its_algorithm(sentence_piece: HuggingFa
             assert sentence_piece.decode(ids) == each
 
 
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceTokenizer, Any]:
+    """A tokenizer with the merges of the file, in an order that scores do not have, and Transformers' one."""
+    values = sentence_piece_values(model="gemma4", scores=None)
+    merges = [("i", "n"), ("▁", "in"), ("in", "g"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁"), ("t", "h")]
+    values |= {"merges": [" ".join(pair) for pair in merges], "add_bos_token": True}
+    vocab = {text: index for index, text in enumerate(values["tokens"])}
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "mask_token": None}
+    path = write(tmp_path_factory.mktemp("gguf") / "m.gguf", values)
+    return HuggingFaceTokenizer(path), GemmaTokenizer(vocab, merges, **special)
+
+
+@given(text=TEXTS)
+@QUICK
+def test_given_merges_make_the_ids_of_transformers(gemma4: tuple[HuggingFaceTokenizer, Any], text: str) -> None:
+    own, reference = gemma4
+    for each in (text, f"the {text}ing  in\n\nthen a</s>thing"):
+        ids = reference(each).input_ids
+        assert own.encode(each) == ([] if ids[:1] == [1] else [1]) + ids
+        assert own.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
 def test_special_tokens_and_prefix_follow_the_metadata(tmp_path: Path) -> None:
     values = sentence_piece_values(add_bos_token=False, add_eos_token=True, add_space_prefix=False)
     tokenizer = HuggingFaceTokenizer(write(tmp_path / "model.gguf", values))
@@ -228,8 +251,8 @@ def test_templates_may_have_names(tmp_path: Path) -> None:
 
 TOKENS = byte_level()[0]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer": ({"model": None}, "has no tokenizer; supported: gpt2, llama"),
-    "another kind": ({"model": "t5"}, "has a tokenizer of kind 't5'; supported: gpt2, llama"),
+    "no tokenizer": ({"model": None}, "has no tokenizer; supported: gpt2, llama, gemma4"),
+    "another kind": ({"model": "t5"}, "has a tokenizer of kind 't5'; supported: gpt2, llama, gemma4"),
     "a pre-tokenizer": ({"pre": "superbpe"}, "pre='superbpe': this pre-tokenizer is not supported"),
     "no tokens": ({"tokens": None, "token_type": None}, "has no tokenizer.ggml.tokens, which its tokenizer needs"),
     "tokens twice": ({"tokens": [*TOKENS[:-1], "a"]}, "has 'a' twice, as tokens 97 and"),

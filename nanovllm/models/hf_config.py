@@ -207,6 +207,10 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
         if len(factors) != spec.head_dim // 2:
             raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {spec.head_dim} numbers.")
         rope = replace(rope, frequency_factors=factors)
+    if spec.gemma4 is not None:
+        from nanovllm.formats.gguf.gemma4 import rotated_pairs  # numpy
+
+        rope = replace(rope, rotated_pairs=rotated_pairs(factors, spec.gemma4.full_head_dim))
     recurrent = spec.recurrent
     if recurrent is not None:  # a file has the parts of merged projections one by one
         recurrent = replace(recurrent, merged_projections=False)

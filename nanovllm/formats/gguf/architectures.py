@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.data.json_fields import TEXT, integer
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_HEAD_DIM, MAX_LAYERS, ROPE_FIELDS
+from nanovllm.formats.gguf import gemma4
 from nanovllm.formats.gguf.header import MAX_SIZE, GgufHeader
 from nanovllm.formats.gguf.rows import CHANNELS, LOG_OF_NEGATIVE, MINUS_ONE, ONE_ROW, Change, ValueHeads
 
@@ -33,7 +34,8 @@ class Architecture:
     that all have into its own. modules: names of a layer's modules besides the common ones, and in Hugging Face format;
     tensors: the same of tensors whose ends differ. pairs_heads: whether the rows of q and k are in the order of RoPE's
     pairs. adds_one: whether 1 was added to norms, but for that of a recurrence. rotates_part: whether RoPE may turn
-    only the first features of a head. value_heads: the order of value heads, if it has recurrent layers.
+    only the first features of a head. value_heads: the order of value heads, if it has recurrent layers. sizes:
+    metadata that are read in the place of the file's, where its layers differ.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Architecture:
     adds_one: bool = False
     rotates_part: bool = False
     value_heads: Callable[[GgufHeader], ValueHeads] | None = None
+    sizes: Callable[[GgufHeader], Mapping[str, Any]] = lambda header: {}
 
     def change(self, module: str) -> Change | None:
         """What is undone of the conversion of a tensor of this module, named as in the file."""
@@ -198,6 +201,13 @@ _SHARED_EXPERT_MODULES: Mapping[str, str] = MappingProxyType(
         **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
     }
 )
+_GEMMA_NORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
 _QWEN_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 _ENTRIES = {
     "llama": Architecture(
@@ -276,12 +286,31 @@ _ENTRIES = {
         (WINDOW, f"{WINDOW}_pattern", "rope.freq_base_swa"),
         ATTENTION_BIAS,
         _gemma3,
-        {
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        _GEMMA_NORMS,
         adds_one=True,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        gemma4.KEYS,
+        adjust=gemma4.complete,
+        modules={
+            **_GEMMA_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        tensors={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        experts={f"ffn_{name}_exps": f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        sizes=gemma4.sizes_of_windows,
     ),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of config.json. Raises ModelError for an architecture or a feature that is not supported."""
     name, architecture = architecture_of(header)
     _refuse_unread(header, name, architecture.keys)
+    whole, header = header, replace(header, metadata={**header.metadata, **architecture.sizes(header)})
     tensors = header.tensors
     if EMBEDDING not in tensors:
         raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
@@ -97,7 +99,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     rotated = header.get(f"{name}.{ROTATED}", integer(1)) if architecture.rotates_part else None
     if rotated is not None:
         fields["rope_parameters"]["partial_rotary_factor"] = rotated / fields["head_dim"]
-    architecture.adjust(header, fields)
+    architecture.adjust(whole, fields)
     if ends := end_token_ids(header):
         fields["eos_token_id"] = ends
     return fields

@@ -97,6 +97,16 @@ class GgufHeader:
             raise ModelError(f"{self.path}: {key}={quoted(value)}: must be {field.rule}.")
         return value
 
+    def each(self, key: str, count: int, field: Field) -> list[Any]:
+        """A value for each of `count` layers. Raises ModelError if the file has none, or as many as other layers."""
+        value = self.metadata.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.need(key, field)] * count
+        found: list[Any] = value.tolist()
+        if len(found) != count or not all(map(field.holds, found)):
+            raise ModelError(f"{self.path}: {key}={quoted(found)}: must be for each of {count} layers {field.rule}.")
+        return found
+
     def need(self, key: str, field: Field) -> Any:
         """The value. Raises ModelError if the file has none."""
         if key not in self.metadata:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
+
 from nanovllm.data.json_fields import integer
+from nanovllm.data.network import PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION
 from nanovllm.errors import ModelError
 from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_LAYERS, NETWORK_FIELDS
 from nanovllm.formats.gguf.architectures import Architecture, architecture_of
@@ -19,6 +22,9 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "token_embd": "model.embed_tokens",
         "output": "lm_head",
         "output_norm": "model.norm",
+        "per_layer_token_embd": PER_LAYER_EMBEDDING,
+        "per_layer_model_proj": PER_LAYER_PROJECTION,
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
     }
 )
 LAYER_MODULES: Mapping[str, str] = MappingProxyType(
@@ -36,7 +42,9 @@ LAYER_MODULES: Mapping[str, str] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
-LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)(?:\.(weight|bias))?")
+LAYER = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)(?:\.(weight|bias|scale))?")
+# Tensors of experts that hold several matrices of each, one below the other.
+STACKED: Mapping[str, tuple[str, ...]] = MappingProxyType({"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")})
 OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
@@ -82,10 +90,10 @@ def named_tensors(header: GgufHeader) -> Iterator[NamedTensor]:
         name, change = hugging_face_name(tensor.name, architecture), architecture.change(module)
         if match is None:
             yield NamedTensor(name, tensor, None, change)
-        elif module in architecture.experts:
-            name = f"model.layers.{match[1]}.{architecture.experts[module]}.{match[3]}"
+        elif (parts := STACKED.get(module, (module,)))[0] in architecture.experts and match[3] != "scale":
+            names = [f"model.layers.{match[1]}.{architecture.experts[part]}.{match[3]}" for part in parts]
             for number, matrix in enumerate(_experts(tensor, num_experts)):
-                yield NamedTensor(name.format(number), matrix)
+                yield from _parts([name.format(number) for name in names], matrix)
         elif module == "ssm_ba" and value_heads is not None:
             for part, rows in zip("ba", value_heads.merged_rows(), strict=True):
                 own = rows if tensor.shape[0] == 2 * len(rows) else None
@@ -117,6 +125,14 @@ def _rotated_heads(header: GgufHeader, key: str) -> dict[str, int]:
     """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
     num_heads = header.need(f"{key}.attention.head_count", integer(1))
     return {"attn_q": num_heads, "attn_k": header.get(f"{key}.attention.head_count_kv", integer(1)) or num_heads}
+
+
+def _parts(names: Sequence[str], matrix: GgufTensor) -> Iterator[NamedTensor]:
+    """A matrix as parts of as many rows, one below the other; whole if it is one, or cannot be divided."""
+    rows = matrix.shape[0] // len(names)
+    for index, name in enumerate(names):
+        is_whole = len(names) == 1 or matrix.shape[0] % len(names)
+        yield NamedTensor(name, matrix, None if is_whole else np.arange(index * rows, (index + 1) * rows))
 
 
 def _experts(tensor: GgufTensor, num_experts: int) -> Iterator[GgufTensor]:

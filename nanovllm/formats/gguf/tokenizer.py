@@ -1,6 +1,7 @@
 """The tokenizer that a GGUF file describes, with its chat template.
 
-Two kinds: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, whose merges follow from scores.
+Three kinds: "gpt2", byte-level BPE with merges, "llama", SentencePiece's BPE, whose merges follow from scores, and
+"gemma4", the same with the merges of the file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 # Tokens that end a turn. Files name only one end, and llama.cpp too stops at these.
 END_TEXTS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-    *("<|return|>", "<|call|>"),
+    *("<|return|>", "<|call|>", "<turn|>"),
 )
 
 
@@ -127,7 +128,7 @@ def _vocab(header: GgufHeader, tokens: list[str]) -> dict[str, int]:
         first = next(i for i, text in enumerate(tokens) if vocab[text] != i)
         raise ModelError(
             f"{header.path}: {PREFIX}tokens has {quoted(tokens[first])} twice, as tokens {first} and "
-            f"{vocab[tokens[first]]}."
+            f"{vocab[tokens[first]]}; name the model's own tokenizer with tokenizer=."
         )
     return vocab
 
@@ -142,8 +143,8 @@ def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> Toke
             f"{', '.join(PRE_TOKENIZERS)}. Name the model's own tokenizer with tokenizer=."
         )
     _refuse_set(header, "add_space_prefix", "remove_extra_whitespaces")
-    pairs = [_pair(header, text) for text in header.texts(f"{PREFIX}merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=_vocab(header, tokens), merges=pairs, ignore_merges=pre.ignore_merges))
+    vocab, merges = _vocab(header, tokens), _pairs(header)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -161,6 +162,11 @@ def _refuse_set(header: GgufHeader, *names: str) -> None:
             raise ModelError(f"{header.path}: {PREFIX}{name}={quoted(value)} is not supported; use tokenizer=.")
 
 
+def _pairs(header: GgufHeader) -> list[tuple[str, str]]:
+    """The merges of the file."""
+    return [_pair(header, text) for text in header.texts(f"{PREFIX}merges")]
+
+
 def _pair(header: GgufHeader, merge: str) -> tuple[str, str]:
     first, space, second = merge[1:].partition(" ")  # the first token may be a space itself
     if not space or not second:
@@ -170,11 +176,23 @@ def _pair(header: GgufHeader, merge: str) -> tuple[str, str]:
 
 def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
     """BPE over characters, with bytes for those that the vocabulary lacks, as Llama 2 and Mistral have it."""
-    _refuse_set(header, "precompiled_charsmap", "remove_extra_whitespaces")
-    vocab, unknown = _vocab(header, tokens), token_id(header, "unknown")
     scores = header.numbers(f"{PREFIX}scores", len(tokens), default=None)
     special = {text for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL, BYTE)}
-    merges = merges_by_score(vocab, dict(zip(tokens, map(float, scores), strict=True)), special)
+    merges = merges_by_score(_vocab(header, tokens), dict(zip(tokens, map(float, scores), strict=True)), special)
+    return _with_byte_fallback(header, tokens, merges, header.get(f"{PREFIX}add_space_prefix", FLAG) is not False)
+
+
+def _gemma4(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
+    """The same with given merges, as Gemma 4 has it."""
+    _refuse_set(header, "add_space_prefix")
+    return _with_byte_fallback(header, tokens, _pairs(header), False)
+
+
+def _with_byte_fallback(
+    header: GgufHeader, tokens: list[str], merges: list[tuple[str, str]], space_prefix: bool
+) -> Tokenizer:
+    _refuse_set(header, "precompiled_charsmap", "remove_extra_whitespaces")
+    vocab, unknown = _vocab(header, tokens), token_id(header, "unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -186,7 +204,7 @@ def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> 
     )
     mark_spaces, show_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
     show = [show_spaces, decoders.ByteFallback(), decoders.Fuse()]
-    if header.get(f"{PREFIX}add_space_prefix", FLAG) is not False:
+    if space_prefix:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), mark_spaces])
         tokenizer.decoder = decoders.Sequence([*show, decoders.Strip(" ", 1, 0)])
     else:
@@ -217,6 +235,7 @@ def merges_by_score(
 _KINDS: Mapping[str, Callable[[GgufHeader, list[str], list[int]], Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
+    "gemma4": _gemma4,
 }
 
 
@@ -229,7 +248,7 @@ def _adds(header: GgufHeader, name: str, kind: str) -> bool:
     given = header.get(f"{PREFIX}add_{name}_token", FLAG)
     if given is not None or name == "eos":
         return bool(given)
-    return kind == "llama" or PRE_TOKENIZERS[header.get(f"{PREFIX}pre", TEXT) or "default"].add_bos
+    return kind in ("llama", "gemma4") or PRE_TOKENIZERS[header.get(f"{PREFIX}pre", TEXT) or "default"].add_bos
 
 
 def _chat_template(header: GgufHeader) -> str | dict[str, str] | None:
