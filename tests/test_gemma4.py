@@ -19,8 +19,11 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4Tex
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.data.network import RopeSpec
+from nanovllm.errors import ConfigError
+from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory.layout import layout_of
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
+from nanovllm.models.loader import load_model
 
 VOCAB, BLOCK = 199, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -210,10 +213,22 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words
     assert "\n" not in message
 
 
-def test_ranks_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_would_differ_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", **LARGE)
     spec = load_decoder_spec(tmp_path)
-    assert "use tensor_parallel_size=1" in refusal(lambda: spec.of_ranks(2), Exception)
+    assert "heads, and of its KV heads, 4 or 1; take another number of ranks" in refusal(
+        lambda: spec.of_ranks(3), ConfigError
+    )
+
+
+@pytest.mark.parametrize("name", ["small", "mixture"])
+def test_ranks_hold_what_is_planned(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    spec, cpu = load_decoder_spec(tmp_path), torch.device("cpu")
+    parts = [load_model(tmp_path, spec, torch.float32, cpu, group=MetaRanks(rank, 2)) for rank in range(2)]
+    for part in parts:
+        assert part.weight_bytes == sum(slot.view.nbytes for _, slot in part.slots()) < spec.weight_bytes(4)
+        assert dict(part.spec.tensors()).keys() == dict(part.slots()).keys()
 
 
 # ---- sizes of what Google publishes

@@ -19,6 +19,7 @@ from fast import fast_only
 from lora_helpers import make_adapter
 from quantized_checkpoints import quantize
 from rank_processes import kept_rank_processes
+from test_gemma4 import LARGE, MIXTURE, SMALL
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError
@@ -101,6 +102,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "sinks, and experts with biases": {"family": "gpt_oss", "kv_heads": 1, "experts": 4},
     "norms over the heads of both ranks": {"family": "olmo3", "kv_heads": 1, "sliding_window": 24, "layers": 4},
     "recurrent layers": {"family": "qwen3_5", "layers": 4, "kv_heads": 1},
+    "layers that differ in heads": {"family": "gemma4", **LARGE},
+    "layers with inputs of their own": {"family": "gemma4", **SMALL},
+    "experts beside the MLP": {"family": "gemma4", **MIXTURE},
     "norms of sums over the ranks": {"family": "gemma3", "kv_heads": 1, "tie": True, "sliding_window": 24},
 }
 

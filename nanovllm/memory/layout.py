@@ -199,7 +199,9 @@ def kv_layout(spec: DecoderSpec, kv_cache_dtype: str, itemsize: int) -> KVLayout
 
 def of_rank(layout: KVLayout, spec: DecoderSpec) -> KVLayout:
     """The layout on the rank whose part of the network `spec` is."""
-    return layout if spec.sharding is None else replace(layout, num_kv_heads=spec.num_kv_heads)
+    if spec.sharding is None or layout.heads:  # heads of several sizes are divided evenly
+        return layout
+    return replace(layout, num_kv_heads=spec.num_kv_heads)
 
 
 def block_size_of(config: EngineConfig, token_layer_bytes: int, model_max_len: int) -> int:

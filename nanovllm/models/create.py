@@ -15,5 +15,5 @@ def create_decoder(
 ) -> Decoder:
     """The decoder of a network, its parameters allocated and not initialized. group: as for `Decoder`."""
     if spec.gemma4 is not None:
-        return Gemma4Decoder(spec, spec.gemma4, dtype, device)
+        return Gemma4Decoder(spec, spec.gemma4, dtype, device, group)
     return Decoder(spec, dtype, device, group)

@@ -132,8 +132,15 @@ class Gemma4Decoder(Decoder):
 
     layers: Sequence[Gemma4Layer]
 
-    def __init__(self, spec: DecoderSpec, gemma: Gemma4Spec, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype, device)
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        gemma: Gemma4Spec,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
+    ) -> None:
+        super().__init__(spec, dtype, device, group)
         self._gemma = gemma
         head_dims = (gemma.full_head_dim, spec.head_dim)  # as in `DecoderSpec.ropes`
         self.rotaries = [RotaryEmbedding(*of_kind, device) for of_kind in zip(spec.ropes, head_dims, strict=True)]

@@ -156,7 +156,9 @@ def _without_mtp_layers(
 
 def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: StoredTensor) -> Part:
     """What a rank with this spec holds of a tensor of the checkpoint."""
-    return () if spec.sharding is None else spec.sharding.part(name.rpartition(".")[0], tensor.axes, stored.shape)
+    module = name.rpartition(".")[0]
+    sharding = spec.sharding_of(module)
+    return () if sharding is None else sharding.part(module, tensor.axes, stored.shape)
 
 
 def _use(use: Callable[[Tensor], None], reader: TensorReader, name: str, stored: StoredTensor, part: Part = ()) -> None:

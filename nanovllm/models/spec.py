@@ -63,6 +63,7 @@ class DecoderSpec:
     gemma4: Gemma4Spec | None = None  # layers that differ from each other; `for_layer` gives the sizes of one
     num_mtp_layers: int = 0  # layers behind the last in a checkpoint, for multi-token prediction, which are not read
     whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
+    layer_shardings: tuple[Sharding, ...] = ()  # of a rank's layers, where they differ
 
     @property
     def q_size(self) -> int:
@@ -89,10 +90,43 @@ class DecoderSpec:
         Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
         if self.gemma4 is not None:
+            return self._gemma4_ranks(num_ranks, self.gemma4)
+        return [self._part(sharding) for sharding in self._shardings(num_ranks, range(self.num_layers))]
+
+    def _gemma4_ranks(self, num_ranks: int, gemma: Gemma4Spec) -> Sequence[DecoderSpec]:
+        """`of_ranks` of layers with heads of several sizes. What adds their own inputs is whole on every rank."""
+        kinds = [(is_full, layer >= gemma.num_owners) for layer, is_full in enumerate(gemma.full)]
+        held: dict[tuple[bool, bool], Sequence[Sharding]] = {}
+        for kind in dict.fromkeys(kinds):
+            layers = [layer for layer, its_kind in enumerate(kinds) if its_kind == kind]
+            kv_heads = gemma.full_kv_heads if kind[0] else self.num_kv_heads
+            held[kind] = replace(self.for_layer(layers[0]), num_kv_heads=kv_heads)._shardings(num_ranks, layers, self)
+        sizes = {len(each.heads) for shardings in held.values() for each in shardings}
+        if len(sizes) > 1 or any(len({len(each.kv_heads) for each in of_kind}) > 1 for of_kind in held.values()):
             raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: layers of several head sizes, which a {self.architecture} has, are "
-                "not divided among ranks; use tensor_parallel_size=1"
+                f"tensor_parallel_size={num_ranks}: every rank must have as many of a layer's {self.num_heads} heads, "
+                f"and of its KV heads, {self.num_kv_heads} or {gemma.full_kv_heads}; take another number of ranks"
             )
+        found = []
+        for rank in range(num_ranks):
+            of_kinds = {kind: shardings[rank] for kind, shardings in held.items()}
+            own = self._part(of_kinds.get((False, False)) or self._shardings(num_ranks, ())[rank])
+            wide = [len(each.intermediate) for (_, is_shared), each in of_kinds.items() if is_shared]
+            full_kv_heads = len(of_kinds[True, False].kv_heads)
+            part = replace(gemma, full_kv_heads=full_kv_heads, shared_intermediate_size=max(wide, default=0))
+            found.append(replace(own, gemma4=part, layer_shardings=tuple(of_kinds[kind] for kind in kinds)))
+        return found
+
+    def sharding_of(self, module: str) -> Sharding | None:
+        """How a tensor-parallel rank's module is divided; None if there is one rank."""
+        if not self.layer_shardings or not module.startswith("model.layers."):
+            return self.sharding
+        return self.layer_shardings[int(module.split(".", 3)[2])]
+
+    def _shardings(
+        self, num_ranks: int, layers: Sequence[int], network: DecoderSpec | None = None
+    ) -> Sequence[Sharding]:
+        """What each rank holds of some layers, which have this network's sizes. network: whose layers they are."""
         inner = 0 if self.experts is None else self.experts.intermediate_size
         shared = 0 if self.experts is None or self.experts.shared is None else self.experts.shared.intermediate_size
         attention = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -103,7 +137,7 @@ class DecoderSpec:
         inner_sizes = (self.intermediate_size, self.vocab_size, inner, shared)
         sizes = Sizes(*attention, *inner_sizes, self.attention_gate, states)
         form = "" if self.quantization is None else self.quantization.name
-        return [self._part(sharding) for sharding in shard(sizes, num_ranks, self._divided_matrices(), form)]
+        return shard(sizes, num_ranks, (network or self)._divided_matrices(layers), form)
 
     def _part(self, sharding: Sharding) -> DecoderSpec:
         experts = self.experts
@@ -127,12 +161,14 @@ class DecoderSpec:
             whole=self,
         )
 
-    def _divided_matrices(self) -> Collection[DividedMatrix]:
-        """The matrices whose storage cannot be divided everywhere, one for all that are alike."""
+    def _divided_matrices(self, layers: Sequence[int]) -> Collection[DividedMatrix]:
+        """The matrices of some layers, and of none, whose storage cannot be divided everywhere, one for all that are
+        alike."""
         if self.quantization is None:
             return ()
         found: dict[tuple[object, ...], DividedMatrix] = {}
-        for module, rows, columns in self.matrices():
+        matrices = [*self._tables(), *(matrix for index in layers for matrix in self._layer_matrices(index))]
+        for module, rows, columns in matrices:
             matrix = DividedMatrix(module, (rows, columns), self.quantization.units(module, rows, columns))
             found[kind_of_mlp(module), module.rpartition(".")[2], matrix.units] = matrix
         return found.values()
@@ -484,6 +520,7 @@ class DecoderSpec:
             experts=experts,
             recurrent=recurrent,
             gemma4=None if self.gemma4 is None else self.gemma4.of_layers(indices),
+            layer_shardings=tuple(self.layer_shardings[index] for index in indices) if self.layer_shardings else (),
             whole=whole,
         )
 

@@ -105,7 +105,7 @@ def read_packed(files: AdapterFiles, model: Decoder) -> PackedAdapter:
 
 def _read(stored: Any, adapter: ModuleAdapter, name: str, axes: Sequence[Axis | None], model: Decoder) -> Tensor:
     """What this rank holds of a tensor, in fp32; `axes` as in `Sharding.part`."""
-    sharding, tensor = model.spec.sharding, stored.get_slice(name)
+    sharding, tensor = model.spec.sharding_of(adapter.module), stored.get_slice(name)
     part = () if sharding is None else sharding.part(adapter.module, axes, tensor.get_shape())
     return joined(lambda slices: tensor[slices or slice(None)], part).float()
 

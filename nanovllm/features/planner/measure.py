@@ -130,6 +130,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
         spec.of_layers(range(layers)),
         sharding=None,
         whole=None,
+        layer_shardings=(),
         sliding_windows=(None,) * layers,
         vocab_size=min(spec.vocab_size, rows),
         tie_word_embeddings=True,

@@ -50,9 +50,11 @@ class Network:
     def num_all_reduces(self) -> int:
         """Sums over the ranks in a step: after the embedding, and after attention and MLP of every layer.
 
-        Where q and k are normalized over all heads, also of their squares.
+        Experts beside an MLP have a sum of their own. Where q and k are normalized over all heads, also of their
+        squares.
         """
-        return 0 if self.num_ranks == 1 else 2 * self.spec.num_layers + 1 + self._sums_of_squares
+        beside = self.spec.experts is not None and self.spec.experts.beside_mlp
+        return 0 if self.num_ranks == 1 else (2 + beside) * self.spec.num_layers + 1 + self._sums_of_squares
 
     @property
     def _sums_of_squares(self) -> int:
