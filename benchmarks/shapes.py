@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +57,23 @@ class Shape:
         return self.network.layout(1).token_bytes
 
     def prefill_operations(self, prompt_len: int) -> float:
-        """Operations of a prompt's prefill: projections, attention, one row of logits. A multiply-add counts as two."""
+        """Operations of a prompt's prefill: projections, attention, one row of logits. A multiply-add counts as two.
+
+        A token takes each recurrent state through three products, as of a matrix and a vector.
+        """
         network, logits = self.network, 2.0 * self.spec.vocab_size * self.spec.hidden_size
-        return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + logits
+        states = 0 if self.spec.recurrent is None else prod(self.spec.recurrent.state_shape)
+        recurrence = 6.0 * self.spec.num_recurrent_layers * states * prompt_len
+        return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + recurrence + logits
 
     def decode_bytes(self, context_len: int) -> int:
-        """Bytes that a sequence's decode step must read: visible KV, and weights without the embedding table and the
-        experts that its row does not choose."""
+        """Bytes that a sequence's decode step must read: visible KV, recurrent states, and weights without the
+        embedding table and the experts that its row does not choose."""
         network, itemsize = self.network, self.dtype.itemsize
         table = 0 if self.spec.tie_word_embeddings else self.spec.head_bytes(itemsize)
         unread = self.spec.layer_weight_bytes(itemsize) - self.spec.layer_weight_bytes(itemsize, rows=1)
         weights = network.weight_bytes - table - self.spec.num_layers * unread
-        return weights + network.attended_bytes(context_len - 1, 1)
+        return weights + network.attended_bytes(context_len - 1, 1) + network.state_bytes
 
     def facts(self) -> dict[str, Any]:
         """The shape in the report."""

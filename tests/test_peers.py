@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from benchmarks.peers.checkpoint import make_checkpoint
 from benchmarks.peers.driver import Findings, Plan, Workshop, take_turns
 from benchmarks.peers.env import EngineFailure
 from benchmarks.peers.runner import Job
-from benchmarks.shapes import Shape, open_shape
+from benchmarks.shapes import open_shape
 from nanovllm import LLM, SamplingParams
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 300
@@ -36,6 +35,17 @@ CONFIG = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
+RECURRENT = CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 FAILED = "vllm failed with exit status 1: ValueError: no"
 CEILING = {"matmul_flop_s": 1e9, "read_bytes_s": 1e6}
 
@@ -48,12 +58,6 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def shape(model: Path) -> Iterator[Shape]:
-    with open_shape(str(model), None, "bfloat16") as shape:
-        yield shape
-
-
 def result(prefill_s: float, tpot_s: float | None = 0.1, *, peak: int = 10**9, tokens: list[int] | None = None) -> Any:
     tokens = [1, 2, 3, 4] if tokens is None else tokens
     figures = {"prefill_s": prefill_s, "tpot_s": tpot_s, "peak_rss_bytes": peak}
@@ -63,10 +67,12 @@ def result(prefill_s: float, tpot_s: float | None = 0.1, *, peak: int = 10**9, t
 # ---- checkpoint
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
-def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("config", "kind"), [(CONFIG, "BF16"), (CONFIG, "Q8_0"), (RECURRENT, "BF16")])
+def test_gguf_is_loaded_by_nanovllm(model: Path, tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
-    checkpoint = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
+    (model / "config.json").write_text(json.dumps(config))
+    with open_shape(str(model), None, "bfloat16") as shape:
+        checkpoint = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
     gguf = Workshop(tmp_path, ()).gguf(checkpoint, Path(sys.executable), kind)
     assert gguf == Workshop(tmp_path, ()).gguf(checkpoint, Path("no-such-python"), kind), "written once"
     with open_shape(str(gguf), None, "auto", "auto") as stored:
@@ -83,7 +89,7 @@ def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> 
 
 
 def job() -> Job:
-    return Job("model", None, [1], [2], 4, 1, 0)
+    return Job("model", None, [1], [2], 4, "bfloat16", 1, 0)
 
 
 def turns(plan: Plan, run: Any) -> Findings:

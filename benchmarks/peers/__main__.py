@@ -1,6 +1,6 @@
 """nanovllm compared with other engines: the same random checkpoint on the CPU, in one run.
 
-    python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--output-dir DIR]
+    python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--dtype float32] [--output-dir DIR]
     python -m benchmarks.peers --gguf FILE.gguf | --gguf-type Q4_K [--prompt-lens 512 4096]
 
 The second form runs nanovllm and llama.cpp on the same GGUF file: one that exists, or the random checkpoint in a type.
@@ -32,6 +32,7 @@ from benchmarks.shapes import Shape, open_shape
 
 NAME = "python -m benchmarks.peers"
 WORK_DIR = Path("build/peers")
+GGUF_TYPES = {"bfloat16": "BF16", "float32": "F32"}  # by the dtype that all engines compute in
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
         with open_shape(str(args.gguf), None, "auto", "auto") as shape:
             findings = measure(args, shape, args.gguf, workshop)
         return 1 if findings.failures else 0
-    with open_shape(args.model, args.num_layers, "bfloat16") as shape:
-        layers = shape.spec.num_layers
-        checkpoint = make_checkpoint(shape, args.work_dir / f"{shape.name}-{layers}-layers", args.seed)
+    with open_shape(args.model, args.num_layers, args.dtype) as shape:
+        name = f"{shape.name}-{shape.spec.num_layers}-layers-{args.dtype}"
+        checkpoint = make_checkpoint(shape, args.work_dir / name, args.seed)
         findings = measure(args, shape, checkpoint, workshop)
     return 1 if findings.failures else 0
 
@@ -59,7 +60,8 @@ def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: 
     pythons = workshop.pythons(args.engines, findings.failures)
     if gguf is None and ("llama.cpp" in pythons or args.gguf_type is not None):
         try:
-            gguf = workshop.gguf(checkpoint, pythons.get("llama.cpp", Path(sys.executable)), args.gguf_type or "BF16")
+            kind = args.gguf_type or GGUF_TYPES[args.dtype]
+            gguf = workshop.gguf(checkpoint, pythons.get("llama.cpp", Path(sys.executable)), kind)
         except EngineFailure as error:
             report_failure(findings.failures, "llama.cpp" if args.gguf_type is None else "--gguf-type", error)
             pythons = {} if args.gguf_type is not None else pythons
@@ -115,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
     add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
     add("--num-layers", type=positive, help="layers to keep of the model (default: all)")
+    add("--dtype", choices=list(GGUF_TYPES), default="bfloat16", help="of the weights (default: %(default)s)")
     add(
         "--gguf", type=Path, metavar="FILE", help="a GGUF file that nanovllm and llama.cpp run, in the place of --model"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.shapes import Shape
+from nanovllm.models.spec import DecoderSpec
 
 
 def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
@@ -30,19 +32,27 @@ def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
 def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """Every tensor under its Hugging Face name.
 
-    Matrices have variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights are within 0.1
-    of 1, and biases within 0.1 of 0.
+    Matrices and convolutions have variance 1 / inputs, so that a normalized input gives outputs of size 1. Factors of
+    norms are within 0.1 of 1, and biases within 0.1 of 0. Recurrent states decay to about 0.9 with each token.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, size in _tensor_shapes(shape).items():
         noise = torch.empty(size).uniform_(-1, 1, generator=generator)
-        if len(size) == 2:
-            noise *= (3 / size[1]) ** 0.5
+        if len(size) > 1:
+            noise *= (3 / math.prod(size[1:])) ** 0.5
         else:
-            noise = noise * 0.1 + (0 if name.endswith("bias") else 1)
+            noise = noise * 0.1 + _middle(name, shape.spec)
         weights[name] = noise.to(shape.dtype)
     return weights
+
+
+def _middle(name: str, spec: DecoderSpec) -> float:
+    """What the weights of a vector scatter around."""
+    if name.endswith("A_log"):
+        return -2.0
+    zero_centered = spec.zero_centered_norms and ".linear_attn." not in name
+    return 0.0 if zero_centered or name.endswith("bias") else 1.0
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:

@@ -83,9 +83,9 @@ class Workshop:
                 report_failure(failures, engine, error)
         return found
 
-    def gguf(self, checkpoint: Path, python: Path, kind: str = "BF16") -> Path:
+    def gguf(self, checkpoint: Path, python: Path, kind: str) -> Path:
         """The checkpoint as GGUF with matrices of type `kind`, written once. Raises EngineFailure."""
-        target = checkpoint / ("model.gguf" if kind == "BF16" else f"model-{kind}.gguf")
+        target = checkpoint / f"model-{kind}.gguf"
         if not target.exists():
             arguments = command(python, "benchmarks.peers.gguf_writer", str(checkpoint), str(target), kind)
             done = subprocess.run(arguments, capture_output=True, text=True)
@@ -118,6 +118,7 @@ def job_of(shape: Shape, checkpoint: Path, gguf: Path | None, plan: Plan, prompt
         prompt=prompt,
         warmup=[(warmup[0] + (warmup[0] == prompt[0])) % shape.spec.vocab_size, *warmup[1:]],
         output_len=plan.output_len,
+        dtype=str(shape.dtype).removeprefix("torch."),
         threads=threads,
         kv_bytes=(prompt_len + plan.output_len) * shape.kv_token_bytes,
     )

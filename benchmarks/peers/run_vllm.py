@@ -24,7 +24,7 @@ def load(job: Job) -> Loaded:
     from vllm import LLM, SamplingParams
 
     settings = {
-        "dtype": "bfloat16",
+        "dtype": job.dtype,
         "max_model_len": job.max_len,
         "max_num_seqs": 1,
         "enable_prefix_caching": False,

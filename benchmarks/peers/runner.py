@@ -28,6 +28,7 @@ class Job:
     prompt: list[int]
     warmup: list[int]  # other tokens, so that no cache helps the prompt
     output_len: int
+    dtype: str  # of the weights in `model`
     threads: int
     kv_bytes: int  # of the complete sequence
 
