@@ -1,7 +1,8 @@
 // The gated delta rule in plain loops.
 //
-// The columns of a state are independent of each other, given k, q, beta and the decay. So a thread takes a tile of columns
-// through all tokens of a run, and the tile stays in its first-level cache.
+// The columns of a state are independent of each other, given k, q, beta and the decay. So a thread takes columns of a head
+// through all tokens of a run: tile by tile through some tokens, whose q and k it first puts side by side, and then through
+// the next ones. A tile stays in the first cache, and the head's state, q and k in the second one.
 #include "cpu_delta.h"
 
 #include <algorithm>
@@ -20,6 +21,7 @@ using rows::silu_of;
 
 constexpr int kBlock = 256;         // channels of a convolution whose sums stay in registers and the cache
 constexpr int kTile = 32;           // columns of a state: four vectors of AVX2 hide the latency of a sum
+constexpr int64_t kTokens = 32;     // through which one tile goes before the next
 constexpr float kNormEps = 1e-6f;   // of the norms of q and k
 constexpr int64_t kElementsOfPiece = 8192;
 
@@ -117,6 +119,7 @@ void keep(const Inputs<T>& in, int64_t run, int64_t first, int64_t size) {
 template <class T>
 struct Tile {
     float* state;
+    int64_t stride;  // from a row of the state to the next one
     const float *q, *k;
     int64_t qk_stride;
     const T* v;
@@ -129,6 +132,7 @@ struct Tile {
 template <class T>
 INLINE void run_through(const Tile<T>& t) {
     float* __restrict__ state = t.state;
+    const int64_t stride = t.stride;
     for (int64_t token = 0; token < t.tokens; ++token) {
         const float *__restrict__ q = t.q + token * t.qk_stride, *__restrict__ k = t.k + token * t.qk_stride;
         const float decay = t.decay[token * t.gate_stride], beta = t.beta[token * t.gate_stride];
@@ -137,19 +141,19 @@ INLINE void run_through(const Tile<T>& t) {
         int64_t i = 0;
         for (; i + 1 < t.key_dim; i += 2) {
             const float first = k[i], second = k[i + 1];
-            for (int c = 0; c < kTile; ++c) even[c] += state[i * kTile + c] * first;
-            for (int c = 0; c < kTile; ++c) odd[c] += state[(i + 1) * kTile + c] * second;
+            for (int c = 0; c < kTile; ++c) even[c] += state[i * stride + c] * first;
+            for (int c = 0; c < kTile; ++c) odd[c] += state[(i + 1) * stride + c] * second;
         }
         for (; i < t.key_dim; ++i)
-            for (int c = 0; c < kTile; ++c) even[c] += state[i * kTile + c] * k[i];
+            for (int c = 0; c < kTile; ++c) even[c] += state[i * stride + c] * k[i];
         const T* v = t.v + token * t.v_stride;
         for (int64_t c = 0; c < t.columns; ++c) delta[c] = widen_scalar(v[c]);
         for (int c = 0; c < kTile; ++c) delta[c] = beta * (delta[c] - decay * (even[c] + odd[c]));
         for (i = 0; i < t.key_dim; ++i) {
             const float key = k[i], query = q[i];
             for (int c = 0; c < kTile; ++c) {
-                const float next = state[i * kTile + c] * decay + key * delta[c];
-                state[i * kTile + c] = next;
+                const float next = state[i * stride + c] * decay + key * delta[c];
+                state[i * stride + c] = next;
                 out[c] += next * query;
             }
         }
@@ -203,6 +207,60 @@ void store_tile(const float* tile, float* state, int64_t stride, int64_t key_dim
     for (int64_t i = 0; i < key_dim; ++i) std::copy_n(tile + i * kTile, columns, state + i * stride);
 }
 
+// A head's state through the tokens of a run.
+template <class T>
+class HeadOfRun {
+  public:
+    HeadOfRun(const Recurrence<T>& r, int64_t run, int64_t head)
+        : r_(r), sizes_(r.sizes), head_(head), first_(r.runs.starts[run]), end_(r.runs.starts[run + 1]),
+          state_(r.states.at(r.runs.slots[run]) + head * sizes_.key_dim * sizes_.value_dim) {}
+
+    void take(int64_t first_tile, int64_t end_tile) const {
+        thread_local Scratch scratch;
+        float* const tile = reinterpret_cast<float*>(scratch.words(sizes_.key_dim * (kTile + 2 * kTokens)));
+        for (int64_t row = first_; row < end_; row += kTokens) {
+            const Tokens tokens = gather(row, std::min(kTokens, end_ - row), tile + sizes_.key_dim * kTile);
+            for (int64_t i = first_tile; i < end_tile; ++i) take_tile(tokens, i * kTile, tile);
+        }
+    }
+
+  private:
+    struct Tokens {
+        int64_t row, count;
+        const float *q, *k;
+        int64_t stride;
+    };
+    const Recurrence<T>& r_;
+    const Sizes& sizes_;
+    const int64_t head_, first_, end_;
+    float* const state_;
+
+    // q and k of some tokens, side by side: all tiles read them, and in their rows they share few sets of a cache.
+    Tokens gather(int64_t row, int64_t count, float* target) const {
+        const int64_t stride = 2 * sizes_.key_size(), size = sizes_.key_dim;
+        const float* q = r_.qk + row * stride + head_ / (sizes_.value_heads / sizes_.key_heads) * size;
+        if (count == 1) return {row, count, q, q + sizes_.key_size(), stride};
+        for (int64_t i = 0; i < count; ++i, q += stride) {
+            std::copy_n(q, size, target + 2 * i * size);
+            std::copy_n(q + sizes_.key_size(), size, target + (2 * i + 1) * size);
+        }
+        return {row, count, target, target + size, 2 * size};
+    }
+
+    void take_tile(const Tokens& tokens, int64_t column, float* copy) const {
+        const int64_t columns = std::min<int64_t>(kTile, sizes_.value_dim - column), size = sizes_.value_dim;
+        const bool in_place = tokens.count == 1 && columns == kTile;  // copying takes as long as a token
+        const int64_t at = tokens.row * sizes_.value_size() + head_ * size + column;
+        const int64_t gates = tokens.row * sizes_.value_heads + head_;
+        float *const held = state_ + column, *const own = in_place ? held : copy;
+        if (!in_place) load_tile(held, size, own, sizes_.key_dim, columns);
+        tile_of_head(Tile<T>{own, in_place ? size : kTile, tokens.q, tokens.k, tokens.stride, r_.v + at, r_.y + at,
+                             sizes_.value_size(), r_.decay + gates, r_.beta + gates, sizes_.value_heads, tokens.count,
+                             sizes_.key_dim, columns});
+        if (!in_place) store_tile(own, held, size, sizes_.key_dim, columns);
+    }
+};
+
 }  // namespace
 
 template <class T>
@@ -226,24 +284,15 @@ void prepare(const Inputs<T>& in, int threads) {
 template <class T>
 void recur(const Recurrence<T>& r, int threads) {
     const Sizes& sizes = r.sizes;
-    const int64_t tiles = (sizes.value_dim + kTile - 1) / kTile, state = sizes.key_dim * sizes.value_dim;
-    const int64_t elements = r.runs.rows * sizes.value_heads * state;
+    const int64_t tiles = (sizes.value_dim + kTile - 1) / kTile, heads = r.runs.count * sizes.value_heads;
+    const int64_t elements = r.runs.rows * sizes.value_heads * sizes.key_dim * sizes.value_dim;
     const int used = int(std::min<int64_t>(threads, 1 + elements / (4 * kElementsOfPiece)));
-    for_pieces(r.runs.count * sizes.value_heads * tiles, used, Order::in_turn, [&](int64_t piece, int) {
-        thread_local Scratch scratch;
-        const int64_t tile = piece % tiles, head = piece / tiles % sizes.value_heads, run = piece / tiles / sizes.value_heads;
-        const int64_t column = tile * kTile, columns = std::min<int64_t>(kTile, sizes.value_dim - column);
-        const int64_t row = r.runs.starts[run], key_head = head / (sizes.value_heads / sizes.key_heads);
-        float* held = r.states.at(r.runs.slots[run]) + head * state + column;
-        float* own = reinterpret_cast<float*>(scratch.words(sizes.key_dim * kTile));
-        const float* q = r.qk + row * 2 * sizes.key_size() + key_head * sizes.key_dim;
-        const int64_t at = row * sizes.value_size() + head * sizes.value_dim + column;
-        const int64_t gates = row * sizes.value_heads + head;
-        load_tile(held, sizes.value_dim, own, sizes.key_dim, columns);
-        tile_of_head(Tile<T>{own, q, q + sizes.key_size(), 2 * sizes.key_size(), r.v + at, r.y + at, sizes.value_size(),
-                             r.decay + gates, r.beta + gates, sizes.value_heads, r.runs.starts[run + 1] - row,
-                             sizes.key_dim, columns});
-        store_tile(own, held, sizes.value_dim, sizes.key_dim, columns);
+    // Parts of a head only where there are too few heads for the threads: each part copies q and k.
+    const int64_t parts = std::clamp<int64_t>((4 * used + heads - 1) / heads, 1, tiles);
+    for_pieces(heads * parts, used, Order::in_turn, [&](int64_t piece, int) {
+        const int64_t head = piece / parts, part = piece % parts;
+        HeadOfRun<T>(r, head / sizes.value_heads, head % sizes.value_heads)
+            .take(tiles * part / parts, tiles * (part + 1) / parts);
     });
 }
 
