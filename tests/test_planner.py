@@ -25,6 +25,7 @@ from nanovllm.features.cpu_attention.shares import (
     blocks_for_cpu_attention,
     layer_seconds,
 )
+from nanovllm.features.planner.dry_run import StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import (
     COMPUTE,
@@ -39,6 +40,7 @@ from nanovllm.features.planner.predict import (
 )
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -102,11 +104,15 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
         assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
         assert plan.network.weight_bytes == parameter_bytes(llm._runner.model)
-    chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
-    steps = (plan._dry_run if windows != "none" else plan._by_formula)(plan._step_model, prompt_len, output_len).steps
+    steps = plan._steps(plan._step_model, prompt_len, output_len).steps
     assert len(block_reads) == sum(moves.block_reads for step, moves in steps if step.num_chunks == 1)
     assert cpu_attention or not stats.transfers.cpu_attention_blocks
-    assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
+    prefills = [step for step, _ in steps if step.begin < prompt_len]
+    assert request.layer_by_layer == sum(step.end - step.begin for step in prefills if step.num_chunks > 1)
+    if windows == "none":
+        resident, layerwise_memory = plan.kv.split.resident_blocks, plan.kv.layerwise_memory
+        by_formula = prefill_steps(BLOCK, resident, prompt_len, chunk, layerwise_memory)
+        assert [(step.begin, step.end) for step in prefills] == [(step.begin, step.end) for step in by_formula]
 
 
 def count_block_reads(llm: LLM) -> list[int]:
@@ -299,13 +305,29 @@ def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
 CHUNK = LayerwisePrefill(100, 140, 40)
 
 
-def step_model(spec: DecoderSpec, resident: int, ring_slots: int, rates: Rates) -> StepModel:
+RESIDENT = 2  # blocks
+
+
+def step_model(spec: DecoderSpec, rates: Rates) -> StepModel:
     network = Network(spec, "float32")
-    return StepModel(network, rates, network.layout(BLOCK), resident, ring_slots)
+    return StepModel(network, rates, network.layout(BLOCK), ring_slots=4)
+
+
+def moves_of(model: StepModel, context_len: int, query_len: int = 1, resident: int = RESIDENT) -> StepMoves:
+    """What a step moves by the formula, with the best share of CPU attention."""
+    layout, use = model.layout, None
+    if model.can_share(query_len):
+        stored = min(context_len, resident * BLOCK)
+        token = layout.token_layer_bytes
+        share = model.share_of((context_len - stored) * token, stored * token, layout.block_layer_bytes)
+        use = CpuAttentionUse(share, query_len)
+    moved = predict_transfers(layout, resident, context_len, query_len, use)
+    reads = layout.num_layers * max(0, -(-(context_len + query_len) // BLOCK) - resident)
+    return StepMoves(moved, reads - moved.cpu_attention_blocks)
 
 
 def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpec) -> None:
-    model = step_model(spec, 2, 4, RATES)
+    model = step_model(spec, RATES)
     network = model.network
     matrices = network.matrix_operations(40) / 1e9
     computing = matrices + network.attention_operations(100, 40) / 5e8
@@ -314,17 +336,17 @@ def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpe
     copying = max(h2d / 1e8, d2h / 5e7)
     stall = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     fixed = 1e-3 + LAYERS * 1e-4 + LAYERS * 7 * 1e-5  # blocks 2 to 8
-    chunk = model.prefill(CHUNK, samples=False)
+    chunk = model.prefill(CHUNK, samples=False, moves=moves_of(model, 100, 40))
     assert chunk.seconds == pytest.approx(max(computing, copying + stall) + fixed)
     assert chunk.terms == pytest.approx({COMPUTE: computing, LINK: copying, FIXED: fixed})
-    last = model.prefill(CHUNK, samples=True)
+    last = model.prefill(CHUNK, samples=True, moves=moves_of(model, 100, 40))
     assert last.seconds == pytest.approx(chunk.seconds + VOCAB * spec.hidden_size * 4 / 2e9)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("duplex", [True, False])
 def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec, overlap: float, duplex: bool) -> None:
-    model = step_model(spec, 2, 4, replace(RATES, link=Link(1e8, 5e7, duplex, overlap)))
+    model = step_model(spec, replace(RATES, link=Link(1e8, 5e7, duplex, overlap)))
     token = model.layout.token_bytes
     weights = LAYERS * spec.layer_weight_bytes(4) / 1e9
     device = weights + 101 * token / 4e8
@@ -334,25 +356,25 @@ def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec, overlap: f
     stall = max(0.0, quiet - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     together = overlap * max(device, copying + stall) + (1 - overlap) * (device + copying)
     head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 5 * 1e-5
-    step = model.decode(100)
+    step = model.decode(100, moves_of(model, 100))
     assert step.seconds == pytest.approx(together + head + fixed)
     assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying, FIXED: fixed})
     assert step.limit == max(step.terms, key=lambda name: step.terms[name])
 
 
 def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderSpec) -> None:
-    known = step_model(spec, 2, 4, RATES)
     for unknown, prefill, decode in (
         ("compute", True, False), ("attention", True, False), ("link", True, True), ("device_bandwidth", False, True),
         ("weight_bandwidth", False, True), ("head_bandwidth", False, True), ("host_bandwidth", False, False),
     ):  # fmt: skip
-        model = step_model(spec, 2, 4, replace(RATES, **{unknown: None}))
-        chunk, step = model.prefill(CHUNK, samples=True), model.decode(100)
+        model = step_model(spec, replace(RATES, **{unknown: None}))
+        chunk = model.prefill(CHUNK, samples=True, moves=moves_of(model, 100, 40))
+        step = model.decode(100, moves_of(model, 100))
         assert chunk.missing == ((unknown,) if prefill else ()) and (chunk.seconds is None) == prefill
         assert step.missing == ((unknown,) if decode else ()) and (step.seconds is None) == decode
-        assert model.moves(100, 40).transfers == known.moves(100, 40).transfers
-    resident = step_model(spec, 99, 0, replace(RATES, link=None))
-    assert resident.decode(100).seconds is not None, "nothing is streamed: no link is needed"
+    resident = step_model(spec, replace(RATES, link=None))
+    step = resident.decode(100, moves_of(resident, 100, resident=99))
+    assert step.seconds is not None, "nothing is streamed: no link is needed"
 
 
 def test_a_chunk_that_hides_the_link(spec: DecoderSpec) -> None:
@@ -372,7 +394,7 @@ CPU_ATTENTION_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, l
 
 
 def shared_model(spec: DecoderSpec, rates: Rates, *, one_processor: bool = False) -> StepModel:
-    model = step_model(spec, 2, 4, rates)
+    model = step_model(spec, rates)
     return replace(model, cpu_attention=True, one_processor=one_processor)
 
 
@@ -430,27 +452,27 @@ def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
     """98 tokens on the host, 6 full blocks and 2 tokens: at twice the link's rate the CPU takes two thirds."""
     model = shared_model(spec, CPU_ATTENTION_RATES)
     token = model.layout.token_bytes
-    moved = model.moves(2 * BLOCK + 98, 1).transfers
+    moved = moves_of(model, 2 * BLOCK + 98).transfers
     assert moved.cpu_attention_blocks == LAYERS * 4 and moved.cpu_attention_bytes == 4 * BLOCK * token
     weights = LAYERS * spec.layer_weight_bytes(4) / 4e8
     device = weights + (2 * BLOCK + 98 + 1 - 4 * BLOCK) * token / 4e8
     cpu_attention, copying = 4 * BLOCK * token / 2e6, (98 - 4 * BLOCK) * token / 1e6
     head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 3 * 1e-5
-    step = model.decode(2 * BLOCK + 98)
+    step = model.decode(2 * BLOCK + 98, moves_of(model, 2 * BLOCK + 98))
     assert step.terms == pytest.approx({DEVICE: device + head, HOST: cpu_attention, LINK: copying, FIXED: fixed})
     assert step.seconds == pytest.approx(max(weights + cpu_attention, copying) + head + fixed)
     unshared = shared_model(spec, replace(CPU_ATTENTION_RATES, host_bandwidth=None))
-    assert step.seconds < (unshared.decode(130).seconds or 0)
+    assert step.seconds < (unshared.decode(130, moves_of(unshared, 130)).seconds or 0)
 
 
 def test_one_processor_reads_in_turn(spec: DecoderSpec) -> None:
     model = shared_model(
         spec, replace(CPU_ATTENTION_RATES, link=Link(1e6, 1e6, duplex=False, overlap=0.0)), one_processor=True
     )
-    moved = model.moves(100, 1).transfers
-    step = model.decode(100)
+    moves = moves_of(model, 100)
+    step = model.decode(100, moves)
     assert step.seconds == pytest.approx(sum(step.terms.values()))
-    assert step.terms[HOST] == pytest.approx(moved.cpu_attention_bytes / 2e6) and step.limit == HOST
+    assert step.terms[HOST] == pytest.approx(moves.transfers.cpu_attention_bytes / 2e6) and step.limit == HOST
 
 
 def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -> None:
@@ -459,7 +481,7 @@ def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -
         model = shared_model(spec, rates)
         assert model.no_cpu_attention == (rate,)
         without = replace(model, cpu_attention=False)
-        assert model.moves(130, 1) == without.moves(130, 1) and model.decode(130) == without.decode(130)
+        assert moves_of(model, 130) == moves_of(without, 130)
         assert shared_model(spec, rates, one_processor=True).no_cpu_attention == ()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import check_fits
-from nanovllm.features.planner.dry_run import StepMoves
+from nanovllm.features.planner.dry_run import NO_MOVES, StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Prediction, StepModel, total
 from nanovllm.memory.draft_model import draft_engine, sized_draft_engine
@@ -86,7 +86,6 @@ def planned_drafts(
     again = round((1 - all_right) * planned.tokens) if recurrent else 0
     parts = [model.decode(context_len, moves, rows=again + 1 + count)]
     if draft is not None:
-        layout = draft.network.layout(1)
-        own = StepModel(draft.network, model.rates, layout, resident_blocks=draft.longest, ring_slots=0)
-        parts += [own.decode(min(context_len, draft.longest - 1))] * count
+        own = StepModel(draft.network, model.rates, draft.network.layout(1), ring_slots=0)
+        parts += [own.decode(min(context_len, draft.longest - 1), NO_MOVES)] * count
     return replace(planned, step=total(parts))

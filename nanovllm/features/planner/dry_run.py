@@ -1,17 +1,14 @@
-"""The steps of one prompt alone, from the engine's own scheduler and block manager, and what each of them copies.
-
-Where layers have windows or differ otherwise, which blocks are on the device depends on which were released or taken
-before, so no formula says it.
-"""
+"""The steps of one prompt alone, from the engine's own scheduler and block manager, and what each of them copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.batch import Batch, BlockMove, LayerwisePrefill, Sample, ScheduledSequence, StepResult
+from nanovllm.data.batch import BlockMove, LayerwisePrefill, Sample, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import HOLE, KVGroup
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
@@ -63,11 +60,7 @@ def dry_run(
         batch = scheduler.schedule(0.0)
         (seq,) = batch.sequences
         yield ScheduledStep(seq, batch.moves)
-        _finish(scheduler, batch, [Sample(0)] * len(seq.samples))
-
-
-def _finish(scheduler: Scheduler, batch: Batch, samples: list[Sample]) -> None:
-    scheduler.update(batch, StepResult([samples], [0], [0]), 0.0)
+        scheduler.update(batch, StepResult([[Sample(0)] * len(seq.samples)], [0], [0]), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +91,9 @@ class ScheduledStep:
         """Bytes of K and V that its layers see, and how much of them is on the device."""
         total = on_device = 0
         for index, group in enumerate(layout.groups):
-            for stored, new, on_host in self._reads(group, self.seq.block_tables[index], resident_blocks):
-                num_bytes = layout.of_groups[index].token_bytes * (stored + new)
-                total, on_device = total + num_bytes, on_device + (0 if on_host else num_bytes)
+            for read in self._reads(group, self.seq.block_tables[index], resident_blocks):
+                num_bytes = layout.of_groups[index].token_bytes * read.num_blocks * (read.stored + read.new)
+                total, on_device = total + num_bytes, on_device + (0 if read.on_host else num_bytes)
         return total, on_device
 
     def moved(self, layout: KVLayout, resident_blocks: int, share: Share | None) -> StepMoves:
@@ -117,18 +110,19 @@ class ScheduledStep:
             found += _of_layers(layout.of_groups[index], reads, share)
         return found
 
-    def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[tuple[int, int, bool]]:
-        """Of each block that a layer of the group uses: its stored and new tokens, and whether it is on the host."""
+    def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[BlockReads]:
+        """The blocks that a layer of the group uses, but those in the layer buffer alone."""
         begin, end, size = self.seq.context_len, self.seq.context_len + self.query_len, group.block_size
-        return [
-            (
-                stored := max(0, min(size, begin - index * size)),
-                min(size, end - index * size) - stored,
-                table[index] >= resident_blocks,
-            )
-            for index in range(group.first_visible(begin), group.num_blocks(end))
-            if table[index] != HOLE  # in the layer buffer alone
-        ]
+        first, full, last = group.first_visible(begin), begin // size, group.num_blocks(end)
+        whole = [block for block in table[first:full] if block != HOLE]
+        on_host = sum(block >= resident_blocks for block in whole)
+        found = [BlockReads(on_host, size, 0, True), BlockReads(len(whole) - on_host, size, 0, False)]
+        for index in range(max(first, full), last):
+            if table[index] != HOLE:
+                stored = max(0, begin - index * size)
+                new = min(size, end - index * size) - stored
+                found.append(BlockReads(1, stored, new, table[index] >= resident_blocks))
+        return found
 
     def _block_moves(self, layout: KVLayout, resident_blocks: int) -> TransferCount:
         total = TransferCount()
@@ -143,27 +137,35 @@ class ScheduledStep:
         return total
 
 
-def _of_layers(layout: KVLayout, reads: Sequence[tuple[int, int, bool]], share: Share | None) -> StepMoves:
+class BlockReads(NamedTuple):
+    """Blocks that a layer uses alike: stored and new tokens in each of them."""
+
+    num_blocks: int
+    stored: int
+    new: int
+    on_host: bool
+
+
+def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | None) -> StepMoves:
     """What the layers of a KV group copy for these reads, and those that read their K and V.
 
     layout: of `KVLayout.of_groups`. A layer without K and V of its own loads, and stores nothing.
     """
     token, size = layout.token_layer_bytes, layout.block_size
-    loaded = [stored for stored, _, on_host in reads if on_host and stored]
-    written = [new for _, new, on_host in reads if on_host and new]
-    whole = sum(stored == size for stored in loaded)
+    on_host = [read for read in reads if read.on_host]
+    loaded = sum(read.num_blocks * read.stored for read in on_host)
     spared = 0
     if share is not None:
-        resident = sum(stored for stored, _, on_host in reads if not on_host)
-        spared = blocks_of_share(whole, share(sum(loaded) * token, resident * token, size * token))
+        whole = sum(read.num_blocks for read in on_host if read.stored == size)
+        resident = sum(read.num_blocks * read.stored for read in reads if not read.on_host)
+        spared = blocks_of_share(whole, share(loaded * token, resident * token, size * token))
     layers, readers = layout.num_layers, layout.num_readers
-    through_ring = sum(on_host for _, _, on_host in reads) - spared
     moved = TransferCount(
-        h2d_copies=readers * (len(loaded) - spared),
-        h2d_bytes=readers * (sum(loaded) - spared * size) * token,
-        d2h_copies=layers * len(written),
-        d2h_bytes=layers * sum(written) * token,
+        h2d_copies=readers * (sum(read.num_blocks for read in on_host if read.stored) - spared),
+        h2d_bytes=readers * (loaded - spared * size) * token,
+        d2h_copies=layers * sum(read.num_blocks for read in on_host if read.new),
+        d2h_bytes=layers * sum(read.num_blocks * read.new for read in on_host) * token,
         cpu_attention_blocks=readers * spared,
         cpu_attention_bytes=readers * spared * size * token,
     )
-    return StepMoves(moved, readers * through_ring)
+    return StepMoves(moved, readers * (sum(read.num_blocks for read in on_host) - spared))

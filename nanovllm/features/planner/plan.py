@@ -31,7 +31,7 @@ from nanovllm.formats.hub import find_directory, is_gguf
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
-from nanovllm.memory.layerwise import layerwise_token_bytes, prefill_steps
+from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.sizing import (
     KVPlan,
@@ -154,20 +154,12 @@ class Plan:
         """Engine arguments each set of which makes the prompt fit; see `KVSizing.changes_for`."""
         return self.sizing.changes_for(prompt_len)
 
-    def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
-        """The prefill steps of a lone prompt with nothing cached; see `memory.layerwise`."""
-        layout, resident = self.sizing.layout, self.kv.split.resident_blocks
-        if self._needs_dry_run:
-            return [step for step, _ in self._dry_run(self._step_model, prompt_len, 1).steps]
-        return prefill_steps(layout.block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
-
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
         model = self._step_model
-        plan = self._dry_run if self._needs_dry_run else self._by_formula
-        planned = plan(model, prompt_len, output_len)
+        planned = self._steps(model, prompt_len, output_len)
         steps = [each for each in planned.steps if each[0].begin < prompt_len]
         decodes = planned.steps[len(steps) :]
         shown = decodes or [planned.next_token]
@@ -198,37 +190,17 @@ class Plan:
         return planned_drafts(model, work.begin, moves, count, self.acceptance, self.draft)
 
     @property
-    def _needs_dry_run(self) -> bool:
-        """Whether blocks are released before the end, or are of several kinds."""
-        groups = self.sizing.layout.groups
-        return len(groups) > 1 or groups[0].window is not None or bool(groups.shared)
-
-    @property
     def _step_model(self) -> StepModel:
         return StepModel(
             self.network,
             self.rates,
             self.sizing.layout,
-            self.kv.split.resident_blocks,
             self.kv.split.ring_slots,
             cpu_attention=self.cpu_attention,
             one_processor=self.sizing.memory.tiers_share_memory,
         )
 
-    def _by_formula(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
-        """The steps of a model whose layers are alike and have no window."""
-        computed, layout = prompt_len + output_len - 1, self.sizing.layout
-        steps = [*self.prefill_steps(prompt_len), *(_one_token(context) for context in range(prompt_len, computed))]
-        moves = [model.moves(step.begin, step.end - step.begin, step.num_chunks > 1) for step in steps]
-        return PlannedSteps(
-            list(zip(steps, moves, strict=True)),
-            next_token=(_one_token(prompt_len), model.moves(prompt_len, 1)),
-            num_blocks=-(-computed // layout.block_size),
-            kv_bytes=computed * layout.token_bytes,
-            resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
-        )
-
-    def _dry_run(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
+    def _steps(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
         """The steps that the engine's scheduler takes."""
         layout, resident = self.sizing.layout, self.kv.split.resident_blocks
         steps: list[PlannedStep] = []
@@ -259,10 +231,6 @@ class PlannedSteps:
     num_blocks: int
     kv_bytes: int
     resident_bytes: int
-
-
-def _one_token(context_len: int) -> LayerwisePrefill:
-    return LayerwisePrefill(context_len, context_len + 1, 1)
 
 
 def _mean_decode(model: StepModel, steps: Sequence[PlannedStep]) -> Prediction:

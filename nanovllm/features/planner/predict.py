@@ -26,13 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.features.cpu_attention import shares
 from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths
 from nanovllm.features.planner.dry_run import StepMoves
 from nanovllm.features.planner.network import Network
-from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
+from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layout import KVLayout
 
 COMPUTE, DEVICE, HOST = "compute", "device memory bandwidth", "host memory bandwidth"
@@ -107,16 +108,15 @@ class StepWork:
         return self.products + self.attention + self.head
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepModel:
     """The costs of steps of one sequence alone, `query_len` tokens after `context_len` stored ones."""
 
     network: Network
     rates: Rates
     layout: KVLayout
-    resident_blocks: int  # the first blocks; the others stream through the ring
     ring_slots: int
-    cpu_attention: bool = False  # the CPU attends to a share of the others
+    cpu_attention: bool = False  # the CPU attends to a share of the host blocks
     one_processor: bool = False  # device and host are the same cores and memory
 
     @property
@@ -127,22 +127,6 @@ class StepModel:
         names = ("link", "host_bandwidth", "device_bandwidth")
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
-    def moves(self, context_len: int, query_len: int, layer_by_layer: bool = False) -> StepMoves:
-        """What a step of a model without windows moves: `predict_transfers` with the best share of CPU attention.
-
-        layer_by_layer: a prefill of several chunks, in which the CPU attends to nothing.
-        """
-        layout, token = self.layout, self.layout.token_layer_bytes
-        use = None
-        if not layer_by_layer and self.can_share(query_len):
-            resident = min(context_len, self.resident_blocks * layout.block_size)
-            share = self.share_of((context_len - resident) * token, resident * token, layout.block_layer_bytes)
-            use = CpuAttentionUse(share, query_len)
-        moved = predict_transfers(layout, self.resident_blocks, context_len, query_len, use)
-        end = -(-(context_len + query_len) // layout.block_size)
-        reads = layout.num_layers * max(0, end - self.resident_blocks)
-        return StepMoves(moved, reads - moved.cpu_attention_blocks)
-
     def can_share(self, query_len: int) -> bool:
         """Whether the CPU attends to a share of the host blocks in a chunk of `query_len` tokens."""
         spec = self.network.spec
@@ -151,23 +135,23 @@ class StepModel:
 
     def share_of(self, host_bytes: int, resident_bytes: int, block_bytes: int) -> float:
         """`cpu_share` of a layer that attends to so much KV on the host and on the device."""
-        spec, rates, known = self.network.spec, self.rates, ONE_PROCESSOR
+        rates, known = self.rates, ONE_PROCESSOR
         if not self.one_processor:
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
-        weights = spec.layer_weight_bytes(self.network.itemsize, rows=1)
-        return cpu_share(host_bytes, resident_bytes, block_bytes, weights, known)
+        return cpu_share(host_bytes, resident_bytes, block_bytes, self._layer_weight_bytes, known)
 
-    def prefill(self, step: LayerwisePrefill, samples: bool, moves: StepMoves | None = None) -> Prediction:
+    @cached_property
+    def _layer_weight_bytes(self) -> int:
+        return self.network.spec.layer_weight_bytes(self.network.itemsize, rows=1)
+
+    def prefill(self, step: LayerwisePrefill, samples: bool, moves: StepMoves) -> Prediction:
         """A chunk of the prompt, or several chunks layer by layer. `samples`: the first token follows.
-
-        moves: what it moves; None: see `moves`.
 
         device = max(operations / compute, weights / weight bandwidth) + attention operations / attention. In
         layer-by-layer prefill, the layer buffer holds a layer's KV, so that the link never waits for a ring slot.
         """
         query_len = step.end - step.begin
-        moves = moves or self.moves(step.begin, query_len, layer_by_layer=step.num_chunks > 1)
         moved = moves.transfers
         missing = self._missing(moved, "compute", "attention")
         net, rates = self.network, self.rates
@@ -188,8 +172,8 @@ class StepModel:
         )
         return self._step(work, moves, query_len, steps=step.num_chunks)
 
-    def decode(self, context_len: int, moves: StepMoves | None = None, rows: int = 1) -> Prediction:
-        """One token after `context_len` stored ones. moves: what it moves; None: see `moves`.
+    def decode(self, context_len: int, moves: StepMoves, rows: int = 1) -> Prediction:
+        """One token after `context_len` stored ones.
 
         rows: with rows - 1 drafts, whose operations come on top of one row's reading, where their rates are known.
 
@@ -197,7 +181,6 @@ class StepModel:
         with recurrent states that it reads and writes, / device bandwidth, and CPU attention = its bytes / host
         bandwidth.
         """
-        moves = moves or self.moves(context_len, 1)
         moved = moves.transfers
         missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
         net, rates = self.network, self.rates
