@@ -137,7 +137,7 @@ class ContentExecutor:
         self.group_of: dict[int, int] = {}  # of each physical block that has content
         self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # seq_id, part, its next (layer, chunk)
         self.buffered: dict[tuple[int, int], bytes] = {}  # (layer, position) -> digest, in the layer buffer alone
-        self.num_layerwise = self.num_holes = 0
+        self.num_layerwise = self.num_holes = self.num_buffered = 0
         self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, set by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
@@ -317,6 +317,7 @@ class ContentExecutor:
             if where[0] == HOLE:
                 if position in chunk:
                     self.buffered[layer, position] = digests[position]
+                    self.num_buffered += 1
                 found: bytes | None = self.buffered[layer, position]
             else:
                 if position in chunk and plane == 0:

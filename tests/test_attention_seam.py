@@ -102,7 +102,7 @@ FIXED = {
 
 NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
 FIXED_CASES = [*((name, False) for name in FIXED), *((name, True) for name in NARROW_TOO)]
-FAST_IN_TRITON = tuple((name, False) for name in ("small heads", "80 of 128, a full partition", "uneven blocks"))
+FAST_IN_TRITON = (("80 of 128, a full partition", False), ("uneven blocks", False))
 
 
 def with_backends(cases: Iterable[Any], fast: Collection[Any]) -> Iterator[Any]:
@@ -155,7 +155,7 @@ def test_attention_is_exact_and_carries_on_from_earlier_blocks(
 EDGES = ((32, 31, 1), (32, 32, 1), (32, 0, 32), (32, 33, 98), (1, 5, 3))
 
 
-@pytest.mark.parametrize("backend, edge", with_backends(EDGES, fast=EDGES[2:4]))
+@pytest.mark.parametrize("backend, edge", with_backends(EDGES, fast=EDGES[3:4]))
 @pytest.mark.parametrize("window", [None, 1, 32, pytest.param(33, marks=pytest.mark.slow)])
 def test_attention_at_the_edges_of_blocks_and_windows(
     backend: AttentionBackend, edge: tuple[int, int, int], window: int | None

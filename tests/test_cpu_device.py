@@ -288,6 +288,7 @@ def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:
     assert not waiter.is_alive()
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_cleanly_with_copies_under_way() -> None:
     program = """
 import torch

@@ -44,6 +44,7 @@ def test_more_threads_than_pieces_or_cores() -> None:
     assert torch.equal(cpu_linear(x, weight, num_threads=1000), expected)
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_FORK], check=True, cwd=REPOSITORY, timeout=120)
 

@@ -29,7 +29,8 @@ print(again * resource.getpagesize(), memory.rss_bytes() - before)
 """
 
 
-@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [True, False])
 def test_what_a_layer_freed_is_there_for_the_next_one(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the environment says otherwise; a KV pool goes back to the system in any case."""
     for name in memory._MALLOC_SETTINGS:
@@ -112,7 +113,8 @@ print(memory.total_bytes(), memory.available_bytes(), memory._statm()[0])
 """
 
 
-@pytest.mark.parametrize("limit", ["RLIMIT_AS", pytest.param("RLIMIT_DATA", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_resource_limits_count(limit: str) -> None:
     """Address space that is mapped already, and what threads will map, is not there any more."""
     code = LIMITED.format(limit=limit, size=6 * GIB)

@@ -76,6 +76,7 @@ def test_a_part_is_not_begun_with_less_time_than_it_takes(check: ModuleType, tmp
     assert [p["part"] for p in report["parts"]] == ["short"], "an earlier run's outcome of the other would stay"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_short_loses_only_what_had_not_ended(tmp_path: Path) -> None:
     """Killed in its second part, as a machine that is taken away would do it."""
     code = f"""

@@ -12,6 +12,7 @@ import torch
 from attention_cases import BOUNDS, Case, Shape, quantised, same_bits, split
 from checkpoints import make_checkpoint
 from engines import greedy, logits_by_request, offloaded, random_prompt, set_prefill, token_ids
+from fast import fast_only, fast_pairs
 from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
@@ -187,7 +188,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", fast_only(["int8"], KV_DTYPES))
 def test_logits_do_not_depend_on_chunks_batch_budget_or_preemption(model_dir: Path, kv_dtype: str) -> None:
     prompts = [random_prompt(length, VOCAB, seed=1) for length in (6 * BLOCK + 5, BLOCK, 3)]
     alone = torch.cat([logits_of(model_dir, [prompt], kv_dtype, **RESIDENT) for prompt in prompts])
@@ -196,8 +197,7 @@ def test_logits_do_not_depend_on_chunks_batch_budget_or_preemption(model_dir: Pa
         assert torch.equal(logits_of(model_dir, prompts, kv_dtype, **arguments), alone), name
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
+@pytest.mark.parametrize(("kv_dtype", "mode"), fast_pairs([("fp8", "swap")], KV_DTYPES, ("recompute", "swap")))
 def test_preempted_and_cached_requests_give_the_same_tokens(model_dir: Path, kv_dtype: str, mode: str) -> None:
     start = random_prompt(40, VOCAB, seed=9)
     prompts = [start[: 9 * i % 41] + random_prompt(10 + 7 * i, VOCAB, seed=i) for i in range(8)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import ROPES, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids, watch_layerwise
+from fast import fast_pairs
 
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
@@ -83,16 +84,16 @@ def test_a_layer_waits_once_for_each_load(model_dir: Path, monkeypatch: pytest.M
     assert len(on_host) > 8 and waits == LAYERS * on_host
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen2", {"rope": ROPES["dynamic"], "max_positions": 128}),  # K/V depend on the length of the whole prompt
-        ("mistral", {"sliding_window": 21}),
-        ("qwen2", {"sliding_window": 40, "max_window_layers": 2}),  # full attention below, windows above
-    ],
-)
-@pytest.mark.parametrize("chunk", [7, 33])
-def test_same_tokens_as_transformers(tmp_path: Path, family: str, options: dict[str, Any], chunk: int) -> None:
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"rope": ROPES["dynamic"], "max_positions": 128}),  # K/V depend on the length of the whole prompt
+    ("mistral", {"sliding_window": 21}),
+    ("qwen2", {"sliding_window": 40, "max_window_layers": 2}),  # full attention below, windows above
+]
+
+
+@pytest.mark.parametrize(("shape", "chunk"), fast_pairs([(0, 33), (1, 7), (2, 33)], range(3), (7, 33)))
+def test_same_tokens_as_transformers(tmp_path: Path, shape: int, chunk: int) -> None:
+    family, options = SHAPES[shape]
     reference = make_checkpoint(tmp_path, family, seed=3, vocab=VOCAB, layers=LAYERS, **options)
     prompts = [random_prompt(length, VOCAB, 5) for length in (230, 97, 12)]
     prompts.append(prompts[0][: 5 * BLOCK] + random_prompt(120, VOCAB, 6))

@@ -167,7 +167,7 @@ def test_a_preempted_layerwise_prefill_begins_again() -> None:
     max_num_seqs=st.integers(1, 8),
     layerwise_memory=st.builds(LayerwiseMemory, st.integers(1, 30), st.integers(1, 130)),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_everybody_is_served_within_the_budget(
     requests: list[tuple[int, int, int]], device: int, **limits: Any
 ) -> None:

@@ -21,6 +21,7 @@ from engines import (
     set_prefill,
     token_ids,
 )
+from fast import fast_pairs
 
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
@@ -57,8 +58,7 @@ def manager_of(llm: LLM) -> BlockManager:
 
 
 @pytest.mark.usefixtures("small_hash_blocks")
-@pytest.mark.parametrize("num_gpu_blocks", [2, 4, 40], ids=["host", "both tiers", "device"])
-@pytest.mark.parametrize("way", [PREFILL_WAYS[0], pytest.param(PREFILL_WAYS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_gpu_blocks", "way"), fast_pairs([(4, PREFILL_WAYS[0])], (2, 4, 40), PREFILL_WAYS))
 def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way: str) -> None:
     """Each document starts as the first one and goes on with other words. Every edge of the copied part is asked for,
     while the first document is computed by a request that still runs, and when it is only cached."""

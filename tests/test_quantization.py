@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import GATED_DELTA, edit_config, make_checkpoint, refusal
 from engines import greedy, offloaded, random_prompt, token_ids
+from fast import fast_only
 from plans import parameter_bytes
 from quantized_checkpoints import (
     VARIANTS,
@@ -155,7 +156,7 @@ def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Ca
 # ---- the recall network, and other families
 
 
-@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
+@pytest.mark.parametrize("variant", fast_only(["gptq-32-asymmetric"], ["gptq-32-asymmetric", "fp8"]))
 def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_path: Path) -> None:
     """The network's numbers survive rounding, so that one wrong or stale row of KV gives a wrong word."""
     length, block, chunk, answer_len = 600, 16, 64, 3

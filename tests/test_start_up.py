@@ -50,7 +50,7 @@ assert not found, found
 OFFLOADED = ("--enable-cpu-offload", "--num-cpu-blocks", "64", "--max-num-batched-tokens", "64")
 
 
-@pytest.mark.parametrize("kind, options", [("directory", OFFLOADED), ("gguf", ())], ids=("directory", "gguf"))
+@pytest.mark.parametrize("kind, options", [("directory", OFFLOADED), pytest.param("gguf", (), marks=pytest.mark.slow)])
 def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if kind == "gguf":
         pytest.importorskip("gguf", reason="the package gguf is not installed")

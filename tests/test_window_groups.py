@@ -57,10 +57,10 @@ def test_logits_do_not_depend_on_how_they_are_computed(tmp_path: Path, pattern: 
         first = sum(len(logits(llm, [prompt])) for prompt in prompts_of())
         assert first == len(expected) and manager_of(llm).stats.hit_tokens > 0
         assert torch.equal(torch.cat([logits(llm, [prompt]) for prompt in prompts_of()]), expected)
-    for chunk in (1, 7, 64):
+    for chunk in (1, 7):
         with LLM(tmp_path, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=1, **ROOMY) as llm:
             assert torch.equal(torch.cat([logits(llm, [prompt]) for prompt in prompts_of()]), expected), chunk
-    for num_gpu_blocks in (4, 7, 12):
+    for num_gpu_blocks in (4, 12):
         for way in ("layer-major", "chunk-major"):
             arguments = offloaded(BLOCK, num_gpu_blocks, 100, max_num_batched_tokens=40, max_model_len=256)
             with LLM(tmp_path, dtype="float32", cpu_attention=way == "chunk-major", **arguments) as llm:
