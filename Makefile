@@ -118,7 +118,11 @@ define INSTALL_PARTS
 		|| { echo "$(PYTHON) lacks venv or Python.h: run 'apt-get install python3-venv python3-dev' as root, then make again."; exit 1; }; }
 endef
 
+# The extensions compile while torch is unpacked. Python compiles what is imported, not the thousands of files beside it.
+PIP := $(BIN)/python -m pip install --no-compile
 $(VENV)/.installed: setup.py pyproject.toml $(wildcard csrc/*) | $(BIN)/python
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --editable '.[build,test,lint,gguf]'
+	$(PIP) --no-deps --editable . & build=$$!; \
+		$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH) || { wait; exit 1; }; \
+		wait $$build
+	$(PIP) 'nanovllm[build,test,lint,gguf]'
 	@touch $@
