@@ -10,16 +10,14 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from server_helpers import CACHE, held_steps, in_engine, nothing_left, run_async
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server import async_llm
-from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, RequestStream, merged, wake
-from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, merged
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -258,28 +256,6 @@ def test_an_engine_that_can_run_no_step_is_given_up_at_once(engine: AsyncLLM, mo
     run_async(ended(), 10)
 
 
-def test_the_engines_thread_loads_the_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second thread that runs torch's operators would have a second OpenMP team, beside that of the first."""
-    threads = []
-    load = LLM.__init__
-
-    def recorded(self: LLM, *args: Any, **kwargs: Any) -> None:
-        threads.append(threading.current_thread())
-        load(self, *args, **kwargs)
-
-    monkeypatch.setattr(LLM, "__init__", recorded)
-    with AsyncLLM(model, **CACHE) as engine:
-        threads.append(run_async(engine.call(lambda _: threading.current_thread())))
-    assert threads[0] is threads[1] is not threading.current_thread()
-
-
-def test_what_keeps_the_model_from_loading_is_raised(model: str) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(ConfigError, match="dtype"):
-        AsyncLLM(model, **CACHE | {"dtype": "int3"})
-    assert set(threading.enumerate()) <= before
-
-
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
     engine = AsyncLLM(model, **CACHE)
     slow_steps(engine, 0.05)
@@ -304,52 +280,3 @@ def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
 def completion(index: int, tokens: list[int], finish: str | None) -> CompletionOutput:
     logprobs = [{token: Logprob(-token / 7, 1, None)} for token in tokens]
     return CompletionOutput(index, "".join(map(chr, tokens)), tokens, -1.0, logprobs, finish)  # type: ignore[arg-type]
-
-
-def output_of(completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-    return RequestOutput("r", None, [1], completions, finished, RequestMetrics(0.0))
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(97, 122)), max_size=4), min_size=1, max_size=6))
-def test_deltas_merge_to_the_same(steps: list[list[tuple[int, int]]]) -> None:
-    def completions(steps: list[list[tuple[int, int]]]) -> list[CompletionOutput]:
-        tokens: dict[int, list[int]] = {}
-        for index, token in (each for step in steps for each in step):
-            tokens.setdefault(index, []).append(token)
-        return [completion(index, of_index, None) for index, of_index in tokens.items()]
-
-    whole = output_of(completions(steps[:1]), False)
-    for step in steps[1:]:
-        whole = merged(whole, output_of(completions([step]), step is steps[-1]))
-    assert whole.outputs == completions(steps)
-
-
-def test_a_stream_holds_one_output_and_raises_its_error_last(shared: AsyncLLM) -> None:
-    async def use() -> None:
-        stream = RequestStream(shared, "r", DELTA)
-        outputs = [output_of([completion(0, [97 + i], None)], False) for i in range(5)]
-        assert [stream.put(output) for output in outputs] == [True, False, False, False, False]
-        stream.fail(EngineError("over"))
-        assert (await anext(stream)).outputs[0].text == "abcde"
-        with pytest.raises(EngineError, match="over"):
-            await anext(stream)
-
-    run_async(use())
-
-
-def test_a_loop_that_closes_while_its_streams_are_woken_disturbs_nobody_else(engine: AsyncLLM) -> None:
-    class Closing(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *arguments: Any, **others: Any) -> asyncio.Handle:
-            self.close()
-            return super().call_soon_threadsafe(*arguments, **others)
-
-    async def stream() -> RequestStream:
-        return RequestStream(engine, "r", RequestOutputKind.DELTA)
-
-    closing, other = Closing(), asyncio.new_event_loop()
-    gone = RequestStream.__new__(RequestStream)
-    gone.loop, gone.filled = closing, asyncio.Event()
-    waiting = other.run_until_complete(stream())
-    wake([gone, waiting])
-    other.run_until_complete(asyncio.wait_for(waiting.filled.wait(), 60))
-    other.close()

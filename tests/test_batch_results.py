@@ -122,29 +122,6 @@ def test_a_row_has_one_result() -> None:
         done.add(5, failed=False)
 
 
-def test_results_are_written_when_they_are_many_or_have_waited(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    with opened(path, part_rows=2, part_seconds=3600) as directory:
-        directory.add(row(0), result(0))
-        directory.flush_if_due()
-        assert written(path) == []
-        directory.add(row(1), result(1))
-        directory.flush_if_due()
-        assert len(written(path)) == 2
-    with opened(path, part_seconds=0) as directory:
-        directory.add(row(2), result(2))
-        directory.flush_if_due()
-        assert len(written(path)) == 3
-
-
-def test_columns_with_the_names_of_results_are_kept(tmp_path: Path) -> None:
-    with opened(tmp_path / "out") as directory:
-        directory.add(row(0, error="old", usage=1, **{"input.usage": 2}), result(0))
-    (line,) = written(tmp_path / "out")
-    assert (line["error"], line["input.error"]) == (None, "old")
-    assert (line["usage"], line["input.usage"], line["input.input.usage"]) == (None, 2, 1)
-
-
 def test_what_json_cannot_say_ends_its_row(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as directory:
         infinite = result(0)

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from nanovllm.apps.batch import router as router_module
 from nanovllm.apps.batch.router import Router, WaitingRow, prefix_hashes
 from nanovllm.apps.batch.rows import Row, RowRequest
 
@@ -42,13 +41,6 @@ def test_hashes_do_not_depend_on_how_the_text_is_cut(cut: int) -> None:
     assert prefix_hashes([text[:255]]) == ()
 
 
-def test_hashes_tell_what_rows_share() -> None:
-    one, other = (prefix_hashes([text.encode()]) for text in (document("a"), document("a")[:600] + document("b")))
-    assert one[:2] == other[:2] and one[2] != other[2]
-    salted = RowRequest(0, prompt=document("a"), cache_salt="s")
-    assert not set(prefix_hashes(salted.prefix_parts())) & set(waiting(0, document("a")).hashes)
-
-
 def test_a_replica_stays_with_its_document() -> None:
     rows = router(*(document(name) + f" {i}" for i, name in enumerate("abab" * 3)))
     assert [taken(rows, 0), taken(rows, 1)] == [0, 1]
@@ -66,25 +58,6 @@ def test_an_idle_replica_takes_the_row_of_which_least_is_lost() -> None:
     assert taken(rows, 0) == 1
     assert taken(rows, 1) is None
     assert taken(rows, 1, is_idle=True) == 3
-
-
-def test_without_prefixes_rows_go_in_order() -> None:
-    rows = router("a", "b", "short")  # too short to have hashes
-    assert [taken(rows, replica) for replica in (0, 1, 0)] == [0, 1, 2]
-
-
-def test_what_a_replica_was_given_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "KNOWN_PREFIXES", 6)  # of two documents
-    rows = router(*(document(name) for name in "abca"))
-    assert [taken(rows, 0) for _ in range(2)] == [0, 3]  # a row of the same group
-    rows.add(waiting(4, document("a") + "later"))
-    assert taken(rows, 1, is_idle=True) == 1 and taken(rows, 1) == 2
-    rows.add(waiting(5, document("b") + "later"))
-    rows.add(waiting(6, document("d")))
-    assert [taken(rows, 1), taken(rows, 1)] == [5, 6]
-    rows.add(waiting(7, document("c") + "later"))
-    assert taken(rows, 0) == 4
-    assert taken(rows, 0) == 7  # replica 1 has forgotten it, of three documents
 
 
 def test_lost_rows_come_first_and_a_lost_cache_is_forgotten() -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,18 +15,12 @@ from typing import Any
 
 import pytest
 from benchmark_helpers import (
-    HEAD_DIM,
     HIDDEN,
-    INTERMEDIATE,
-    KV_HEADS,
-    LAYERS,
     MACHINE_FIELDS,
     OFFLOAD,
     OUTPUT_LEN,
     ROOT,
     SMALL,
-    TOKEN_BYTES,
-    VOCAB,
     main_of,
     make_config,
     make_scripts_small,
@@ -134,30 +126,3 @@ def test_bench_vllm_reports_what_bench_reports(model: Path, monkeypatch: pytest.
     assert report["machine"]["vllm"] == "0.0"
     assert seen["max_model_len"] == 40 + OUTPUT_LEN and seen["dtype"] == "bfloat16"
     assert seen["enable_prefix_caching"] is False and "block_size" not in seen
-
-
-def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:
-    """Against a count by hand, projection by projection and row by row."""
-    shapes = importlib.import_module("benchmarks.shapes")
-    with shapes.open_shape(str(model), None, "bfloat16") as shape:
-        per_token = 2 * HIDDEN * (4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + 4 * HEAD_DIM + 3 * INTERMEDIATE)
-        attention = sum(2 * 2 * 4 * HEAD_DIM * row for row in range(1, 8))
-        assert shape.prefill_operations(7) == LAYERS * (7 * per_token + attention) + 2 * VOCAB * HIDDEN
-        assert shape.kv_token_bytes == TOKEN_BYTES
-        assert shape.decode_bytes(50) == shape.weight_bytes + 50 * TOKEN_BYTES
-
-
-def test_copies_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = importlib.import_module("benchmarks.copy_bandwidth")
-    monkeypatch.setattr(script, "memcpy_2d_async", lambda *arguments: None)
-    with pytest.raises(AssertionError, match="contiguous moved the wrong bytes"):
-        script.main(["--mib", "1", "--row-bytes", "4096", "--device", "cpu"])
-
-
-def test_torch_waits_as_it_does_under_the_engine() -> None:
-    """A benchmark whose torch spins after each operator takes the cores from the kernels that it measures."""
-    code = "import os, sys, benchmarks; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
-    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {name: value for name, value in os.environ.items() if name not in chosen}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "passive"], done.stderr

@@ -336,23 +336,3 @@ def test_predictor(model: str) -> None:
         predictor([])  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="the batch is no table: "):
         predictor({"prompt": ["a", 5]})
-
-
-def test_the_end_counts_answered_empty_cut_and_failed_rows(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows: list[Any] = [
-        {"prompt": "one"},
-        {"prompt": "two", "max_tokens": 3},
-        {"prompt": "three", "max_tokens": 4, "detokenize": False},
-        b"{not JSON",
-    ]
-    source = write_jsonl(tmp_path / "data.jsonl", *rows)
-    command = ["batch", model, "--input", source, *SMALL_CACHE, "--temperature", "0", "--ignore-eos"]
-    assert main([*command, "--output", str(tmp_path / "out"), "--progress"]) == 1
-    *_, kv, counts, error = capsys.readouterr().err.splitlines()
-    assert "tokens: at most " in kv and kv.endswith(" MB of KV on the device")
-    assert counts == "4 rows: 3 answered, of which 1 empty and 3 cut at --max-tokens or max_model_len; 1 failed"
-    assert error.startswith("nanovllm batch: error: 1 of 4 rows failed")
-    assert main([*command, "--output", str(tmp_path / "quiet")]) == 1
-    assert capsys.readouterr().err.count("\n") == 1

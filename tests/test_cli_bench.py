@@ -55,17 +55,6 @@ def test_figures_for_programs(model: str, capsys: pytest.CaptureFixture[str]) ->
             assert 0 < result[name]["low"] == min(figures) <= result[name]["median"] <= max(figures)
 
 
-def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.features.progress_bar.DELAY", 0.0)
-    monkeypatch.setattr("nanovllm.features.progress_bar.REPRINT", 0.0)
-    assert bench(model, "--output-len", "1", "--progress", "--warmup", "0") == 0
-    printed = capsys.readouterr()
-    assert "2 x 40 tokens in, 1 out\nprefill " in printed.out and "2 x 90 tokens in" in printed.out
-    (decode, _) = (line for line in printed.out.splitlines() if line.startswith("decode"))
-    assert decode.split() == ["decode", "-"], "one token each: nothing was decoded"
-    assert "90 tokens: run 2 of 2" in printed.err
-
-
 def test_refusals_cost_one_sentence(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     for options, told in (
         (["--prompt-len", "5000"], "--prompt-len 5000 and --output-len 4 make 5004 tokens, and max_model_len is 256"),

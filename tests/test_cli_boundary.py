@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from cli_helpers import SMALL_CACHE, exit_status, generate, json_lines, make_model, set_stdin, write_jsonl
+from cli_helpers import SMALL_CACHE, generate, json_lines, make_model, set_stdin, write_jsonl
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli import generate as command
 from nanovllm.apps.cli import prompts
-from nanovllm.apps.cli.boundary import LONGEST, Boundary
 from nanovllm.apps.cli.main import main
-from nanovllm.errors import one_line
 
 
 @pytest.fixture(scope="module")
@@ -111,35 +109,7 @@ def test_nan_in_the_weights_is_no_nan_in_the_results(tmp_path: Path, capsys: pyt
         assert "and so do the weights" in told.err and "NaN" not in told.out
 
 
-def test_a_sentence_is_one_line_of_text() -> None:
-    assert one_line("a\n  b\tc", LONGEST) == "a b c" and len(one_line("x" * 10**6, LONGEST)) == 2000
-    assert one_line("\ud800", LONGEST) == "\\ud800"
-    assert Boundary().sentence(FileNotFoundError(2, "No such file", "a\udcff")) == "'a\\udcff': No such file"
-
-
 # ---- flags
-
-
-def test_flags_beyond_any_machine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, told in (
-        (["--swap-space", "1e300"], "swap_space=1e+300"),
-        (["--max-num-batched-tokens", "1" + "0" * 24], "max_num_batched_tokens=1000000000000000000000000"),
-        (["--max-num-batched-tokens", "9" * 5000], "is not a whole number"),
-        (["--dtype", "x" * 60_000], "dtype='xxx"),
-        (["--" + "x" * 60_000], "unknown argument '--xxx"),
-        (["--logit-bias", "9" * 5000 + "=1"], "is not a token id and a number"),
-        (["--logit-bias", "9" * 4000 + "=1"], "logit_bias="),
-    ):
-        status = exit_status(["generate", "--model", model, "one", *SMALL_CACHE, *options])
-        printed = capsys.readouterr()
-        assert status == 2 or told == "logit_bias=", "that is refused with the prompt"
-        assert printed.out in ("", "\n") and printed.err.count("\n") == 1
-        assert told in printed.err and len(printed.err) < 2200
-    for word in ("plan", "bench"):
-        for value in ("9" * 5000, "0", "x"):
-            assert exit_status([word, "--model", model, "--prompt-len", value]) == 2
-            told = capsys.readouterr().err
-            assert "--prompt-len: " in told and "is not a number of tokens" in told and len(told) < 600
 
 
 def test_results_are_lines_of_json(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import SMALL_CACHE, TEMPLATE, at_steps, exit_status, fail, interrupt, make_model, set_stdin
+from cli_helpers import SMALL_CACHE, at_steps, exit_status, fail, interrupt, make_model, set_stdin
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.chat import Conversation
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.client import EngineClient
-from nanovllm.features import progress_bar
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
 DOCUMENT = "All that is known. " * 15 + "\n"
@@ -66,20 +65,6 @@ def test_a_conversation_about_a_document(
     assert "/restart is not a command" in printed.err
 
 
-def test_a_template_from_a_file_and_a_system_message(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_model(tmp_path, template=None)
-    assert talk(monkeypatch, str(tmp_path), "hi\n") == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "has no chat template" in told
-    (tmp_path / "t.jinja").write_text(TEMPLATE)
-    assert talk(monkeypatch, str(tmp_path), "hi", "--chat-template", str(tmp_path / "t.jinja"), "--system", "s") == 0
-    from_file = capsys.readouterr().out
-    assert talk(monkeypatch, model, "hi", "--system", "s") == 0
-    assert capsys.readouterr().out == from_file != ""
-
-
 def test_a_question_that_cannot_be_answered_ends_nothing(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,19 +109,6 @@ def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
     assert len(calls) == 6 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
 
 
-def test_progress_of_a_long_document(
-    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
-    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
-    options = ["--document", document, "--progress", "--max-num-batched-tokens", "150"]
-    assert talk(monkeypatch, model, "", *options) == 0
-    told = capsys.readouterr().err.splitlines()
-    done = [int(line.split()[1]) for line in told if line.startswith("prefill")]
-    assert done == sorted(done) and done[0] == 0 and len(done) == 4, "two chunks in two layers"
-    assert told[0].startswith("loading ") and " tok/s in" in told[2] and " left" in told[2]
-
-
 def test_a_question_of_several_lines(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,26 +145,6 @@ def test_an_answer_is_bounded_by_default_and_starts_from_what_the_checkpoint_rec
         assert main(command) == 0
         assert (used[-1].max_tokens, used[-1].temperature) == expected
         assert used[-1].top_k == recommended.get("top_k", 0)
-
-
-def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    questions = iter(["hi"])
-
-    def typed(prompt: str) -> str:
-        assert prompt == "> "
-        for question in questions:
-            return question
-        interrupt()
-        return ""
-
-    monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    set_stdin(monkeypatch, b"", is_terminal=True)
-    assert main(["chat", "--model", model, *OPTIONS]) == 130
-    told = capsys.readouterr().err.splitlines()
-    assert "/reset" in told[0] and "8 generated" in told[1] and told[2] == "nanovllm chat: interrupted"
 
 
 def test_refusals_cost_one_sentence(

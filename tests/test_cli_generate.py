@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
-import os
-import re
 import shlex
 import signal
 import subprocess
@@ -30,8 +27,6 @@ from cli_helpers import (
     write_jsonl,
 )
 
-import nanovllm
-import nanovllm.llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 
@@ -102,18 +97,6 @@ def test_text_goes_to_a_file_a_line_for_each_prompt(
     set_stdin(monkeypatch, b"two\nlines\n")  # which is read where no prompt is named
     assert generate(model) == 0
     assert capsys.readouterr().out == expected("two\nlines") + "\n"
-
-
-def test_several_sequences_of_a_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["one", "two words", "--temperature", "1", "--n", "3"]
-    assert generate(model, *options, "--json") == 0
-    results = json_lines(capsys.readouterr().out)
-    texts = [completion["text"] for result in results for completion in result["outputs"]]
-    assert generate(model, *options) == 0
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts) and len(set(texts)) > 2
-    assert generate(model, *options[:2], "--use-beam-search", "--n", "2", "--json", "--early-stopping", "true") == 0
-    results = json_lines(capsys.readouterr().out)
-    assert [len(result["outputs"]) for result in results] == [2, 2]
 
 
 class Recorder(io.StringIO):
@@ -194,19 +177,6 @@ def test_bad_lines_as_text(
         assert told in printed.err
 
 
-def test_a_prompt_that_is_not_utf8(
-    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bytes that are no UTF-8 reach Python as surrogates, in prompts and in names of files."""
-    name = os.fsdecode(bytes(tmp_path) + b"/\xff.txt")
-    Path(name).write_text("one")
-    assert generate(model, "a\udcff", "--file", name, "--json") == 1
-    printed = capsys.readouterr()
-    failed, done = json_lines(printed.out)
-    assert failed["error"] == "is not UTF-8: byte 0xff at position 1" and failed["source"] == "prompt 1"
-    assert done["source"].endswith("\ufffd.txt") and done["outputs"][0]["text"] == expected("one")
-
-
 def test_a_failed_step_ends_its_requests_and_no_others(
     model: str, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,19 +232,6 @@ def test_sampling_starts_from_what_the_checkpoint_recommends(
 # ---- what it says of itself
 
 
-def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("nanovllm"), "propagate", False)  # to pytest, which has configured logging
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
-    assert generate(model, "one") == 0
-    assert capsys.readouterr().err == ""
-    assert generate(model, "one", "--verbose") == 0
-    said = capsys.readouterr().err
-    assert "# device blocks: 80, # host blocks: 0; longest prompt: 1024 tokens" in said
-    assert "resident blocks of 16 tokens" in said and logging.getLogger("nanovllm").level == logging.NOTSET
-
-
 def test_flags_that_extend_the_positions_can_be_pasted_into_a_shell(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,38 +257,6 @@ def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.Captu
     assert result["error"].endswith("prompts of up to 160 tokens fit")
     assert generate(model, "one", *few, "--max-model-len", "200") == 2
     assert capsys.readouterr().err.splitlines()[1] == "--max-model-len 160"
-
-
-# ---- progress
-
-
-def test_the_end_says_what_was_copied_and_that_the_default_cut_the_answer(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = ["--kvcache-block-size", "16", "--num-gpu-blocks", "8", "--enable-cpu-offload", "--num-cpu-blocks", "40"]
-    command = ["generate", model, "x" * 400, *blocks, "--temperature", "0", "--ignore-eos", "--progress"]
-    assert main(command) == 0
-    *_, kv, default, _ = capsys.readouterr().err.splitlines()
-    assert re.match(r"416 tokens: at most [\d.]+ MB of KV on the device, [\d.]+ MB copied out to the host, ", kv)
-    assert default == "1 of 1 cut at the default of 16 tokens: --max-tokens 200 allows more"
-    assert main([*command, "--max-tokens", "16", "--chat"]) == 0
-    told = capsys.readouterr().err
-    assert "copied out to the host" in told and "default of" not in told and "chat template" not in told
-    assert main(command[:-1]) == 0
-    assert capsys.readouterr().err == "", "not in pipes"
-
-
-def test_the_model_is_the_first_argument_or_a_flag(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = []
-    for words in (
-        ["--model", model, "one", "two"],
-        [model, "one", "--ignore-eos", "two"],
-        ["--ignore-eos", model, "one", "two"],
-        [model, "--model", model, "--prompt", "one", "--prompt", "two"],
-    ):
-        assert main(["generate", *SMALL_CACHE, *GREEDY, *words]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] and len(set(outputs)) == 1
 
 
 # ---- Ctrl-C and closed pipes
@@ -361,14 +286,6 @@ def test_an_interrupt_returns_what_is_finished(
     assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_while_the_model_loads(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nanovllm.llm, "LLM", lambda *_, **__: interrupt())
-    assert generate(model, "one") == 130
-    assert capsys.readouterr().err == "nanovllm generate: interrupted\n"
-
-
 def nanovllm_process(*options: str, **settings: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "nanovllm", *options]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)
@@ -386,15 +303,3 @@ def test_a_pipe_is_answered_as_it_is_written_and_ctrl_c_ends_it(model: str, expe
         assert process.stdout.read() == ""
         assert process.stderr.read() == "nanovllm generate: interrupted: 2 of at least 2 prompts were finished\n"
         assert process.wait(timeout=60) == 130
-
-
-@pytest.mark.slow
-def test_head_ends_it_quietly(model: str, tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("one\n" * 3000)
-    options = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-seqs", "4"]
-    with nanovllm_process(*options, "--lines", str(tmp_path / "lines.txt")) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() != ""
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 141

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from nanovllm.apps.cli import serve
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.server import async_llm, run
 from nanovllm.apps.server.settings import ServerSettings
-from nanovllm.features.progress_bar import ERASE
 
 
 @pytest.fixture
@@ -45,31 +43,6 @@ def test_settings_come_from_flags_files_and_the_environment(
     assert settings.served_model_names == (tmp_path.name, str(tmp_path)) and settings.host == "127.0.0.1"
     told = capsys.readouterr().err
     assert f"{tmp_path.name} is served at http://127.0.0.1:" in told and "4,096 tokens" in told
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_that_the_model_is_loading(
-    loaded: list[ServerSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 0
-    drawn = terminal.getvalue().split(ERASE)
-    assert drawn[1].startswith(f"loading {tmp_path}"[:70]) and drawn[-1].startswith(f"{tmp_path.name} is served at")
-    assert all(line.startswith("loading ") for line in drawn[1:-1] if line)
-
-
-def test_listening_beyond_this_machine_without_a_key_is_pointed_out(
-    loaded: list[ServerSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "--model", str(tmp_path), "--port", "0", "--host", "0.0.0.0"]) == 0
-    assert "--api-key asks clients" in capsys.readouterr().err
-    assert main(["serve", "--model", str(tmp_path), "--port", "0", "--host", "0.0.0.0", "--api-key", "k"]) == 0
-    assert "--api-key" not in capsys.readouterr().err
 
 
 def test_refusals(

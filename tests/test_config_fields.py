@@ -254,13 +254,6 @@ def test_a_field_that_the_family_does_not_read_is_refused_by_name(tmp_path: Path
         assert spec == load_decoder_spec(write_config(tmp_path, config))
 
 
-def test_fields_that_are_read_keep_their_own_messages(tmp_path: Path) -> None:
-    for field in ({"partial_rotary_factor": 0.5}, {"quantization_config": {"bits": 4}}):
-        write_config(tmp_path, {**LLAMA_3, **field})
-        message = refusal(lambda: load_decoder_spec(tmp_path))
-        assert "hf_overrides" not in message and "not supported" in message
-
-
 def test_the_lists_name_each_field_once() -> None:
     for family in FAMILIES.values():
         typed = NETWORK_FIELDS.keys() | family.own_fields.keys() | READ_BY_ALL

@@ -13,7 +13,6 @@ from tokenizer_files import write_byte_level
 from nanovllm import LLM
 from nanovllm.data.json_fields import MAX_JSON_BYTES, MAX_NESTING, read_json_object
 from nanovllm.formats.config_fields import MAX_LAYERS
-from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.rope_config import rope_parameters
 
 SIZES = ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
@@ -104,18 +103,6 @@ def test_rope_outside_of_the_mapping_is_read_as_transformers_reads_it() -> None:
     }
 
 
-def test_a_window_beyond_every_position_works(model: Path) -> None:
-    edit_config(model, use_sliding_window=True, sliding_window=2**31 - 1, max_window_layers=0, layer_types=...)
-    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
-        assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].finish_reason == "length"
-
-
-def test_fields_that_are_not_read_cost_nothing(model: Path) -> None:
-    """Transformers would make a list of a billion labels."""
-    edit_config(model, num_labels=10**9, id2label=5, problem_type=[])
-    assert load_decoder_spec(model).num_layers == 2
-
-
 # ---- any JSON file
 
 
@@ -149,13 +136,6 @@ def test_fields_of_the_tokenizer_are_checked(model: Path) -> None:
         ("add_bos_token", "yes"),
     ):
         refused(model, "tokenizer_config.json", {field: value}, f"{field}={value!r}", "must be")
-
-
-def test_a_length_beyond_floats_is_a_usual_one(model: Path) -> None:
-    """As Transformers writes it where there is none."""
-    edit_config(model, "tokenizer_config.json", model_max_length=int(1e30))
-    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
-        assert llm.get_tokenizer().model_max_length == int(1e30)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])

@@ -146,37 +146,7 @@ def test_spaces_between_words_are_kept_where_decoders_drop_the_first() -> None:
     assert "".join(pieces(SentencePieceLike(), [97, 98], [100])) == " a b"
 
 
-def test_a_prompt_that_its_tokenizer_cannot_write_is_no_error() -> None:
-    class Unspeakable(SentencePieceLike):
-        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-            if 7 in token_ids:
-                raise ValueError("no such piece")
-            return super().decode(token_ids)
-
-    assert "".join(pieces(Unspeakable(), [97, 98], [100, 7])) == "a b"
-
-
 # ---- cost
-
-
-class CountingTokenizer:
-    """Counts the tokens that it is asked to decode."""
-
-    def __init__(self) -> None:
-        self.decoded = 0
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        self.decoded += len(token_ids)
-        return bytes(token_ids).decode(errors="replace")
-
-
-def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
-    counting, token_ids = CountingTokenizer(), list("日本語のテキスト".encode() * 20)
-    assert "".join(pieces(counting, token_ids)) == "日本語のテキスト" * 20
-    assert counting.decoded < 20 * len(token_ids)
 
 
 @pytest.mark.parametrize("data", [b"ab", b"\xff", REPLACEMENT.encode(), "日".encode() + b"\xe6"])

@@ -67,15 +67,6 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
     assert not (tmp_path / "measures.json").exists(), "everything is in one file"
 
 
-def test_a_part_is_not_begun_with_less_time_than_it_takes(check: ModuleType, tmp_path: Path) -> None:
-    long = check.Part("long", ("-c", "raise SystemExit(1)"), 600, likely=100, figures=False)
-    outcomes = run(check, [long, part(check, "short", "print('ran')")], tmp_path, minutes=1)
-    assert outcomes[0].note.startswith("not run:") and outcomes[0].status is None and not outcomes[0].date
-    assert outcomes[1].good
-    report = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert [p["part"] for p in report["parts"]] == ["short"], "an earlier run's outcome of the other would stay"
-
-
 @pytest.mark.slow
 def test_a_run_that_is_cut_short_loses_only_what_had_not_ended(tmp_path: Path) -> None:
     """Killed in its second part, as a machine that is taken away would do it."""
@@ -98,30 +89,6 @@ Check(Path({str(tmp_path)!r})).run([first, second], 2)
     (outcome,) = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
     assert outcome["part"] == "first" and outcome["status"] == 0 and outcome["figures"] == {"gb_s": 1}
     assert "under way" in (tmp_path / "gpu-check.log").read_text()
-
-
-def test_the_report_holds_every_part_of_earlier_runs_too(
-    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parts = (part(check, "build", "print('built')"), part(check, "tests", "raise SystemExit(1)"))
-    monkeypatch.setattr(check, "PARTS", parts)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    machine = {"gpu": "a GPU", "torch": "2", "python": "3", "commit": "abc"}
-    monkeypatch.setattr(check, "machine_facts", lambda device: {"device": device, **machine})
-    directory = tmp_path / "new" / "results"
-    assert check.main(["--output-dir", str(directory)]) == 1
-    report = json.loads((directory / "gpu-check.json").read_text())
-    assert report["machine"]["device"] == "cuda" and len(report["bars"]) == 10
-    assert [(p["part"], p["status"], p["commit"]) for p in report["parts"]] == [
-        ("build", 0, "abc"),
-        ("tests", 1, "abc"),
-    ]
-    assert str(tmp_path) not in (directory / "gpu-check.json").read_text()
-    table = capsys.readouterr().out
-    assert [line.split()[:2] for line in table.splitlines()[-2:]] == [["build", "good"], ["tests", "NOT"]]
-    assert check.main(["--output-dir", str(directory), "--skip", "tests"]) == 0
-    assert [p["part"] for p in json.loads((directory / "gpu-check.json").read_text())["parts"]] == ["build", "tests"]
-    assert check.main(["--output-dir", str(directory), "--only", "tests"]) == 1
 
 
 # ---- bars

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,30 +97,6 @@ def test_another_thread_is_refused_and_the_call_goes_on(llm: LLM, monkeypatch: p
     assert token_ids(llm, PROMPTS, greedy(6)) == expected
 
 
-def test_many_threads_at_once(llm: LLM) -> None:
-    """The first thread gets its results, all others EngineError."""
-    expected = token_ids(llm, PROMPTS, greedy(6))
-    start, outcomes = threading.Barrier(5), []
-
-    def call() -> None:
-        for _ in range(4):
-            start.wait(60)
-            try:
-                outcomes.append(token_ids(llm, PROMPTS, greedy(6)))
-            except EngineError as error:
-                outcomes.append(str(error))
-
-    threads = [threading.Thread(target=call) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert len(outcomes) == 20
-    assert all(outcome == expected or "is using the engine" in outcome for outcome in outcomes)
-    assert outcomes.count(expected) >= 4
-    assert token_ids(llm, PROMPTS, greedy(6)) == expected
-
-
 @pytest.mark.parametrize("use", ["generate", "step", "close"])
 def test_a_callback_is_refused_and_the_call_goes_on(llm: LLM, use: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also where the callback lets the error pass: it is logged then, and not called again."""
@@ -156,27 +130,6 @@ def test_a_stream_keeps_other_threads_out_until_it_ends(llm: LLM) -> None:
     final = {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
     assert list(map(final.get, sorted(final))) == expected
     assert in_thread(uses(llm)["generate"]) == []
-
-
-def test_a_stream_may_be_handed_to_another_thread(llm: LLM) -> None:
-    (expected,) = token_ids(llm, PROMPTS[:1], greedy(6))
-    stream = llm.stream(PROMPTS[0], greedy(6))
-    last = next(stream)
-    rest: list[Any] = []
-    assert in_thread(lambda: rest.extend(stream)) == []
-    assert rest[-1].outputs[0].token_ids == expected and not last.finished
-    stream = llm.stream(PROMPTS[0], greedy(6))
-    next(stream)
-    assert in_thread(stream.close) == [] and not llm.engine.has_unfinished_requests()
-
-
-def test_a_stream_is_not_closed_while_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = token_ids(llm, PROMPTS[:1], greedy(6))
-    stream = llm.stream(PROMPTS[0], greedy(6))
-    errors: list[Exception] = []
-    during_step(llm, monkeypatch, 2, lambda: errors.extend(in_thread(stream.close)))
-    assert list(stream)[-1].outputs[0].token_ids == expected
-    assert "close() was called while stream() runs" in str(errors[0])
 
 
 def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,55 +221,3 @@ def test_a_fork_leaves_the_process_that_reads_grammars() -> None:
     assert in_fork(grammars.close) == "None" and process is not None and process.poll() is None
     grammars.close()
     assert process.poll() is not None
-
-
-FORKED = """
-import asyncio, os, signal, sys
-from nanovllm import LLM, SamplingParams
-from nanovllm.apps.server.async_llm import AsyncLLM
-
-def tokens(llm):
-    return llm.generate([[5] * 90], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
-
-async def ask(engine):
-    return [output async for output in engine.generate([[5], [6]][0])]
-
-if __name__ == "__main__":
-    cache = dict(kvcache_block_size=16, num_gpu_blocks=4, num_cpu_blocks=40, enable_cpu_offload=True, dtype="float32")
-    ranks = dict(kvcache_block_size=16, num_gpu_blocks=40, dtype="float32", tensor_parallel_size=2)
-    with LLM(sys.argv[1], **cache) as llm, LLM(sys.argv[1], **ranks) as two, AsyncLLM(sys.argv[1], **cache) as engine:
-        before = tokens(llm), tokens(two)
-        begun = llm.stream([[7] * 9])
-        next(begun)
-        engine._lock.acquire()  # as another thread may at that moment
-        if not (child := os.fork()):
-            signal.alarm(60)  # ends a fork that waits for the lock
-            uses = [lambda: tokens(two), lambda: asyncio.run(ask(engine)), lambda: next(begun)]
-            uses += [lambda: asyncio.run(engine.call(tokens)), lambda: asyncio.run(engine.check_health())]
-            for use in uses:
-                try:
-                    use()
-                except Exception as error:
-                    print(f"{type(error).__name__}: {error}")
-            engine.close()
-            sys.exit(7)  # with all finalizers
-        engine._lock.release()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        begun.close()
-        assert (tokens(llm), tokens(two)) == before
-        assert asyncio.run(ask(engine))[-1].finished
-"""
-
-
-@pytest.mark.slow
-def test_a_fork_ends_as_other_processes_do_and_harms_nothing(model_dir: Path, tmp_path: Path) -> None:
-    """Streams, ranks and the engine's thread go on after a fork that was refused and has run all finalizers."""
-    (tmp_path / "forked.py").write_text(FORKED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, str(tmp_path / "forked.py"), str(model_dir)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    refused = [line.partition(" was called in process ")[0] for line in done.stdout.splitlines()]
-    names = ("generate", "generate", "stream", "call", "check_health")
-    assert refused == [f"EngineError: {name}()" for name in names], done.stdout
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr

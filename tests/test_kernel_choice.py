@@ -86,29 +86,6 @@ def test_a_file_that_cannot_be_used_is_written_again(
     assert file.read_text() == whole and list(file.parent.iterdir()) == [file]
 
 
-def test_without_a_cache_each_process_measures(
-    measured: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    for count in (1, 2):
-        assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == count * len(WORKS)
-    assert "cannot be kept" in caplog.text
-
-
-def test_of_two_processes_that_measure_at_once_the_later_one_follows(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure_late(work: str, newest: str, other: str) -> str:
-        file = choice_file(ALL)
-        assert file is not None
-        kernel_choice._keep(file, kernel_choice.machine_key(ALL), SLOW_BF16)
-        return newest
-
-    monkeypatch.setattr(kernel_choice, "measure", measure_late)
-    assert find_choice(ALL).isa_of == SLOW_BF16
-
-
 def test_the_environment_overrides_measurement(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     setting = find_choice(ALL).setting
     measured.clear()

@@ -54,26 +54,6 @@ def test_a_run_counts_when_all_of_it_is_passed() -> None:
     assert meter.read() == meter.read() == Busy(150, 3.5)
 
 
-def test_most_copies_are_not_marked() -> None:
-    meter, stream = LinkMeter(), Clock()
-    for _ in range(3000):
-        meter.after(stream, meter.before(stream), 1)
-    assert 0 < len(stream.marks) <= 2 * 3 * 64
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_a_meter_that_is_never_read_does_not_grow(passed: bool) -> None:
-    """Two timed events for each measured copy would otherwise stay for as long as the engine lives."""
-    meter, stream = LinkMeter(), Clock()
-    for _ in range(20_000):
-        meter.after(stream, meter.before(stream), 1)
-        if passed:
-            for index, mark in enumerate(stream.marks):
-                mark.at = float(index)
-    assert len(meter._sample) <= 64
-    assert meter.read().num_bytes == (20 * 64 if passed else 0), "what was passed is counted all the same"
-
-
 def test_on_real_streams() -> None:
     device, meter = CpuDevice(), LinkMeter()
     src = torch.zeros(1 << 20, dtype=torch.uint8)

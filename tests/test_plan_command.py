@@ -1,4 +1,4 @@
-"""`nanovllm plan` from the command line, its units, and the measurement of this machine's rates."""
+"""`nanovllm plan` from the command line, and the measurement of this machine's rates."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import offloaded
-from fast import fast_only
 from plans import parameter_bytes
 
 import nanovllm
 from nanovllm import LLM
-from nanovllm.apps.cli.arguments import as_flags, engine_arguments
+from nanovllm.apps.cli.arguments import engine_arguments
 from nanovllm.apps.cli.main import _parse, main
-from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import engine_config
 from nanovllm.device import create_device
 from nanovllm.features.planner import measure
 from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.features.planner.predict import Link, Rates
-from nanovllm.features.planner.units import (
-    parse_byte_rate,
-    parse_bytes,
-    parse_compute_rate,
-    parse_seconds,
-)
 from nanovllm.memory.budget import predict_request
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
@@ -186,19 +178,6 @@ def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.Captur
     assert small["longest_prompt"]["limit"] == "KV memory" and not small["engine"]["enable_cpu_offload"]
 
 
-# ---- the table
-
-
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s"]) == 0
-    table = capsys.readouterr().out
-    lines = {line[:30].strip(): line for line in table.splitlines()}
-    assert "14.2 GiB" in lines["weights"] and "56.0 KiB" in lines["KV cache of a token"]
-    assert "1,010,000" in lines["longest prompt"] and "positions" in lines["longest prompt"]
-    assert "yes" in lines["fits"] and "limit: compute" in lines["prefill"] and "limit: link" in lines["decode"]
-    assert "GiB" in lines["the CPU attends to"] and "100.0 GB/s" in lines["host bandwidth"]
-
-
 # ---- by name, with what is in the way, and the command to run
 
 QWEN_YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}}
@@ -231,58 +210,6 @@ def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[
         assert not run_json(capsys, *options[:-4], "--host-mem", "113GB", *positions, status=1)["fits"]
 
 
-def test_shorter_steps_are_found_where_activations_are_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing else is left: all of the memory may be used already, and there is no host memory."""
-    options = ["--model", "qwen3-8b", "--gpu-mem", "20GB", "--prompt-len", "16000", "--gpu-memory-utilization", "1"]
-    report = run_json(capsys, *options, "--max-num-batched-tokens", "32768", status=1)
-    assert report["changes_that_fit"] == [{"max_num_batched_tokens": 16_384}]
-    assert run_json(capsys, *options, "--max-num-batched-tokens", "16384")["fits"]
-
-
-LARGE_STEPS = ["--max-num-batched-tokens", "32768", "--gpu-memory-utilization", "1"]
-SMALL_STEPS = ["--max-num-batched-tokens", "4096"]
-# What is given, and the arguments that fit it together; none can be left out.
-COMBINED: dict[str, tuple[list[str], set[str]]] = {
-    "8 bits and shorter steps": (["--prompt-len", "30000", *LARGE_STEPS], {"kv_cache_dtype", "max_num_batched_tokens"}),
-    "offload in 8 bits": (
-        ["--prompt-len", "37k", *SMALL_STEPS, "--host-mem", "2.4GB", "--no-enable-cpu-offload"],
-        {"enable_cpu_offload", "kv_cache_dtype"},
-    ),
-    "bytes on both": (
-        ["--prompt-len", "39k", *SMALL_STEPS, "--host-mem", "3GB", "--kv-cache-memory-bytes", "1G",
-         "--kv-offloading-size", "1"],
-        {"kv_offloading_size", "kv_cache_memory_bytes"},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", fast_only(["offload in 8 bits"], COMBINED))
-def test_changes_are_combined_where_one_does_not_suffice(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given, expected = COMBINED[case]
-    options = ["--model", "qwen3-8b", "--gpu-mem", "20GB", *given]
-    change = run_json(capsys, *options, status=1)["changes_that_fit"][0]
-    assert change.keys() - {"kvcache_block_size"} == expected
-    kept = [option for option in options if option != "--no-enable-cpu-offload"]
-    assert run_json(capsys, *kept, *shlex.split(as_flags(change)))["fits"]
-    for name in expected:
-        less = {other: value for other, value in change.items() if other != name}
-        off = [] if "enable_cpu_offload" in less else ["--no-enable-cpu-offload"]
-        rest = kept if "--num-cpu-blocks" in kept or "--kv-offloading-size" in kept else [*kept, *off]
-        assert not run_json(capsys, *rest, *shlex.split(as_flags(less)), status=1)["fits"]
-
-
-@pytest.mark.parametrize("device", [[], ["--kv-cache-memory-bytes", "3G"]])
-def test_sizes_in_bytes_stay_in_the_command_to_run(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The engine refuses a size next to a number of blocks, so that the command has one of them for each tier."""
-    given = ["--kv-offloading-size", "40", *device]
-    options = ["qwen3-8b", "--gpu", "RTX 4090", "--host-mem", "64GB", "--prompt-len", "40k", *given]
-    assert main(["plan", *options]) == 0
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    config = engine_config(CONFIGS, engine_arguments(_parse(command[1:])))
-    assert config.enable_cpu_offload and config.kv_offloading_size is not None and config.num_cpu_blocks == -1
-    assert (config.kv_cache_memory_bytes is None) == (config.num_gpu_blocks != -1) == (not device)
-
-
 @pytest.mark.parametrize("prompt", ["20k", "128k"])
 def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixture[str], prompt: str) -> None:
     """The engine's parser reads them back, and with them the plan is the same."""
@@ -299,16 +226,6 @@ def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixt
     assert config.num_gpu_blocks == report["engine"]["num_gpu_blocks"] > 0
     if overrides:
         assert config.num_cpu_blocks == report["engine"]["num_cpu_blocks"] and config.hf_overrides == QWEN_YARN
-
-
-def test_given_rates_come_before_those_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model", "qwen3-8b", "--prompt-len", "4000", "--gpu", "4090"]
-    plain, changed = run_json(capsys, *options), run_json(capsys, *options, "--compute", "1TFLOPS", "--link", "PCIe 3")
-    assert (plain["rates"]["compute"], plain["rates"]["link"]["h2d"]) == (165.2e12, 31.5e9)
-    assert plain["rates"]["device_bandwidth"] == changed["rates"]["device_bandwidth"] == 1008e9
-    assert (changed["rates"]["compute"], changed["rates"]["link"]["h2d"]) == (1e12, 15.75e9)
-    assert [find_card(name).name for name in ("nvidia geforce rtx4090", "A100")] == ["RTX 4090", "A100 40GB"]
-    assert find_link("pcie 5.0 x8") == find_link("PCIe 4") == 31.5e9 and find_link("50GB/s") is None
 
 
 # ---- this machine
@@ -365,19 +282,6 @@ def test_wrong_arguments_cost_one_sentence(case: str, capsys: pytest.CaptureFixt
     assert status == 2 and printed.out == ""
     flags = printed.err.splitlines()[1:]
     assert told in printed.err and len(flags) <= 1 and all(line.startswith("--") for line in flags)
-
-
-# ---- units
-
-
-def test_units() -> None:
-    assert (parse_bytes(" 16 gib "), parse_bytes("7b"), parse_bytes("64")) == (16 * 2**30, 7, 64e9)
-    assert (parse_byte_rate("512MiB/s"), parse_seconds("20us")) == (2**29, pytest.approx(2e-5))
-    assert parse_compute_rate("1.2 PFLOP/s") == pytest.approx(1.2e15)
-    for parse in (parse_bytes, parse_byte_rate, parse_compute_rate, parse_seconds):
-        for text in ("", "-80GB/s", "80XB"):
-            with pytest.raises(ValueError, match=r"is not a (size|rate|time) such as"):
-                parse(text)
 
 
 # ---- measuring

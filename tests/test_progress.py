@@ -24,7 +24,7 @@ from nanovllm.apps.cli.main import main
 from nanovllm.data.progress import Progress
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features import progress_bar
-from nanovllm.features.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine, duration
+from nanovllm.features.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine
 
 COLUMNS = 90
 DOCUMENT = "All that is known. " * 40
@@ -117,23 +117,6 @@ def test_chat_shows_the_prefill_of_a_document(
     assert capsys.readouterr().out != ""
 
 
-def test_generate_shows_loading_prefill_and_totals_and_clears_the_line(
-    model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with terminal(monkeypatch) as shown:
-        command = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-batched-tokens", "128"]
-        assert main([*command, DOCUMENT, "two", "three"]) == 0
-    drawn = shown.drawn
-    prefilled = [line for line in drawn if not line.startswith("loading ")]
-    assert drawn[0].startswith("loading ") and prefilled[0].startswith("0 of 3 prompts, prefill 0 of ")
-    assert len(prefills(drawn)) >= 6 and any(" tok/s out" in line for line in drawn[:-1])
-    assert any(line.startswith("2 of 3 prompts") or line.startswith("1 of 3 prompts") for line in drawn)
-    summary, kv, hint = drawn[-1].splitlines()
-    assert summary.startswith("3 prompts, ") and summary.endswith("; 3 of 3 cut at --max-tokens or max_model_len")
-    assert " MB of KV on the device" in kv and "--chat" in hint
-    assert shown.written.decode().count("\n") == 3, "status lines take no line of their own"
-
-
 def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[float] = []
     with LLM(model, max_num_batched_tokens=64, **offloaded(16, 6, 60)) as llm:
@@ -182,16 +165,6 @@ def test_in_a_file_there_is_at_most_a_line_a_second(monkeypatch: pytest.MonkeyPa
     assert "\r" not in log.getvalue()
 
 
-def test_a_terminal_that_is_gone_ends_the_display_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    monkeypatch.setattr("sys.stderr", closed)
-    with StatusLine(shown=True) as line:
-        closed.close()
-        line.show("working")
-        assert not line.shown
-        line.show("working")
-
-
 def test_a_process_without_standard_error_generates(
     model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,24 +172,3 @@ def test_a_process_without_standard_error_generates(
         monkeypatch.setattr("sys.stderr", None)
         assert len(llm.generate("Hello", greedy(2))[0].outputs[0].token_ids) == 2
     assert capsys.readouterr().out == ""
-
-
-def test_rates_and_the_time_left_are_those_of_the_prefill_or_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    alone, many = Meter(1), Meter(4)
-    now[0] = 30.0
-    cached = Progress(1, prompt_tokens=4000, prompt_tokens_done=2000, computed_tokens=1000)
-    said = "prefill 2,000 of 4,000 tokens (50%), 33.3 tok/s in, 0:30, about 1:00 left"
-    assert alone.text(cached) == said, "cached tokens took no time"
-    many.finished = 1
-    assert many.text(Progress()) == "1 of 4 prompts, 0:30, about 1:30 left"
-    nearly = Progress(1, prompt_tokens=6103, prompt_tokens_done=6080)
-    assert "(99%)" in Meter(1).text(nearly), "100% is for the end"
-    now[0] = 31.0
-    decoding = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=1)
-    assert alone.text(decoding) == "129.0 tok/s in, 0:31"
-    now[0] = 41.0
-    later = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=21)
-    assert alone.text(later) == "129.0 tok/s in, 2.0 tok/s out, 0:41", "decode does not dilute the rate of the prefill"
-    assert duration(3723) == "1:02:03"

@@ -21,7 +21,6 @@ from transformers import (
 from nanovllm.apps.recall import (
     EOS_TOKEN_ID,
     FIRST_WORD_ID,
-    WordExam,
     expected_answer,
     make_document,
     make_prompt,
@@ -29,7 +28,6 @@ from nanovllm.apps.recall import (
     write_demo_model,
     write_recall_checkpoint,
 )
-from nanovllm.errors import RequestError
 
 LENGTH = 2048
 BLOCK = 64
@@ -137,20 +135,3 @@ def test_tokenizer_round_trip(tmp_path: Path, load: Callable[[Path], Any]) -> No
     assert sorted(tokenizer.all_special_ids) == list(range(FIRST_WORD_ID))
     assert tokenizer.eos_token_id == EOS_TOKEN_ID
     assert tokenizer("xyzzy")["input_ids"] == [tokenizer.unk_token_id]
-
-
-def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
-    exam = WordExam.write(tmp_path, 400, ANSWER_TOKENS, {"chunk": 128, "block": 64})
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert sorted(exam.document) == list(range(FIRST_WORD_ID, len(tokenizer)))
-    assert {1, 63, 64, 127, 128, 392} <= set(exam.positions)
-    for position, prompt in zip(exam.positions, exam.prompts(), strict=True):
-        assert tokenizer(prompt)["input_ids"] == make_prompt(exam.document, position)
-        assert prompt.split()[-1] == exam.question(position)
-        assert exam.expected(position) == tokenizer.decode(exam.document[position : position + ANSWER_TOKENS])
-
-
-def test_a_document_without_room_for_an_answer_is_refused() -> None:
-    with pytest.raises(RequestError, match="a document of 8 tokens has no room for an answer of 8"):
-        notable_positions(8, 8, {"block": 4})
-    assert set(notable_positions(9, 8, {"block": 4})) == {1}

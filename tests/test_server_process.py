@@ -206,21 +206,6 @@ def test_memory_is_flat_over_many_requests(model: str) -> None:
 # ---- floods
 
 
-def test_a_body_of_100_megabytes(model: str) -> None:
-    with served(model, RESIDENT) as (process, port):
-        before = resident_bytes(process)
-        answer = httpx.post(
-            f"{url(port)}/v1/completions",
-            content=b'{"prompt": "' + b"a" * 100_000_000 + b'"}',
-            headers={"content-type": "application/json"},
-            timeout=60,
-        )
-        assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
-        grown = resident_bytes(process) - before
-        print(f"{grown / 2**20:+.1f} MiB")
-        assert grown < 16 << 20 and health(port) == 200
-
-
 def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
     chosen = random.Random(16)
     whole = json.dumps({"prompt": "hello", "max_tokens": 2, "stream": True, "stop": ["a"], "logit_bias": {"5": 1}})

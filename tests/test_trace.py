@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
-from host_tasks import PythonTask
 
 from nanovllm import LLM
 from nanovllm.data.batch import Batch
@@ -139,18 +137,6 @@ def test_events_name_their_layer_blocks_and_requests(
     assert of_layers, "kernels name blocks too"
 
 
-def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    calls, tensor = device.new_call_stream("kv-cpu-attention"), torch.zeros(8)
-    device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
-    calls.launch(PythonTask(lambda: time.sleep(0.01)))
-    calls.launch(PythonTask(lambda: None))
-    device.close()
-    slices = rows_of(tmp_path / "trace.json")["kv-cpu-attention"]
-    assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
-    assert slices[0]["dur"] >= 1e4 and in_turn(slices)
-
-
 def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with LLM(model_dir, dtype="float32", trace=str(path), num_gpu_blocks=16, kvcache_block_size=BLOCK) as llm:
@@ -175,32 +161,6 @@ def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_p
             step["ts"] - 1e-2 <= kernel["ts"] and kernel["ts"] + kernel["dur"] <= step["ts"] + step["dur"] + 1e-2
             for step in steps
         )
-
-
-def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    event, tensor = device.new_event(), torch.zeros(8)
-    device.compute_stream.record(event)
-    device.declare_kernel("a", reads=(tensor,))
-    device.declare_kernel("a", reads=(tensor,), writes=(tensor,))
-    device.compute_stream.record(event)  # is no end: the kernel may be launched after it
-    device.declare_kernel("b")
-    device.end_kernel()
-    device.end_kernel()
-    device.declare_kernel("c")
-    device.compute_stream.wait(event)
-    device.declare_kernel("c")
-    device.end_kernel()
-    device.close()
-    kernels = rows_of(tmp_path / "trace.json")["compute"]
-    assert [(k["name"], k["args"].get("declared"), k["args"].get("bytes")) for k in kernels] == [
-        ("a", 2, 96),
-        ("b", 1, 0),
-        ("c", 1, 0),
-        ("wait", None, None),
-        ("c", 1, 0),
-    ]
-    assert in_turn(kernels)
 
 
 def test_a_failed_step_and_a_second_close_leave_a_whole_file(tmp_path: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import offloaded
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -30,14 +26,6 @@ class CarDescription(pydantic.BaseModel):  # type: ignore[name-defined,misc]
     brand: str = pydantic.Field(max_length=8)
     model: str = pydantic.Field(max_length=8)
     car_type: CarType
-
-
-class Person(pydantic.BaseModel):  # type: ignore[name-defined,misc]
-    model_config = pydantic.ConfigDict(extra="forbid")
-    name: str = pydantic.Field(min_length=1, max_length=40)
-    age: int = pydantic.Field(ge=0, le=120)
-    occupation: str = pydantic.Field(max_length=40)
-    languages: list[Annotated[str, pydantic.Field(max_length=20)]] = pydantic.Field(max_length=4)
 
 
 SQL = """
@@ -87,22 +75,3 @@ def test_the_example(llm: LLM) -> None:
         "Generate an SQL query to show the 'username' and 'email' from the 'users' table.", sql, llm
     )
     assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", found)
-
-
-@pytest.mark.slow
-def test_a_real_model_describes_a_person(smollm2_dir: Path) -> None:
-    question = [{"role": "user", "content": "Describe a person as JSON: name, age, occupation and languages."}]
-    structured = StructuredOutputsParams(json=Person)
-    params = [SamplingParams(temperature=0.0, max_tokens=250, structured_outputs=structured)]
-    params += [
-        SamplingParams(temperature=t, seed=s, max_tokens=250, structured_outputs=structured)
-        for t in (0.7, 1.3)
-        for s in range(4)
-    ]
-    with LLM(smollm2_dir, max_model_len=512, **offloaded(16, num_gpu_blocks=6, num_cpu_blocks=400)) as llm:
-        outputs = llm.chat([question] * len(params), params, use_tqdm=False)
-    for output in outputs:
-        (completion,) = output.outputs
-        assert completion.finish_reason == "stop", completion.text
-        assert list(json.loads(completion.text)) == ["name", "age", "occupation", "languages"]
-        Person.model_validate_json(completion.text)
