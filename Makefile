@@ -42,7 +42,7 @@ build: venv
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 test: venv
-	$(PYTEST)
+	$(PYTEST) $(TEST_OPTIONS)
 
 # Bit-identical results with every instruction set, and on other processors as far as this one can imitate them.
 BIT_TESTS := tests/test_emulated_bf16.py tests/test_imitated_processors.py tests/test_batch_invariance.py

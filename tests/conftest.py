@@ -41,13 +41,15 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--slow-of", metavar="FILE", help="run the tests of this file that are marked slow as well")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--run-slow") and "slow" not in config.getoption("markexpr"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
+        whole = config.getoption("--slow-of")
+        slow = [item for item in items if item.get_closest_marker("slow") and item.path.name != whole]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow") or item.path.name == whole]
     # Rare cases run on the best instruction set, common ones on all.
     rare = {item for item in items if len(list(item.iter_markers("slow"))) > 1 and _names_instruction_set(item)}
     config.hook.pytest_deselected(items=list(rare))
