@@ -29,12 +29,6 @@ def test_prompts_and_parameters() -> None:
     assert request({"question": "why?", "prompt": "data"}, prompt_column="question").prompt == "why?"
 
 
-def test_tables_may_have_structures_as_text() -> None:
-    found = request({"messages": '[{"role": "user", "content": "hello"}]', "sampling_params": '{"max_tokens": 4}'})
-    assert found.messages == HELLO and found.params == {"max_tokens": 4}
-    assert request({"prompt": "hi", "logit_bias": '{"42": -1}'}).params == {"logit_bias": {42: -1}}
-
-
 def test_prompts_as_messages() -> None:
     system = {"role": "system", "content": "brief"}
     assert request({"prompt": "hello"}, is_chat=True, system="brief").messages == [system, *HELLO]

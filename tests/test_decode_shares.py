@@ -15,10 +15,8 @@ from nanovllm.features.cpu_attention.shares import (
     best_share,
     blocks_for_cpu_attention,
     corrected,
-    cpu_attention_query_len,
     layer_seconds,
 )
-from nanovllm.memory.budget import blocks_of_share
 
 MIB = 1 << 20
 GPU = Bandwidths(link=50e9, host=200e9, device=3000e9)
@@ -43,12 +41,6 @@ def test_a_round_trip_that_costs_more_than_the_link_is_not_made() -> None:
     slow = replace(GPU, round_trip=1e-2)
     assert best_share(100 * MIB, 0, 0, slow) == 0
     assert 0 < best_share(100 * MIB, 0, 0, replace(GPU, round_trip=1e-3)) < best_share(100 * MIB, 0, 0, GPU)
-
-
-def test_on_one_processor_bytes_are_read_where_they_are() -> None:
-    assert best_share(100 * MIB, 10 * MIB, 50 * MIB, CPU) == 1.0
-    assert best_share(100 * MIB, 10 * MIB, 50 * MIB, replace(CPU, host=5e9)) == 0.0  # a copy and a faster kernel
-    assert blocks_for_cpu_attention(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
 
 
 @given(host=st.floats(1, 1e9), resident=st.floats(0, 1e9), weights=st.floats(0, 1e9), given_rates=rates)
@@ -88,16 +80,6 @@ def test_a_block_with_many_readers_is_the_links() -> None:
     alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
     assert blocks_for_cpu_attention(LayerLoad([alone] * 10), GPU) == 8
     assert blocks_for_cpu_attention(LayerLoad([crowded] * 10), GPU) == 0
-
-
-def test_shares_of_blocks() -> None:
-    assert [blocks_of_share(5, share) for share in (0, 0.25, 0.5, 0.75, 1)] == [0, 1, 3, 4, 5]
-    assert blocks_of_share(0, 0.7) == 0
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(16, 8, 32), (32, 4, 8), (8, 8, 64), (128, 1, 1)])
-def test_cpu_attention_takes_as_many_rows_as_its_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
-    assert cpu_attention_query_len(heads, kv_heads) == tokens
 
 
 def test_rates_are_bounded_and_little_work_says_nothing() -> None:

@@ -24,12 +24,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from nanovllm import LLM
-from nanovllm.config import EngineConfig
 from nanovllm.data.network import ExpertSpec, SharedExpert
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
-from nanovllm.memory.profiling import activation_peak
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -214,15 +212,6 @@ def test_decode_reads_the_chosen_experts_only(tmp_path: Path) -> None:
     assert spec.layer_weight_bytes(4, 1000) == whole
     dense = 64 * (2 * 64 + 2 * 32) + 8 * 64  # q, k, v, o and the router
     assert network.matrix_operations(10) == 10 * 2 * 2 * (dense + 2 * 3 * 64 * 48)
-
-
-def test_a_step_takes_what_the_larger_kind_of_layer_takes(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", layers=3, mlp_only_layers=[0], intermediate=3000)
-    spec, config = load_decoder_spec(tmp_path), EngineConfig(model=str(tmp_path))
-    peaks = [
-        activation_peak(Decoder(spec.of_layers(layers), torch.float32, CPU), config) for layers in ([0], [1], [1, 0])
-    ]
-    assert peaks[0] != peaks[1] and peaks[2] == max(peaks)
 
 
 # ---- refusals

@@ -75,12 +75,6 @@ def test_offline_the_error_says_where_was_looked(cache: Path, monkeypatch: pytes
         assert "local directory" in message and (not arguments or "revision 'v2'" in message)
 
 
-@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-def test_an_interrupted_download_is_not_used(lost: str, cache: Path) -> None:
-    (cache / "models--someone--tiny-model" / "snapshots" / COMMIT / lost).unlink()
-    assert "holds no complete snapshot" in message_of(NAME, download_dir=str(cache))
-
-
 def test_every_shard_of_an_index_must_be_there(cache: Path) -> None:
     snapshot = add_to_cache(cache, "someone/sharded")
     make_checkpoint(snapshot, vocab=300, sharded=True)
@@ -127,12 +121,6 @@ def test_what_is_no_name_of_the_hub_is_not_looked_up(
     assert "is not a directory" in message_of(name)
     (tmp_path / "file").write_text("x")
     assert "model='file' is not a directory" in message_of("file")
-
-
-def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_checkpoint(tmp_path / NAME)
-    assert engine_config(NAME, {}).model == NAME
 
 
 def test_a_hub_model_is_planned_from_its_config_alone(

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import edit_config, make_checkpoint
 from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
 
-from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm import LLM, RequestOutputKind, SamplingParams
 from nanovllm.errors import EngineError, RequestError
 
 VOCAB = 300
@@ -47,27 +47,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-def text_of(llm: LLM, output: RequestOutput) -> str:
-    return str(llm.get_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True))
-
-
 # ---- vLLM's scripts for offline use, in short
-
-
-def test_the_basic_script(llm: LLM) -> None:
-    prompts = [
-        "Hello, my name is",
-        "The president of the United States is",
-        "The capital of France is",
-        "The future of AI is",
-    ]
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-    outputs = llm.generate(prompts, sampling_params)
-    assert [output.prompt for output in outputs] == prompts
-    for output in outputs:
-        assert output.finished and output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
-        assert len(output.outputs[0].token_ids) == 16, "vLLM's default"
-        assert output.outputs[0].text == text_of(llm, output)
 
 
 def test_prompts_in_all_forms(llm: LLM) -> None:
@@ -193,22 +173,6 @@ def test_the_checkpoint_recommends_default_parameters(tmp_path: Path) -> None:
 
 
 # ---- text
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text(llm: LLM, include: bool) -> None:
-    (free,) = llm.generate("Hello", GREEDY, use_tqdm=False)
-    text = free.outputs[0].text
-    stop = text[3:6]
-    at = text.index(stop)
-    params = SamplingParams(temperature=0.0, max_tokens=12, stop=[stop, "never"], include_stop_str_in_output=include)
-    (output,) = llm.generate("Hello", params, use_tqdm=False)
-    ended = output.outputs[0]
-    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
-    assert ended.text == text[: at + len(stop) if include else at]
-    assert (
-        ended.token_ids == free.outputs[0].token_ids[: len(ended.token_ids)] and text_of(llm, output).find(stop) == at
-    )
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, exit_status, generate, json_lines, make_model, set_stdin, write_jsonl
 from lora_helpers import make_adapter
-from server_helpers import CACHE, NAME, ask, events, nothing_left, run_async
+from server_helpers import CACHE, NAME, ask, events, nothing_left
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.server.async_llm import AsyncLLM
-from nanovllm.apps.server.settings import ServerSettings
-from nanovllm.errors import ConfigError, RequestError
 from nanovllm.features.lora.request import LoRARequest
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -86,15 +83,6 @@ def test_requests_name_an_adapter_as_their_model(engine: AsyncLLM, setup: Setup)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == setup.texts["law"]
 
 
-def test_a_conversation_with_an_adapter(engine: AsyncLLM, setup: Setup) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    body = {"messages": messages, "model": "sql", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    found = ask(engine, "/v1/chat/completions", body, lora_requests=tuple(setup.adapters)).json()
-    with LLM(setup.model, **CACHE, **LORA) as llm:
-        (expected,) = llm.chat(messages, GREEDY_PARAMS, False, setup.adapters[0])
-    assert found["model"] == "sql" and found["choices"][0]["message"]["content"] == expected.outputs[0].text
-
-
 def test_the_list_of_models_has_the_adapters(engine: AsyncLLM, setup: Setup) -> None:
     adapters = (setup.adapters[0], LoRARequest("law", 2, setup.adapters[1].lora_path, "Base/Model"))
     listed = ask(engine, "/v1/models", lora_requests=adapters).json()["data"]
@@ -108,25 +96,6 @@ def test_the_list_of_models_has_the_adapters(engine: AsyncLLM, setup: Setup) -> 
     assert ask(engine, "/v1/models/law", lora_requests=adapters).json()["parent"] == "Base/Model"
     response = ask(engine, "/v1/completions", {"prompt": "a", "model": "medicine"}, lora_requests=adapters)
     assert response.status_code == 404 and "'medicine' is not served" in response.json()["error"]["message"]
-
-
-def test_asyncio(engine: AsyncLLM, setup: Setup) -> None:
-    async def text(adapter: LoRARequest | None) -> str:
-        outputs = [output async for output in engine.generate("hello", GREEDY_PARAMS, lora_request=adapter)]
-        return str(outputs[-1].outputs[0].text)
-
-    async def texts() -> list[str]:
-        return [await text(adapter) for adapter in (None, *setup.adapters)]
-
-    assert run_async(texts()) == list(setup.texts.values())
-    with pytest.raises(RequestError, match="lora_request=5: must be a LoRARequest"):
-        run_async(text(5))  # type: ignore[arg-type]
-
-
-def test_names_of_the_server_are_distinct(setup: Setup) -> None:
-    for names in (("sql",), ("a", "law")):
-        with pytest.raises(ConfigError, match=r"lora_requests=\['sql', 'law'\]: each needs a name of its own"):
-            ServerSettings(served_model_names=names, lora_requests=tuple(setup.adapters))
 
 
 # ---- the command line
@@ -188,11 +157,3 @@ def test_flags_that_are_refused(
         command, *options = words.split()
         assert exit_status([command, "--model", setup.model, *SMALL_CACHE, *options]) == 2
         assert says in capsys.readouterr().err
-
-
-def test_vllms_json_names_a_parent() -> None:
-    from nanovllm.apps.cli.engine import LoRAModule, lora_module
-
-    fields = {"name": "a", "path": "b=c", "base_model_name": "d"}
-    assert lora_module(json.dumps(fields)) == LoRAModule("a", "b=c", "d")
-    assert lora_module("a=b=c") == LoRAModule("a", "b=c")

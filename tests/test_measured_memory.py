@@ -66,15 +66,6 @@ def test_a_device_that_measures_is_asked_before_its_free_memory_is(
     assert device.runs == ["a step"]
 
 
-def test_nothing_is_measured_where_nothing_is_sized_from_memory(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = Measures()
-    monkeypatch.setattr(build, "create_device", lambda name: device)
-    with LLM(model_dir, dtype="float32", num_gpu_blocks=8):
-        assert not device.runs
-
-
 def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as a step may have go through every layer, with attention of the real backend."""
     device, shapes = Measures(), []

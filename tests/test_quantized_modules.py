@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from engines import greedy, random_prompt, token_ids
 from hypothesis import given, settings
@@ -43,24 +42,6 @@ def test_ignored_modules_stay_plain(plain_checkpoint: Path, quantized_copy: Call
         torch.testing.assert_close(layer.qkv(x), x @ rows.T, rtol=1e-5, atol=1e-5)
         indices = torch.tensor([0, 130, 200, 255, 3])
         assert torch.equal(layer.qkv.weight.rows(indices), rows[indices])
-
-
-@pytest.mark.parametrize(
-    ("variant", "field"),
-    [("awq-32", "modules_to_not_convert"), ("fp8", "modules_to_not_convert"), ("fp8-channel", "ignored_layers")],
-)
-def test_lists_of_modules_that_were_not_converted(
-    variant: str, field: str, plain_checkpoint: Path, quantized_copy: Callable[[str], Path]
-) -> None:
-    path = quantized_copy(variant)
-    tensors, source = load_file(path / "model.safetensors"), load_file(plain_checkpoint / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp" not in name and "o_proj" not in name}
-    kept |= {name: source[name] for name in source if "layers.0.mlp" in name or "o_proj" in name}
-    save_file(kept, path / "model.safetensors")
-    set_quantization(path, **{field: ["lm_head", "model.layers.0.mlp", "o_proj"]})
-    decoder = load(path)
-    assert decoder.layers[0].mlp.gate_up.weight.dense is not None and decoder.layers[1].o.weight.dense is not None
-    assert decoder.layers[1].mlp.gate_up.weight.dense is None
 
 
 def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tmp_path: Path) -> None:

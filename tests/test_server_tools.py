@@ -77,11 +77,6 @@ def test_calls_are_read_from_any_pieces(cuts: list[int]) -> None:
         assert joined([*found, *parser.finish()]) == joined(pieces)
 
 
-def test_content_before_a_call_is_not_held_back() -> None:
-    parser = Hermes()
-    assert parser.feed("Let me <to") == ["Let me "] and parser.feed("p> ") == ["<top> "]
-
-
 def test_the_format_is_read_off_the_template() -> None:
     assert detect_format("x <tool_call> y") == "hermes"
     assert detect_format("{{ '<|python_tag|>' }}") == "llama3_json" and detect_format("Environment: ipython")

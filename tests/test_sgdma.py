@@ -177,16 +177,6 @@ def test_rows_too_far_apart_for_one_copy_go_one_by_one(side: str) -> None:
     assert copies == 3 and torch.equal(torch.cat(rows), near)
 
 
-def test_a_device_with_a_smaller_pitch_gets_rows_earlier() -> None:
-    dst, src = sentinel_tensor(64, torch.uint8), random_tensor(64, torch.uint8, seed=2)
-    assert copy_pitched(dst, src, 16, 16, 8, 4, "h2h", rows_above=16) == 1
-    expected = dst.clone()
-    dst.fill_(SENTINEL)
-    assert copy_pitched(dst, src, 16, 16, 8, 4, "h2h", rows_above=15) == 4
-    assert torch.equal(dst, expected)
-    assert copy_pitched(dst, src, 16, 16, 0, 4, "h2h", rows_above=15) == 0
-
-
 @pytest.mark.parametrize(("max_pitch", "copies"), [(MAX_PITCH, 1), (64, 3)])
 def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counted(
     max_pitch: int, copies: int, monkeypatch: pytest.MonkeyPatch

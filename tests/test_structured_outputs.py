@@ -13,7 +13,6 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt
 from tokenizer_files import END, write_byte_fallback, write_byte_level
-from torch import Tensor
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanovllm.data.batch import Batch, PackedMask, StepResult
@@ -206,23 +205,6 @@ def test_a_stream_gives_the_output_in_pieces(llm: LLM) -> None:
     pieces = [completion.text for output in llm.stream([[1, 2]], params) for completion in output.outputs]
     assert len(pieces) > 10 and is_person("".join(pieces))
     assert "".join(pieces) == run(llm, [[1, 2]], params)[0].outputs[0].text
-
-
-def test_white_space_ends(llm: LLM) -> None:
-    def more_space(token_ids: list[int], logits: Tensor) -> Tensor:
-        logits[ord(" ")] = 1000.0
-        return logits
-
-    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 1}
-    (completion,) = run(
-        llm,
-        [[1, 2]],
-        SamplingParams(
-            temperature=0.0, max_tokens=200, logits_processors=[more_space], structured_outputs={"json": schema}
-        ),
-    )[0].outputs
-    assert completion.finish_reason == "stop" and json.loads(completion.text) == [1]
-    assert max(map(len, re.findall(" +", completion.text))) == 64
 
 
 # ---- masks

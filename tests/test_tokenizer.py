@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import edit_config
-from hypothesis import given
-from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_level
 
 from nanovllm.errors import ModelError
@@ -33,19 +30,6 @@ def test_special_tokens_are_read_and_not_printed(tokenizer: Tokenizer) -> None:
     assert len(ids) == 3, "a merged token, the end token, a byte"
     assert tokenizer.decode(ids) == "ina" and tokenizer.decode(ids, skip_special_tokens=False) == f"in{END}a"
     assert all(type(token) is int for token in ids)
-
-
-@given(text=TEXTS)
-@QUICK
-def test_encoding_and_decoding_is_lossless(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_spaces_are_never_cleaned_up(tmp_path: Path) -> None:
-    write_byte_level(tmp_path)
-    edit_config(tmp_path, "tokenizer_config.json", clean_up_tokenization_spaces=True)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded is not None and loaded.decode(loaded.encode("a . b n't")) == "a . b n't"
 
 
 # ---- files

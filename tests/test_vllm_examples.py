@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,6 @@ def test_generate_with_flags_of_engine_args(model: str) -> None:
             sampling_params.top_k = top_k
         outputs = llm.generate(PROMPTS, sampling_params)
     assert sampling_params.top_k == 5 and {len(output.outputs[0].token_ids) for output in outputs} == {3}
-
-
-def test_a_progress_bar_of_another_library_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"use_tqdm=.*: must be True or False: the engine shows progress of its own"):
-        llm.generate("Hello", greedy(1), use_tqdm=iter)  # type: ignore[arg-type]
-    assert not llm.engine.has_unfinished_requests()
-    assert len(llm.generate("Hello", greedy(1), use_tqdm=0)) == 1  # type: ignore[arg-type]
 
 
 # ---- llm_engine_example
@@ -265,10 +257,3 @@ def test_choices_that_cannot_be_scored(llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=says):
             llm.score_choices(prompt, choices)
-
-
-def test_engine_args_as_keywords_of_llm(model: str) -> None:
-    args = EngineArgs(model=model, max_model_len=128, dtype="float", block_size=16, num_gpu_blocks=40)
-    with LLM(**asdict(args)) as llm, LLM.from_engine_args(args) as other:
-        assert llm.max_model_len == 128 and llm.config == other.config
-        assert llm.get_world_size() == 1

@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 
 from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, Table
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
@@ -105,14 +105,6 @@ def test_the_methods_of_its_engine_take_its_arguments(engine: LLMEngine) -> None
     with pytest.raises(RequestError, match="internal=True is not supported"):
         engine.abort_request("d", internal=True)
     assert not engine.has_unfinished_requests()
-
-
-def test_an_engine_is_made_with_its_other_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"stat_loggers=.* is not supported"):
-        LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)), stat_loggers=[Strange()])
-    others = {"usage_context": None, "stat_loggers": None, "enable_multiprocessing": False}
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
-        LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)), **others)
 
 
 # ---- EngineArgs
