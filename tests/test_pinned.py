@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.comm import _sgdma, memcpy_2d_async
 from nanovllm.device import memory, pinned
-from nanovllm.device.pinned import PageLock, empty_pinned, rows_in_reach
+from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError
 
 PAGE = 4096
@@ -144,12 +144,34 @@ def test_more_than_a_container_leaves_is_refused_before_anything_is_mapped(monke
     assert empty_pinned("host blocks", (1, 1 << 20), torch.uint8, ledger).nbytes == 1 << 20
 
 
+def test_a_lock_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that CUDA need not be asked at every copy whether a pool is pinned."""
+    for name in ("lock_pages", "unlock_pages"):
+        monkeypatch.setattr(_sgdma, name, lambda *_: None)
+    lock = PageLock()
+    tensor = empty_pinned("host blocks", (4, 4 * PAGE), torch.uint8, lock, max_piece=5 * PAGE)
+    start, size = tensor.data_ptr(), tensor.nbytes
+    assert lock.covers(start, size) and lock.covers(start, 4 * PAGE)
+    assert not lock.covers(start, size + 1) and not lock.covers(start + PAGE, PAGE)
+    del tensor
+    assert not lock.covers(start, size), "other memory may be there now"
+
+
 @pytest.mark.parametrize(("block_bytes", "max_piece", "rows"), [(PAGE, 3 * PAGE, 3), (6144, 5 * PAGE, 2), (96, 1, 128)])
 def test_a_piece_holds_whole_rows(block_bytes: int, max_piece: int, rows: int) -> None:
     ledger = Ledger()
     tensor = empty_pinned("host blocks", (40, block_bytes), torch.uint8, ledger, max_piece=max_piece)
     assert rows_in_reach(tensor, max_piece) == rows
     assert {(start - tensor.data_ptr()) // block_bytes % rows for start in ledger.locked} == {0}
+
+
+def test_a_numa_node_is_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _sgdma.prefer_node(0, PAGE, -1)
+    assert not _sgdma.prefer_node(0, PAGE, 1 << 20)
+    tensor = empty_pinned("host blocks", (4, PAGE), torch.uint8, Ledger(), node=1023)
+    assert bool((tensor == 0).all())
+    monkeypatch.setattr(_sgdma, "pci_bus_id", lambda device: "FFFF:FF:FF.F")
+    assert nearest_node(0) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -115,20 +115,6 @@ def test_reset_and_hit_rate() -> None:
     assert (metrics.used_blocks, metrics.cached_blocks, metrics.free_blocks) == (0, 3, 61)
 
 
-def test_metrics_count_preemptions_by_kind() -> None:
-    bench = Bench(12, swap=20)
-    for index, name in enumerate(("a", "b")):
-        bench.add(name, prompt_of(7, index), 12, temperature=1.0, n=2)
-    while not bench.scheduler.swapped:
-        bench.step()
-    metrics = bench.engine.metrics()
-    assert (metrics.running_requests, metrics.swapped_requests, metrics.waiting_requests) == (1, 1, 0)
-    assert (metrics.preemptions_by_swap, metrics.preemptions_by_recompute, metrics.tokens_lost) == (1, 0, 0)
-    assert metrics.swapped_blocks == metrics.blocks_swapped_out > metrics.blocks_swapped_in == 0
-    assert metrics.blocks_copied_on_write == 2
-    assert metrics.used_blocks + metrics.cached_blocks + metrics.free_blocks == 12
-
-
 # ---- admission
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER

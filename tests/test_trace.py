@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
+from host_tasks import PythonTask
 
 from nanovllm import LLM
 from nanovllm.data.batch import Batch
@@ -135,6 +137,18 @@ def test_events_name_their_layer_blocks_and_requests(
     assert all(min(numbers(args["blocks"])) >= resident for args in loads), "what is copied is on the host"
     of_layers = {args["blocks"] for s in rows["compute"] if (args := s["args"]).get("blocks")}
     assert of_layers, "kernels name blocks too"
+
+
+def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    calls, tensor = device.new_call_stream("kv-cpu-attention"), torch.zeros(8)
+    device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
+    calls.launch(PythonTask(lambda: time.sleep(0.01)))
+    calls.launch(PythonTask(lambda: None))
+    device.close()
+    slices = rows_of(tmp_path / "trace.json")["kv-cpu-attention"]
+    assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
+    assert slices[0]["dur"] >= 1e4 and in_turn(slices)
 
 
 def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
