@@ -321,7 +321,7 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
         arguments = random_engine(random)
         llm = LLM(model, **arguments)
         manager = llm.engine.scheduler.block_manager  # with hits that end within a block, which real sizes have
-        manager.prefix_cache = PrefixCache(BLOCK, manager.prefix_cache.enabled, random.choice([4, 8]))
+        manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8]))
         drivers.append((arguments, Driver(llm, random, totals, beginnings)))
         totals.counts["engines"] += 1
     going = [driver for _, driver in drivers]

@@ -88,7 +88,7 @@ def test_every_share_gives_the_same_logits(
         logits, same_tokens, blocks = logits_of_run(tmp_path, share)
         assert torch.equal(logits, exact) and same_tokens == tokens, share
         counts.append(blocks)
-    assert counts[0] == 0 and counts == sorted(set(counts))
+    assert counts[0] == 0 < counts[-1] and counts == sorted(counts)
     add_cpu_attention_streams(monkeypatch)
     if options["head_dim"] % 16:  # which the C++ kernel does not take
         with LLM(tmp_path, **offloaded(BLOCK, 6, 40)) as llm:

@@ -125,7 +125,7 @@ def test_what_it_writes_is_the_same_with_less_memory(model: Path) -> None:
     tokens = text_tokens(model, 1100)
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1)
     found = []
-    for arguments in ({"kvcache_block_size": 64, "num_gpu_blocks": 24}, offloaded(64, 4, 24, cpu_attention=False)):
+    for arguments in ({"kvcache_block_size": 64, "num_gpu_blocks": 84}, offloaded(64, 12, 84, cpu_attention=False)):
         with LLM(model, max_model_len=1200, max_num_batched_tokens=256, **arguments) as llm:
             for _ in range(2):
                 (output,) = llm.generate([tokens], params, use_tqdm=False)

@@ -21,12 +21,13 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
         ("test_cpu_attention.py", "test_cpu_attention_kv8.py", "test_host_attention.py", "test_paged_step.py"),
     ),
     "nanovllm/ops/_cpu_kernels": (
-        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp"),
+        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_delta*.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp"),
         (
             "test_cpu_linear.py",
             "test_interleaved_weights.py",
             "test_cpu_rows.py",
             "test_cpu_layer.py",
+            "test_delta_rule.py",
             "test_packed_linear.py",
         ),
     ),
