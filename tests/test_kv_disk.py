@@ -26,7 +26,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.features.kv_disk import kept_in, verify
+from nanovllm.features.kv_disk import kept_in, loading, store, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
@@ -250,17 +250,15 @@ def test_other_requests_run_while_one_loads(
 def test_a_loading_request_is_aborted(
     model: Path, written: tuple[Path, Any], tmp_path: Path, gate: threading.Event
 ) -> None:
-    """Its blocks are free when nothing is written into them any more, and it can be asked for again."""
+    """At once, also if the disk does not answer; its blocks are free, and it can be asked for again."""
     with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
         llm.engine.add_request("stored", None, PARAMS, PROMPT)
         assert llm.engine.step() == [] and llm.metrics().loading_requests == 1
-        opener = threading.Timer(0.05, gate.set)
-        opener.start()
         output = llm.engine.abort_request("stored")
-        opener.join()
         assert output is not None and output.finished
         metrics = llm.metrics()
         assert (metrics.loading_requests, metrics.used_blocks) == (0, 0)
+        gate.set()
         found = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)[0]
     assert (found.metrics.cached_tokens_disk, numbers(found)) == (768, written[1])
 
@@ -346,9 +344,14 @@ def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.mark.parametrize("call", ["writev", "open", "preadv", "pread"])
 def test_failing_files_are_misses(
-    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    model: Path,
+    written: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
 ) -> None:
-    """A full or read-only disk, and one that cannot be read."""
+    """A full or read-only disk, and one that cannot be read: said once."""
     source, expected = written
     shutil.copytree(source, tmp_path / "kv")
     if call in ("writev", "open"):
@@ -359,11 +362,46 @@ def test_failing_files_are_misses(
     def fail(*arguments: Any) -> Any:
         if call == "open" and not str(arguments[0]).endswith(".kv"):
             return known(*arguments)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        code = errno.ENOSPC if call == "writev" else errno.EIO
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(segments_module.os, call, fail)
     found = run(model, tmp_path / "kv")
     assert (found.metrics.cached_tokens_disk, numbers(found)) == (0, expected)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.parametrize("call", ["preadv", "open", "utime", "writev"])
+def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
+    model: Path,
+    written: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    """Its tokens are computed, after a while for a read, and the engine is closed while calls still hang."""
+    shutil.copytree(written[0], tmp_path / "kv")
+    known, answers = getattr(os, call), threading.Event()
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        if call != "open" or str(arguments[0]).endswith(".kv"):
+            assert answers.wait(60)
+        return known(*arguments, **options)
+
+    monkeypatch.setattr(loading, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loading, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(store, "STALL_SECONDS", 0.05)
+    found = []
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
+        monkeypatch.setattr(segments_module.os, call, hang)
+        for prompt in (PROMPT, random_prompt(600, VOCAB, 7), PROMPT[:300]):
+            found += llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
+    answers.set()
+    assert numbers(found[0]) == written[1]
+    assert found[0].metrics.cached_tokens_disk == (0 if call in ("preadv", "open") else 768)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("has not answered" in each for each in warnings) == (call in ("preadv", "open"))
 
 
 def test_a_directory_that_cannot_be_made_or_vanishes(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
 class SegmentReader:
     """The index of one model's segments, and the reading of records.
 
-    Used by the engine's thread, `add` by the writer's too, `read` by those that read.
+    Used by the engine's thread, `add` by the writer's too, all but `discard` by those that read.
     """
 
     directory: Path
@@ -148,9 +148,10 @@ class SegmentReader:
         is_whole = number == HEADER_BYTES + size and unpack(bytes(header)) == expected
         return None if is_whole and checksum_of(*into) == expected.checksum else f"{path.name} is damaged at {at}"
 
-    def used(self, keys: Iterator[tuple[bytes, int]]) -> None:
+    def used(self, keys: Sequence[tuple[bytes, int]]) -> None:
         """Note the use of records for eviction, by the time of their segments."""
-        for path in {self._index[key][0] for key in keys if key in self._index}:
+        index = self._index
+        for path in {place[0] for key in keys if (place := index.get(key)) is not None}:
             try:
                 os.utime(path)
             except OSError:  # another user's file, a file system without writing: it is evicted earlier

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
 CLOSE_SECONDS = 60.0  # for what is in the queue at the end
-SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits
+STALL_SECONDS = 5.0  # of these, without a record written
+SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits, and the most that one is waited for
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class _Chain:
 class DiskStore:
     """Implements `engine.stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
-    Used by the engine's thread; those that read and write are its own.
+    Used by the engine's thread, which never waits for the disk after the start; those that read and write are its own.
     """
 
     unit = UNIT
@@ -75,6 +76,8 @@ class DiskStore:
         self._measured = Busy()  # of the reads
         self.choice = ReadOrCompute()
         self._writer = _WriterThread(SegmentWriter(self.directory, space), self._reader, model)
+        self._scanned = threading.Event()  # set but while a look at the directory is under way
+        self._scanned_at = time.monotonic()
         self._scan()
 
     # ---- reading
@@ -82,12 +85,12 @@ class DiskStore:
     def reach(self, seq: TokenSequence, begin: int) -> int:
         """Up to which token the sequence could go on if what is on disk were read; `begin` if that does not help."""
         limit = seq.num_cacheable
-        if limit // UNIT * UNIT <= begin or (chain := self._chain(seq)) is None:
+        if limit // UNIT * UNIT <= begin or self._reads.are_stuck or (chain := self._chain(seq)) is None:
             return begin
         end = self._longest(seq, chain, begin, limit)
         is_due = not chain.was_sought or time.monotonic() - self._scanned_at > SCAN_SECONDS
         if end < limit // UNIT * UNIT and is_due:  # others may have written since
-            self._scan()
+            self._look_again()
             end = self._longest(seq, chain, begin, limit)
         chain.was_sought = True
         if end > begin and chain.reads is None:
@@ -144,10 +147,12 @@ class DiskStore:
         self.choice.reading.add(busy.num_bytes - self._measured.num_bytes, busy.seconds - self._measured.seconds)
         self._measured = busy
         if load.wrong is None:
-            self._reader.used((record.key, record.group) for record in load.records)
+            used = [(record.key, record.group) for record in load.records]
+            self._reads.submit(lambda: self._reader.used(used))
             return
         record, why = load.wrong
-        self._reader.discard(record.key, record.group)
+        if record is not None:
+            self._reader.discard(record.key, record.group)
         self._warn("a record cannot be read, and its tokens are computed", why)
 
     def measured(self, prompt_tokens: float, seconds: float) -> None:
@@ -164,12 +169,22 @@ class DiskStore:
             for unit in needed_units(group, begin, end):
                 yield unit, index
 
-    def _scan(self) -> None:
+    def _look_again(self) -> None:
+        """Look into the directory. A look that takes longer than SCAN_SECONDS is not waited for, and counts later."""
         self._scanned_at = time.monotonic()
+        if not self._scanned.is_set():  # one is under way
+            return
+        self._scanned.clear()
+        self._reads.submit(self._scan)
+        self._scanned.wait(SCAN_SECONDS)
+
+    def _scan(self) -> None:
         try:
             self._reader.scan()
         except OSError as error:
             self._warn("the directory cannot be read", f"{self.directory}: {error.strerror}")
+        finally:
+            self._scanned.set()
 
     # ---- writing
 
@@ -314,4 +329,9 @@ class _WriterThread:
         if self._thread is not None:
             thread, self._thread = self._thread, None
             self._queue.put(None)
-            thread.join(CLOSE_SECONDS)
+            left, deadline = -1, time.monotonic() + CLOSE_SECONDS
+            while thread.is_alive() and self._bytes != left and time.monotonic() < deadline:
+                left = self._bytes
+                thread.join(STALL_SECONDS)
+            if thread.is_alive():
+                logger.warning("kv_cache_dir: %d bytes are not written: the disk is too slow", self._bytes)

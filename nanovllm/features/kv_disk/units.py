@@ -17,8 +17,6 @@ from nanovllm.device import Device
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.pools import KVPools
 
-MOST_PIECES = 1000  # that one call reads into; Linux takes 1,024
-
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of bytes, which it keeps alive."""
@@ -71,26 +69,6 @@ class UnitCopier:
                     continue
                 self.rows(physical_id, group, first, count).copy_(buffer[:, :, :, at : at + count])
 
-    def pieces(self, unit: int, group: int, begin: int, table: Sequence[int]) -> list[memoryview] | None:
-        """The unit's own memory in the blocks of the table, in the order of its bytes.
-
-        None if it is in too many pieces, if the host cannot write to it, or if tokens of the unit have no place there.
-        """
-        spans = list(self.spans(unit, group, begin, table))
-        layers, _, heads, _, _ = self._shape(group)
-        if begin > unit * UNIT or 2 * layers * heads * len(spans) > MOST_PIECES:
-            return None
-        if not all(physical_id != HOLE and self._is_host(physical_id) for physical_id, _, _, _ in spans):
-            return None
-        rows = [self.rows(physical_id, group, first, count) for physical_id, first, _, count in spans]
-        return [
-            bytes_of(part[layer, kind, head])
-            for layer in range(layers)
-            for kind in range(2)
-            for head in range(heads)
-            for part in rows
-        ]
-
     # ---- states of recurrent layers
 
     @cached_property
@@ -117,9 +95,6 @@ class UnitCopier:
             yield part, buffer[at : at + part.nbytes]
             at += part.nbytes
 
-    def _is_host(self, physical_id: int) -> bool:
-        return self.device.torch_device.type == "cpu" or physical_id >= self.pools.split.resident_blocks
-
     def spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
         size = self.pools.layout.groups[group].block_size
@@ -138,7 +113,7 @@ class UnitCopier:
 
 
 class UnitTarget:
-    """Implements `loading.Target`: the blocks of a unit, read into directly where their memory allows it."""
+    """Implements `loading.Target`: the blocks of a unit."""
 
     def __init__(self, copier: UnitCopier, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
         """The tokens of the unit from position `begin` on are written; table: physical ids."""
@@ -147,20 +122,17 @@ class UnitTarget:
         self._buffer: Tensor | None = None
 
     def views(self) -> Sequence[memoryview]:
-        pieces = self._copier.pieces(*self._place)
-        if pieces is not None:
-            return pieces
         self._buffer = self._copier.new_buffer(self._place[1])
         return [bytes_of(self._buffer)]
 
     def take(self) -> None:
-        if self._buffer is not None:
-            self._copier.copy_in(self._buffer, *self._place)
-            self._buffer = None
+        assert self._buffer is not None
+        self._copier.copy_in(self._buffer, *self._place)
+        self._buffer = None
 
 
 class StateTarget:
-    """Implements `loading.Target`: the slot of a state. A state is one read, through a buffer."""
+    """Implements `loading.Target`: the slot of a state. A state is one read."""
 
     def __init__(self, copier: UnitCopier, slot: int) -> None:
         self._copier = copier
