@@ -16,10 +16,8 @@ def shell(line: str, *arguments: str, stdin: Any = subprocess.DEVNULL) -> subpro
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, stdin=stdin)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("options", [[], pytest.param(["--stream"], marks=SLOW), pytest.param(["--json"], marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--json"]])
 def test_a_full_disk_costs_a_sentence(model: str, options: list[str]) -> None:
     done = shell('"$@" >/dev/full', "generate", "--model", model, *SMALL_CACHE, *GREEDY, "one", *options)
     assert done.returncode == 1

@@ -61,7 +61,7 @@ CHECKPOINTS |= {
     for family, tested in FAMILIES.items()
     if family not in NAMED and tested.options
 }  # test_longrope.py has Phi-3
-FAST = ["qwen3", "llama3-rope"]
+FAST = ["qwen3"]
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80},
     "resident, small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},

@@ -82,6 +82,7 @@ def _mapped_bytes(file: Path) -> int:
     return sum(int(re.search(r"^Rss: +(\d+) kB", part, re.MULTILINE)[1]) << 10 for part in parts)  # type: ignore[index]
 
 
+@pytest.mark.slow  # the map of a process is long
 def test_a_file_is_opened_anew_only_after_some_of_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few openings, and what stays mapped of the file is no second copy of the weights."""
     make_checkpoint(tmp_path, hidden=256, intermediate=512, layers=6, vocab=300)

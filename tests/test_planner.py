@@ -146,7 +146,7 @@ def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_di
 @given(
     context=st.integers(0, 60), query=st.integers(1, 50), windows=st.lists(st.none() | st.integers(1, 70), min_size=1)
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_visible_keys_are_those_of_a_walk(
     spec: DecoderSpec, context: int, query: int, windows: list[int | None]
 ) -> None:
@@ -267,7 +267,7 @@ def longest(sizing: KVSizing) -> int:
     gpu=st.integers(17, 200), host=st.integers(0, 300), more_gpu=st.integers(0, 60), more_host=st.integers(0, 60),
     offload=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_more_memory_never_holds_fewer_tokens(
     spec: DecoderSpec, gpu: int, host: int, more_gpu: int, more_host: int, offload: bool
 ) -> None:
@@ -278,7 +278,7 @@ def test_more_memory_never_holds_fewer_tokens(
 
 
 @given(gpu=st.integers(20, 120), host=st.integers(0, 200), tokens=st.integers(1, 1_100_000), offload=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
     spec: DecoderSpec, gpu: int, host: int, tokens: int, offload: bool
 ) -> None:
@@ -403,7 +403,7 @@ def shared_model(spec: DecoderSpec, rates: Rates, *, one_processor: bool = False
     weights=st.integers(0, 10**6), link=st.floats(1e4, 1e9), host=st.floats(1e4, 1e9), device=st.floats(1e4, 1e9),
     one_processor=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_share_is_the_one_that_the_engine_takes(
     context: int, window: int | None, resident: int, weights: int, link: float, host: float, device: float,
     one_processor: bool,

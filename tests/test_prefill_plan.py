@@ -47,7 +47,7 @@ MEMORY = st.builds(LayerwiseMemory, st.integers(0, 12), st.integers(0, 100))
     chunk=st.integers(1, 40),
     memory=MEMORY,
 )
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_the_way_that_loads_less_is_taken(
     host: set[int], begin: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_million_tokens_are_planned_in_an_instant() -> None:
 
 
 @given(resident=st.integers(0, 12), end=st.integers(1, 12 * BLOCK), chunk=st.integers(1, 40), memory=MEMORY)
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
     resident: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> None:
@@ -108,7 +108,7 @@ def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
     num_layers=st.integers(1, 5),
     budget=st.integers(0, 200),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_slices_cover_every_unit_once_within_the_budget(
     begin: int, tokens: int, chunk: int, num_layers: int, budget: int
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     row_bytes=st.integers(1, 500),
     chunk=st.integers(1, 60),
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     longest: int, memory: int, row_bytes: int, chunk: int
 ) -> None:

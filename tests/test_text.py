@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 REPLACEMENT = "\ufffd"
-QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 LETTERS = "aab é日本🎉"
 
 

@@ -85,7 +85,8 @@ def test_rope_parameters(kind: str, value: str) -> None:
         outcome("config.json", as_json({**content, "rope_parameters": rope}))
 
 
-@pytest.mark.parametrize("form", fast_only([next(iter(FORMS))], FORMS))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_quantization_config(form: str) -> None:
     content = json.loads((quantized(form) / "config.json").read_text())
     for path in paths(content["quantization_config"], ("quantization_config",), depth=5):
