@@ -21,18 +21,19 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
-# What takes the compiler long, by file. Bindings: pybind11's templates, and no loop that is worth it.
-# The kernels' loops are vectors as they stand, and the compiler looks in vain for more; the portable ones, which few
-# machines run, take a lower level. Lower levels for all of them cost 30 to 50% of the speed of a prefill.
-OPTIMISATION = (
-    (re.compile(r"(sgdma|cpu_attention|cpu_kernels)\.cpp$"), ["-O1"]),
-    (re.compile(r"_avx\w+\.cpp$"), ["-fno-tree-vectorize"]),
-    (re.compile(r"_portable\.cpp$"), ["-O2", "-fno-tree-vectorize"]),
-    (re.compile(r"cpu_packed_portable\.cpp$"), ["-O1"]),  # of two levels the last counts
-)
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CPU_KERNELS = ("cpu_kernels", "cpu_threads", "cpu_linear", "cpu_rows", "cpu_packed", "cpu_delta")
+# What is added by file. Bindings: pybind11's templates take the compiler long, and no loop is worth it.
+# The kernels' loops are vectors as they stand, and the compiler looks in vain for more; the portable ones, which few
+# machines run, take a lower level. Lower levels for all of them cost 30 to 50% of the speed of a prefill.
+FLAGS_OF_FILES = (
+    (re.compile(r"cpu_(kernels|linear|rows|packed|delta)\w*\.cpp$"), PLAIN_FLOAT),
+    (re.compile(r"(sgdma|cpu_kernels)\.cpp$"), ["-O1"]),
+    (re.compile(r"_avx\w+\.cpp$"), ["-fno-tree-vectorize"]),
+    (re.compile(r"_portable\.cpp$"), ["-O1"]),  # of two levels the last counts
+)
+# Those that take longest first, so that no core waits for another one's last file.
+CPU_KERNELS = ("cpu_kernels", "cpu_attention", "cpu_linear", "cpu_rows", "cpu_delta", "cpu_packed", "cpu_threads")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 
@@ -82,7 +83,7 @@ class BuildExt(build_ext):
         compile_file = self.compiler._compile
 
         def compile_with_own_flags(obj: str, src: str, ext: str, cc_args: Any, flags: Any, pp_opts: Any) -> None:
-            own = [flag for pattern, more in OPTIMISATION if pattern.search(src) for flag in more]
+            own = [flag for pattern, more in FLAGS_OF_FILES if pattern.search(src) for flag in more]
             compile_file(obj, src, ext, cc_args, [*flags, *own], pp_opts)
 
         self.compiler._compile = compile_with_own_flags
@@ -131,7 +132,7 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Exte
         return []
     module = Pybind11Extension(
         name,
-        sorted(path for stem in stems for path in glob(f"csrc/{stem}*.c*")),
+        [path for stem in stems for path in sorted(glob(f"csrc/{stem}*.c*"))],
         depends=sorted(glob("csrc/*.h")),
         cxx_std=17,
         extra_compile_args=[*CXX_FLAGS, *flags],
@@ -152,8 +153,7 @@ ParallelCompile(default=0, needs_recompile=is_stale).install()  # compiles the f
 setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", ["sgdma"]),
-        *extension("nanovllm.ops._cpu_attention", ["cpu_attention"], "-pthread"),
-        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-pthread", *PLAIN_FLOAT),
+        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-pthread"),
     ],
     cmdclass={"build_ext": BuildExt},
 )

@@ -4,7 +4,7 @@
 // The kernels and their order are those of the single operators, and so are the bits; saved is the way through Python
 // between them, which takes longer than most of them.
 //
-// Included once, by cpu_attention.cpp.
+// Included once, by cpu_attention_bindings.h.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -4,7 +4,7 @@
 // that runs touches memory of the process's own and nothing of Python's, and frees no more than its share of that, so
 // that it can run on a thread that holds locks which a thread with the GIL waits for.
 //
-// Included once, by cpu_attention.cpp.
+// Included once, by cpu_attention_bindings.h.
 #pragma once
 
 #include "cpu_attention.h"

@@ -16,13 +16,13 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
     "nanovllm/comm/_sgdma": (("sgdma*.cpp",), ("test_sgdma.py", "test_pinned.py")),
-    "nanovllm/ops/_cpu_attention": (
-        ("cpu_attention*.cpp",),
-        ("test_cpu_attention.py", "test_cpu_attention_kv8.py", "test_host_attention.py", "test_paged_step.py"),
-    ),
     "nanovllm/ops/_cpu_kernels": (
-        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_delta*.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp"),
+        ("cpu_*.cpp",),
         (
+            "test_cpu_attention.py",
+            "test_cpu_attention_kv8.py",
+            "test_host_attention.py",
+            "test_paged_step.py",
             "test_cpu_linear.py",
             "test_interleaved_weights.py",
             "test_cpu_rows.py",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_attention
+from nanovllm.ops import _cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose, dtype_name, misfit
 from nanovllm.ops.kv_quantization import head_dim_of
 
-Meter = _cpu_attention.Meter
+Meter = _cpu_kernels.Meter
 
 MAX_STEP_ROWS = 24  # of `PagedStep`: with more rows the overhead of Python is negligible
 _HEAD_DIM_MULTIPLE = 16
@@ -99,7 +99,7 @@ def attend_batch(
             "heads must be a multiple of kv_heads, and all numbers positive, the window not negative; got"
             f" {heads=}, {kv_heads=}, {block_size=}, {window=}, {scale=}, num_threads={threads}"
         )
-    _cpu_attention.attend(
+    _cpu_kernels.attend(
         **arguments, **_kernel_of(q.dtype, kv_dtype or q.dtype, isa), blocks=blocks.data_ptr(),
         block_count=len(blocks), sequences=rows.data_ptr(), sequence_count=len(rows), kv_heads=kv_heads,
         block_size=block_size, window=window, scale=scale, carry=carry, threads=threads,
@@ -146,7 +146,7 @@ class PagedStep:
         head_dim = head_dim_of(pool)
         self._pool, self._dtype = pool, dtype
         self._shapes = ((len(slots), heads, head_dim), (len(slots), kv_heads, head_dim))
-        self._step = _cpu_attention.PagedStep(
+        self._step = _cpu_kernels.PagedStep(
             **_kernel_of(dtype, pool.dtype), pool=pool.data_ptr(), layer_stride=pool.stride(0) * pool.element_size(),
             block_stride=pool.stride(1) * pool.element_size(), layers=layers, pool_blocks=blocks,
             slots=slots.data_ptr(), tokens=len(slots), blocks=table.blocks.data_ptr(), block_count=len(table.blocks),
@@ -202,19 +202,19 @@ class HostAttention:
         block_bytes = pool.stride(0) * pool.element_size()
         # C++ copies the tables; `addresses` keeps them until then.
         addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.rows) for table in tables]
-        self._prepared = _cpu_attention.HostAttention(
+        self._prepared = _cpu_kernels.HostAttention(
             **_rows_of(q, state.out, state.lse), **_kernel_of(q.dtype, pool.dtype),
             calls=[(b.data_ptr(), len(b), rows.data_ptr(), len(rows)) for b, rows in addresses],
             kv_heads=pool.shape[2], block_size=pool.shape[3], window=window or 0, scale=scale, threads=num_threads,
             read_bytes=read_bytes, meter=meter,
         )  # fmt: skip
 
-    def task(self, layer_offset: int) -> _cpu_attention.HostTask:
+    def task(self, layer_offset: int) -> _cpu_kernels.HostTask:
         """Attention over the blocks `layer_offset` bytes after those of `pool`."""
         return self._prepared.task(layer_offset)
 
 
-def empty_task() -> _cpu_attention.HostTask:
+def empty_task() -> _cpu_kernels.HostTask:
     """A task that does nothing, to measure the time of a launch."""
     q, pool = torch.zeros(0, 1, 16), torch.zeros(1, 2, 1, 1, 16)
     attention = HostAttention(

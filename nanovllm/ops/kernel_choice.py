@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.ops import _cpu_attention, _cpu_kernels
+from nanovllm.ops import _cpu_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _parsed(text: str, available: Sequence[str]) -> dict[str, str]:
 
 
 def machine_key(available: Sequence[str]) -> str:
-    """What a measurement is true of: processor, its vector instructions, and the compiled kernels, by their sizes."""
+    """What a measurement is true of: processor, its vector instructions, and the compiled kernels, by their size."""
     try:
         with open("/proc/cpuinfo") as file:
             facts = file.read(8192)  # the first processor
@@ -142,8 +142,8 @@ def machine_key(available: Sequence[str]) -> str:
     name, flags = (re.search(rf"^{field}\s*:\s*(.*)$", facts, re.MULTILINE) for field in ("model name", "flags"))
     vector = sorted(flag for flag in (flags[1].split() if flags else ()) if flag.startswith(("avx", "amx", "fma")))
     processor = name[1] if name else platform.machine()
-    sizes = [str(os.stat(str(module.__file__)).st_size) for module in (_cpu_kernels, _cpu_attention)]
-    return f"{processor}; {' '.join(vector)}; {' '.join(available)}; kernels of {' and '.join(sizes)} bytes"
+    size = os.stat(str(_cpu_kernels.__file__)).st_size
+    return f"{processor}; {' '.join(vector)}; {' '.join(available)}; kernels of {size} bytes"
 
 
 def choice_file(available: Sequence[str]) -> Path | None:
@@ -280,7 +280,7 @@ def _attention(kv_dtype: str, rows: int, keys: int) -> Callable[..., object]:
     table = torch.tensor([[0, rows, 0, 1, 0, keys, keys - rows]])
 
     def call(isa: str) -> object:
-        _cpu_attention.attend(
+        _cpu_kernels.attend(
             isa=isa, dtype=dtype, kv_dtype=kv_dtype, q=q.data_ptr(), q_strides=(heads * head_dim, head_dim),
             out=out.data_ptr(), out_strides=(heads * head_dim, head_dim), lse=lse.data_ptr(), lse_strides=(1, rows),
             blocks=blocks.data_ptr(), block_count=1, sequences=table.data_ptr(), sequence_count=1, tokens=rows,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_attention
+from nanovllm.ops import _cpu_kernels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, dtype_name
 
 SCALE_BYTES = 4
@@ -46,7 +46,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         return quantize_rows_torch(x, dtype)
     tokens, heads, head_dim = x.shape
     rows = torch.empty(tokens, heads, head_dim + SCALE_BYTES, dtype=dtype)
-    _cpu_attention.quantize_rows(
+    _cpu_kernels.quantize_rows(
         dtype=KERNEL_DTYPES[x.dtype], kv_dtype=dtype_name(dtype), x=x.data_ptr(), strides=(x.stride(0), x.stride(1)),
         rows=rows.data_ptr(), tokens=tokens, heads=heads, head_dim=head_dim, threads=torch.get_num_threads(),
     )  # fmt: skip

@@ -1,7 +1,9 @@
 // The CPU attention as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
 // and metadata rows before it comes here.
 //
-// All bindings are compiled here, at once: most of the time goes to pybind11's templates.
+// Included once, by cpu_kernels.cpp.
+#pragma once
+
 #include "cpu_attention.h"
 
 #include <pybind11/pybind11.h>
@@ -20,22 +22,6 @@
 namespace py = pybind11;
 
 namespace nanovllm {
-namespace {
-
-// The threads of _cpu_kernels, for this module too: two sets would take the cores from each other.
-decltype(&run_pieces) shared = nullptr;
-
-void share_threads() {
-    const auto threads = py::module_::import("nanovllm.ops._cpu_kernels").attr("threads").cast<py::capsule>();
-    shared = reinterpret_cast<decltype(shared)>(threads.get_pointer<void>());
-}
-
-}  // namespace
-
-void run_pieces(int64_t pieces, int threads, Order order, Work work, const void* context) {
-    shared(pieces, threads, order, work, context);
-}
-
 namespace attention {
 namespace {
 
@@ -92,19 +78,18 @@ void quantize_rows(const std::string& dtype, const std::string& kv_dtype, uintpt
 
 }  // namespace
 }  // namespace attention
-}  // namespace nanovllm
 
-PYBIND11_MODULE(_cpu_attention, m) {
-    m.doc() = "Attention of query rows over KV blocks on the CPU.";
-    m.def("attend", &nanovllm::attention::attend_batch, py::kw_only(), py::arg("isa"), py::arg("dtype"),
+void define_attention(py::module_& m) {
+    m.def("attend", &attention::attend_batch, py::kw_only(), py::arg("isa"), py::arg("dtype"),
           py::arg("kv_dtype"), py::arg("q"), py::arg("q_strides"), py::arg("out"), py::arg("out_strides"),
           py::arg("lse"), py::arg("lse_strides"), py::arg("blocks"), py::arg("block_count"), py::arg("sequences"),
           py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"),
           py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
-    m.def("quantize_rows", &nanovllm::attention::quantize_rows, py::kw_only(), py::arg("dtype"), py::arg("kv_dtype"),
+    m.def("quantize_rows", &attention::quantize_rows, py::kw_only(), py::arg("dtype"), py::arg("kv_dtype"),
           py::arg("x"), py::arg("strides"), py::arg("rows"), py::arg("tokens"), py::arg("heads"), py::arg("head_dim"),
           py::arg("threads"));
-    nanovllm::attention::bind_tasks(m);
-    nanovllm::attention::bind_steps(m);
-    nanovllm::share_threads();
+    attention::bind_tasks(m);
+    attention::bind_steps(m);
 }
+
+}  // namespace nanovllm
