@@ -257,16 +257,32 @@ def test_quantized_experts_give_the_tokens_of_transformers(variant: str, tmp_pat
     assert tokens(path, 2) == [greedy_reference(model.eval(), prompt, 10) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "variant"), [("qwen3_5", "awq-32"), ("qwen3_5_moe", "float-quantized"), ("qwen3_next", "gptq-64")]
+)
+def test_quantized_recurrent_layers_give_the_tokens_of_one_rank(family: str, variant: str, tmp_path: Path) -> None:
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "layers": 4, "hidden": 128, "intermediate": 384}
+    make_checkpoint(tmp_path / "plain", family, **sizes)
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
+    for part in load_parts(path, 2):
+        assert part.weight_bytes == parameter_bytes(part) and part.layers[0].qkv.weight.dense is None
+    assert tokens(path, 2, **offloaded(16, 4, 40, max_num_batched_tokens=23)) == tokens(path, 1)
+
+
 # ---- adapters
 
 
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "qwen3_5"])
 def test_adapters_give_the_tokens_of_the_merged_model(family: str, tmp_path: Path) -> None:
     """On all linear layers, beside requests of the model alone and of another adapter, with one adapter in memory."""
     sizes = {"kv_heads": 3, "heads": 6, "hidden": 96} if family == "qwen3" else {}
     model = make_checkpoint(tmp_path / "model", family, **sizes)
-    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if family == "phi3" else ALL
+    targets = {"phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "qwen3_5": (*ALL, *DELTA)}.get(family, ALL)
     requests = [
         make_adapter(tmp_path / f"a{index}", model, index, targets[index - 1 :], rank=3 * index) for index in (1, 2)
     ]
