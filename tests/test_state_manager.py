@@ -127,3 +127,13 @@ def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -
 )
 def test_planned_snapshots(begin: int, end: int, branch: int, interval: int, expected: list[int]) -> None:
     assert planned_snapshots(begin, end, branch, interval, unit=4) == expected
+
+
+def test_the_state_that_drafts_of_a_new_sequence_go_back_to_is_empty(fresh: Iterator[int]) -> None:
+    """It is no copy of the other one, which is cleared after the copies of the step."""
+    manager = manager_of()
+    seq = sequence(new_tokens(fresh, 1)[:3])
+    manager.allocate(seq)
+    states_of(manager).own(seq)
+    assert manager.look_ahead(seq, 1) == 1
+    assert [move.src for move in states_of(manager).take_moves()] == [None, None]

@@ -115,7 +115,8 @@ class StateManager:
         if not self._has_room:
             return False
         slot = self._new_device_slot()
-        self._moves.append(StateMove(seq.state.slot, slot))
+        before = seq.state.slot if seq.num_computed else None  # states that begin are cleared after all copies
+        self._moves.append(StateMove(before, slot))
         seq.held_state = HeldState(State(slot, num_sequences=1), seq.num_computed, seq.end + num_drafts)
         return True
 
