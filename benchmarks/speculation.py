@@ -95,6 +95,9 @@ class Forced:
     def begin_step(self, wanted: Sequence[tuple[Running, int]], rows: int, tokens: int) -> None:
         pass
 
+    def computed(self, seq: Running, begin: int, end: int) -> None:
+        pass
+
     def verified(self, seq: Running, drafted: int, accepted: int) -> None:
         pass
 

@@ -25,6 +25,7 @@ from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
+from nanovllm.formats.hub import is_gguf
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -32,7 +33,7 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
-from nanovllm.memory.draft_model import draft_engine, sized_draft_engine
+from nanovllm.memory.draft_model import draft_engine, mtp_engine, mtp_memory, sized_draft_engine
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import measure_memory
@@ -40,7 +41,8 @@ from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, sm
 from nanovllm.memory.states import without_states
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
-from nanovllm.models.loader import load_model
+from nanovllm.models.loader import holds_mtp_head, load_model, load_mtp_head
+from nanovllm.models.mtp_spec import has_mtp_head
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
@@ -77,6 +79,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     tokenizer = _load_tokenizer(config, model.model_type)
     drafter = _drafter(config, model.spec, tokenizer)
     runner = _start_runner(config, model.spec)
+    if isinstance(runner, ModelRunner) and mtp_memory(config, model.spec, runner.dtype.itemsize) is not None:
+        drafter = _mtp_drafter(config, runner)
     plan, spec, states = runner.plan, runner.spec, runner.sizing.memory.states
     limits = SchedulerLimits(
         config.max_num_seqs if states is None else states.running,
@@ -227,7 +231,10 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:
-    """The drafter that the arguments ask for. A draft model takes its memory before the KV cache is sized."""
+    """The drafter that the arguments ask for, but for the model's own head, which is only checked.
+
+    A draft model takes its memory before the KV cache is sized.
+    """
     if config.speculative_config is None:
         return None
     recomputes = spec.recurrent is not None
@@ -239,7 +246,59 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
         from nanovllm.features.speculation import NgramDrafter
 
         return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max, recomputes)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config: method={asked.method!r} is not supported with tensor_parallel_size="
+            f"{config.tensor_parallel_size}: use method='ngram' or one rank"
+        )
+    if asked.method == "mtp":
+        _check_mtp_head(config, spec)
+        return None
     return _draft_model(config, asked, spec, tokenizer)
+
+
+def _check_mtp_head(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has a head for multi-token prediction that is read."""
+    others = "use method='ngram' or 'draft_model'"
+    if not has_mtp_head(spec) or is_gguf(config.model):
+        what = "GGUF file" if is_gguf(config.model) else spec.architecture
+        raise ConfigError(
+            f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {others}"
+        )
+    if config.load_format != "dummy" and not holds_mtp_head(config.model):
+        raise ConfigError(
+            f"speculative_config: method='mtp': {config.model} has no weights of a head for multi-token prediction "
+            f"(mtp.*): {others}, or get a checkpoint that has them"
+        )
+
+
+def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
+    """The model's own head with a resident KV cache, for which `_plan_memory` has left room."""
+    from nanovllm.features.speculation import DraftLimits, MTPDrafter
+    from nanovllm.features.speculation.hidden_states import HiddenStates
+
+    assert config.speculative_config is not None
+    model, device, hidden = runner.model, runner.device, HiddenStates()
+    engine, longest = mtp_engine(
+        config, speculative_config(config.speculative_config), model.spec, runner.plan.max_model_len
+    )
+    with device.compute():
+        head = load_mtp_head(config.model, model, config.load_format, config.seed)
+    dtype = stored_dtype(engine.kv_cache_dtype, head.dtype)
+    backend = select_backend(device.torch_device, head.spec.hardest_head_dim, dtype)
+    logger.info("the head for multi-token prediction:")
+    sizing, plan, _ = _plan_memory(engine, head, device, backend, None)
+    _log_sizes(sizing, plan, head, device, dtype)
+    geometry = AttentionGeometry(head.spec.attention_scale, head.spec.num_heads, head.dtype, head.sinks)
+    kv_cache = PagedKVCache(device, sizing.layout, dtype, geometry, backend, plan.num_gpu_blocks)
+    chunked = ChunkedPass(head, kv_cache, None, hidden=hidden.of_step)
+    own = ModelRunner(device, head, kv_cache, [chunked], sizing, plan, num_swap_blocks=0)
+    own.keep_rows, runner.keep_rows = hidden.keep_drafted, hidden.keep
+    groups = sizing.layout.groups
+    manager = BlockManager(plan.split.resident_blocks, 0, groups, engine.enable_prefix_caching, chunk=engine.chunk)
+    sizes = (head.spec.vocab_size, head.spec.vocab_size)
+    limits = DraftLimits(sizes, engine.chunk, min(longest, plan.max_model_len), recomputes=True)
+    return MTPDrafter(own, manager, limits, hidden)
 
 
 def _draft_model(
@@ -248,11 +307,6 @@ def _draft_model(
     """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
     from nanovllm.features.speculation import DraftLimits, DraftModel
 
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"speculative_config: method='draft_model' is not supported with tensor_parallel_size="
-            f"{config.tensor_parallel_size}: use method='ngram' or one rank"
-        )
     engine = draft_engine(config, asked)
     model = ModelConfig(engine.model)
     if model.spec.recurrent is not None:
@@ -379,6 +433,8 @@ def _plan_memory(
     memory = measure_memory(device, model, backend, config, graph_bytes=of_graphs)
     if group is not None:
         memory = smallest(group.exchange(memory), group.local_size)
+    if (head := mtp_memory(config, spec, itemsize)) is not None:
+        memory = head.without(memory)
     memory = without_states(without_adapters(memory, config, spec, itemsize), config, spec, itemsize)
     if group is not None:  # adapters take more on the rank that has most of the model
         memory = smallest(group.exchange(memory), local_size=1)

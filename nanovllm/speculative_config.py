@@ -15,8 +15,8 @@ MOST_TOKENS = 1024
 METHODS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("method", "num_speculative_tokens", "model", "max_model_len"),
+    "mtp": ("method", "num_speculative_tokens", "max_model_len"),
 }
-LATER = ("mtp",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: most drafted tokens of a sequence in a step. prompt_lookup_max, prompt_lookup_min: the
     longest and the shortest n-gram that is looked up. model: the draft model, a directory, GGUF file or name of the
-    hub. max_model_len: tokens of the longest sequence that it drafts for; None: of the longest that both models take.
+    hub. max_model_len: tokens of the longest sequence that it, or the model's head, drafts for; None: of the longest.
     """
 
     method: str
@@ -39,8 +39,6 @@ class SpeculativeConfig:
 def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """The checked fields of the argument. Raises ConfigError."""
     method = given.get("method")
-    if isinstance(method, str) and method in LATER:
-        raise ConfigError(f"{NAME}: method={quoted(method)} is not supported yet: use {' or '.join(METHODS)}")
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(f"{NAME}: method={quoted(method)} must be {' or '.join(METHODS)}: give it one of them")
     names = METHODS[method]
@@ -49,8 +47,8 @@ def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
             raise ConfigError(f"{NAME}: unknown field {quoted(name)}: with this method it has {', '.join(names)}")
     tokens: Any = given.get("num_speculative_tokens")
     _check_whole("num_speculative_tokens", tokens, MOST_TOKENS)
-    if method == "draft_model":
-        return _of_draft_model(given)
+    if method != "ngram":
+        return _of_network(given)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if given.get(name) is not None:
             _check_whole(name, given[name], MOST_TOKENS)
@@ -63,14 +61,15 @@ def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     )
 
 
-def _of_draft_model(given: Mapping[str, Any]) -> SpeculativeConfig:
-    model, longest = given.get("model"), given.get("max_model_len")
-    if not isinstance(model, str) or not model:
+def _of_network(given: Mapping[str, Any]) -> SpeculativeConfig:
+    """Of a draft model, or of the model's own head."""
+    method, model, longest = given["method"], given.get("model"), given.get("max_model_len")
+    if method == "draft_model" and (not isinstance(model, str) or not model):
         raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
     if longest is not None:
         _check_whole("max_model_len", longest, None)
     tokens = given["num_speculative_tokens"]
-    return SpeculativeConfig(method="draft_model", num_speculative_tokens=tokens, model=model, max_model_len=longest)
+    return SpeculativeConfig(method=method, num_speculative_tokens=tokens, model=model or "", max_model_len=longest)
 
 
 def _check_whole(name: str, value: Any, most: int | None) -> None:

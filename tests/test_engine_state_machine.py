@@ -118,6 +118,9 @@ class Guesses:
             guessed.append((token + 1) % VOCAB if next(self._wrong) else token)
         return guessed[len(seq) :][:most]
 
+    def computed(self, seq: Sequence, begin: int, end: int) -> None:
+        assert 0 <= begin <= end
+
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 

@@ -82,6 +82,9 @@ class Scripted:
         wrong = [self.wrong[(self._calls + place) % len(self.wrong)] for place in range(len(rest))]
         return [(token + add) % VOCAB for token, add in zip(rest, wrong, strict=True)]
 
+    def computed(self, seq: Running, begin: int, end: int) -> None:
+        assert 0 <= begin <= end
+
     def verified(self, seq: Running, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
         self.accepted += accepted
@@ -295,8 +298,9 @@ def test_the_number_of_drafts_follows_costs_and_acceptance() -> None:
         ({**DRAFT, "model": "x", "max_model_len": 0}, "max_model_len=0 must be a positive whole number"),
         ({**DRAFT, "model": "x", "prompt_lookup_max": 2}, "unknown field 'prompt_lookup_max'"),
         ({**DRAFT, "model": "/no/such/model"}, "'/no/such/model'"),
-        ({"method": "mtp", "num_speculative_tokens": 1}, "'mtp' is not supported yet"),
-        ({"num_speculative_tokens": 3}, "method=None must be ngram or draft_model"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, "of a LlamaForCausalLM no head for multi-token prediction"),
+        ({"method": "mtp", "num_speculative_tokens": 1, "max_model_len": 0}, "max_model_len=0 must be a positive"),
+        ({"num_speculative_tokens": 3}, "method=None must be ngram or draft_model or mtp"),
         ({"method": "ngram"}, "num_speculative_tokens=None must be a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 2}, "unknown field 'prompt_lookup'"),
         ({**NGRAM, "prompt_lookup_min": 4}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3"),

@@ -80,7 +80,8 @@ class ExpertSpec:
     """Layers that have several MLPs ("experts"), of which a router chooses a few for each token.
 
     block: the module of a layer that holds its router and experts, or "" for the layer itself; projections: the names
-    of the gate, up and down projections of an expert. Both as in the checkpoint.
+    of the gate, up and down projections of an expert; root: what the names of all begin with. All as in the
+    checkpoint.
     """
 
     num_experts: int
@@ -102,10 +103,11 @@ class ExpertSpec:
     biases: bool = False  # of router, gate, up and down
     interleaved: bool = False  # the checkpoint has gate and up of all experts as one tensor, in which they alternate
     beside_mlp: bool = False  # a layer with experts has its MLP as well
+    root: str = "model"
 
     def prefix(self, layer: int) -> str:
         """What the names of a layer's router and experts begin with."""
-        return f"model.layers.{layer}.{self.block}." if self.block else f"model.layers.{layer}."
+        return f"{self.root}.layers.{layer}.{self.block}." if self.block else f"{self.root}.layers.{layer}."
 
     def router(self, layer: int) -> str:
         """The router's module, a matrix [num_experts, hidden] that is never quantized."""

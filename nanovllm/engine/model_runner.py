@@ -126,9 +126,12 @@ class ChunkedPass:
         kv_cache: KVCacheBase,
         decode_runner: DecodeRunner | None,
         adapters: AdapterManager | None = None,
+        hidden: Callable[[Sequence[ScheduledSequence]], Tensor] | None = None,
     ) -> None:
+        """hidden: gives `ForwardContext.hidden` of a batch, for a model that reads it."""
         self._model = model
         self._adapters = adapters
+        self._hidden = hidden
         self._kv_cache = kv_cache
         self.decode_runner = decode_runner
         self._sequences: Sequence[ScheduledSequence] = ()
@@ -164,7 +167,8 @@ class ChunkedPass:
             token_ids, positions, rope_lengths = upload(inputs, self._model.device)
             pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
             states = pool.of_step([slot for slot in slots if slot is not None]) if pool is not None else None
-            context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states)
+            read = self._hidden(self._sequences) if self._hidden is not None else None
+            context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states, read)
             hidden = self._model(token_ids, context)
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
 
@@ -206,6 +210,8 @@ class ModelRunner:
         self.adapters = adapters
         self.spec = model.spec  # of this rank
         self.dtype = model.dtype
+        # Called with the rows of every pass, which stay valid until the next step.
+        self.keep_rows: Callable[[ComputedRows], None] | None = None
         self._trace = trace
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
@@ -227,7 +233,10 @@ class ModelRunner:
                 unloaded = self.adapters.begin_step(batch.adapters) if self.adapters is not None else {}
                 begun = [(each, moved) for each in passes if (moved := each.begin_step(batch)) is not None]
                 for each, moved in begun:
-                    sample_rows(self.model, each.run(on_attend), result, lambda: self._why_not_finite)
+                    rows = each.run(on_attend)
+                    sample_rows(self.model, rows, result, lambda: self._why_not_finite)
+                    if self.keep_rows is not None:
+                        self.keep_rows(rows)
                     result.h2d_bytes.extend(moved.h2d_bytes)
                     result.d2h_bytes.extend(moved.d2h_bytes)
                 self.kv_cache.end_step()

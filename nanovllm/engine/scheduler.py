@@ -216,6 +216,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def computed(self, seq: Sequence, begin: int, end: int) -> None:
+        """A step has computed these positions of a sequence; right drafts count."""
+        ...
+
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A step has accepted the first `accepted` of `drafted` tokens."""
         ...
@@ -368,7 +372,10 @@ class Scheduler:
             seq.request.metrics.d2h_bytes += d2h_bytes
             if scheduled.num_drafts and seq.request not in errors:
                 self._count_drafts(seq, scheduled.num_drafts, len(samples) - 1)
+                computed += len(samples) - 1
                 samples, self._drafted[seq.seq_id] = samples[:1], samples[:0:-1]
+            if self.drafter is not None and seq.request not in errors:
+                self.drafter.computed(seq, scheduled.context_len, scheduled.context_len + computed)
             sampled.setdefault(seq.request, []).extend(samples)
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:

@@ -66,7 +66,8 @@ class WatchedKVCache:
 class ForwardContext:
     """The inputs of all layers of one forward pass.
 
-    adapters: of each part of `Decoder.chunk_rows` rows, in order; empty if no row has one.
+    adapters: of each part of `Decoder.chunk_rows` rows, in order; empty if no row has one. hidden: [tokens, hidden],
+    the hidden states that a head for multi-token prediction reads beside the tokens.
     """
 
     positions: Tensor  # int64 [tokens]
@@ -75,6 +76,7 @@ class ForwardContext:
     kv_cache: KVCache
     adapters: Sequence[RowAdapters | None] = ()
     states: StepStates | None = None  # of recurrent layers, if the network has any
+    hidden: Tensor | None = None
 
     @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:

@@ -1,16 +1,67 @@
-"""The memory of a draft model: which engine arguments it has of its own, and how large its KV cache is."""
+"""The memory of a network that drafts: which engine arguments it has of its own, and how large its KV cache is."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig, engine_config
+from nanovllm.data.memory_checks import check_fits
 from nanovllm.memory.layout import layout_of
+from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.models.mtp_spec import mtp_spec, mtp_weight_bytes
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.speculative_config import SpeculativeConfig
+from nanovllm.speculative_config import SpeculativeConfig, speculative_config
 
 BLOCK_SIZE = 256  # tokens, unless those of the engine are smaller: sequences of all lengths share the blocks
 SPARE = 1.05  # of the blocks, for those that the block manager keeps free
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Bytes on the device. what: such as "the draft model takes". longest: tokens of the longest sequence that it
+    drafts for.
+    """
+
+    what: str
+    weight_bytes: int
+    kv_bytes: int
+    longest: int
+    row_bytes: int = 0  # of hidden states that it reads
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.row_bytes
+
+    def without(self, memory: MemoryFacts) -> MemoryFacts:
+        """What is left of the memory. Raises ConfigError if there is too little."""
+        taken, remedy = self.device_bytes, "take a smaller one, or lower the max_model_len of speculative_config"
+        check_fits(self.what, taken, memory.device_free, "the device has", remedy)
+        shared = taken if memory.tiers_share_memory else 0
+        return replace(memory, device_free=memory.device_free - taken, host_free=memory.host_free - shared)
+
+
+def mtp_memory(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> DraftMemory | None:
+    """Of the head of a model, which is allocated after its KV cache is sized; None if it is not asked for."""
+    asked = None if config.speculative_config is None else speculative_config(config.speculative_config)
+    if asked is None or asked.method != "mtp":
+        return None
+    own = mtp_spec(spec)
+    engine, longest = mtp_engine(config, asked, spec, config.max_model_len or spec.max_model_len)
+    return DraftMemory(
+        "the head for multi-token prediction takes",
+        mtp_weight_bytes(own, itemsize),
+        engine.num_gpu_blocks * layout_of(engine, own, itemsize).block_bytes,
+        longest,
+        2 * config.max_num_batched_tokens * spec.hidden_size * itemsize,  # those of a step, and a copy
+    )
+
+
+def mtp_engine(
+    config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, longest: int
+) -> tuple[EngineConfig, int]:
+    """The arguments of the part of an engine with `config` that is the head of its model, as `sized_draft_engine`."""
+    engine = draft_engine(config, replace(asked, model=str(config.model)))
+    return sized_draft_engine(engine, mtp_spec(spec), asked, longest)
 
 
 def draft_engine(config: EngineConfig, asked: SpeculativeConfig) -> EngineConfig:

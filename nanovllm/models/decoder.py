@@ -129,7 +129,7 @@ class DecoderLayer(ABC):
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
-            yield f"model.layers.{self.index}.{name}.weight", norm_slot(self.spec, norm, norm.shape)
+            yield f"{self.spec.root}.layers.{self.index}.{name}.weight", norm_slot(self.spec, norm, norm.shape)
         for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
         yield from self._mixer_slots()
@@ -144,7 +144,7 @@ class AttentionLayer(DecoderLayer):
     """A layer with attention, by way of the KV cache."""
 
     def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
-        spec, prefix = self.spec, f"model.layers.{self.index}.self_attn."
+        spec, prefix = self.spec, f"{self.spec.root}.layers.{self.index}.self_attn."
         linear = partial(Linear, method=spec.quantization, prefix=prefix, dtype=dtype, device=device)
         self.kv_layer = spec.kv_layer(self.index)
         # One row per head, so that a single call normalizes q and k.
@@ -213,7 +213,7 @@ class AttentionLayer(DecoderLayer):
         return torch.cat((both[:, :, 0].flatten(1), k_and_v), dim=1)
 
     def _mixer_slots(self) -> NamedSlots:
-        prefix = f"model.layers.{self.index}.self_attn."
+        prefix = f"{self.spec.root}.layers.{self.index}.self_attn."
         if self.sinks is not None:
             yield f"{prefix}sinks", slot_of(self.sinks)
         if self.spec.qk_norm:
@@ -287,7 +287,7 @@ def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device
     stored = (spec.activation, spec.quantization, dtype, device)
     if spec.experts is not None and spec.experts.layers[index] and not spec.experts.beside_mlp:
         return Experts(spec.experts, index, spec.hidden_size, *stored, spec.adds_biases)
-    biases, prefix = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases), f"model.layers.{index}.mlp."
+    biases, prefix = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases), f"{spec.root}.layers.{index}.mlp."
     return GatedMLP(spec.hidden_size, spec.intermediate_size, spec.gate_up_parts, prefix, biases, *stored)
 
 
@@ -295,26 +295,39 @@ class Decoder:
     """Embedding, layers, final norm and output projection. Parameters are allocated and not initialized."""
 
     def __init__(
-        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None = None
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
+        shared: Decoder | None = None,
     ) -> None:
-        """group: the ranks whose part `spec` is, if it has a sharding."""
+        """group: the ranks whose part `spec` is, if it has a sharding. shared: a decoder of the same sizes, whose
+        embedding and output projection are those of this one too.
+        """
         self.spec = spec
         self.group = group
         self.dtype = dtype
         self.device = device
         self._kernels = kernels_on(device, dtype)
         self.chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS
-        table = {EMBEDDING_MODULE: spec.vocab_rows}
-        self.embedding = create_weight(spec.quantization, table, spec.hidden_size, dtype, device)
-        self.lm_head = self.embedding
-        if not spec.tie_word_embeddings:
-            head = {HEAD_MODULE: spec.vocab_rows}
-            self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
+        tables = self._make_tables() if shared is None else (shared.embedding, shared.lm_head)
+        self.embedding: StoredWeight = tables[0]
+        self.lm_head: StoredWeight = tables[1]
         self.layers = self._layers()
         self.norm = torch.empty(spec.hidden_size, dtype=norm_dtype(spec, dtype), device=device)
         # A layer's index is its `rope`.
         self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
+
+    def _make_tables(self) -> tuple[StoredWeight, StoredWeight]:
+        """The embedding and the output projection, which are one if they are tied."""
+        spec, modules = self.spec, [EMBEDDING_MODULE, HEAD_MODULE]
+        tables = [
+            create_weight(spec.quantization, {module: spec.vocab_rows}, spec.hidden_size, self.dtype, self.device)
+            for module in (modules[:1] if spec.tie_word_embeddings else modules)
+        ]
+        return tables[0], tables[-1]
 
     def _layers(self) -> Sequence[DecoderLayer]:
         spec, of_all = self.spec, (self.dtype, self.device, self.group)
@@ -414,7 +427,7 @@ class Decoder:
         yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", norm_slot(self.spec, self.norm, self.norm.shape)
+        yield f"{self.spec.root}.norm.weight", norm_slot(self.spec, self.norm, self.norm.shape)
         if not self.spec.tie_word_embeddings:
             yield from self.lm_head.slots()
 

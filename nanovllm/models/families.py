@@ -356,7 +356,7 @@ _QWEN3_5: Mapping[str, Any] = MappingProxyType({**_GATED_DELTA, "vocab_size": 24
 _SHARED_EXPERT: Mapping[str, Any] = MappingProxyType(
     {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 )
-_MTP = ("mtp.",)  # weights of heads that predict further tokens
+MTP = "mtp."  # weights of heads for multi-token prediction
 
 _ENTRIES = (
     Family(
@@ -631,7 +631,7 @@ _ENTRIES = (
         {**_RECURRENT_FIELDS, **_EXPERT_FIELDS, "shared_expert_intermediate_size": integer(1)},
         rotates_part=True,
         rotated_share=lambda config: 0.25,
-        left_out=_MTP,
+        left_out=(MTP,),
     ),
     Family(
         "Qwen3_5ForCausalLM",
@@ -641,7 +641,7 @@ _ENTRIES = (
         _RECURRENT_FIELDS,
         rotates_part=True,
         rotated_share=lambda config: 0.25,
-        left_out=_MTP,
+        left_out=(MTP,),
     ),
     Family(
         "Qwen3_5MoeForCausalLM",
@@ -666,7 +666,7 @@ _ENTRIES = (
         },
         rotates_part=True,
         rotated_share=lambda config: 0.25,
-        left_out=_MTP,
+        left_out=(MTP,),
     ),
     Family(
         "Gemma3ForCausalLM",

@@ -21,9 +21,11 @@ from nanovllm.layers.parallel import RankGroup
 from nanovllm.layers.sharding import Part
 from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.families import FAMILIES
+from nanovllm.models.families import FAMILIES, MTP
 from nanovllm.models.hf_config import TEXT_MODELS, text_name
 from nanovllm.models.interleaved_experts import with_single_interleaved
+from nanovllm.models.mtp import MTPHead
+from nanovllm.models.mtp_spec import mtp_tensors
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
@@ -100,19 +102,56 @@ def load_model(
         use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed)
-        decoder.finish_loading()
-        return decoder
-    with closing(TensorReader()) as reader:
-        # The largest first: what is read of a tensor should not come on top of all weights.
-        for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
-            if name in names:
-                stored_as = names[name]
-                part = _part(own, stored_as, tensors[name], stored[stored_as])
-                _use(slot.write, reader, stored_as, stored[stored_as], part)
-        _check_tied(directory, reader, spec, stored, decoder)
-        _check_unused_biases(reader, spec, stored)
+    else:
+        with closing(TensorReader()) as reader:
+            _fill(decoder, reader, tensors, names, stored)
+            _check_tied(directory, reader, spec, stored, decoder)
+            _check_unused_biases(reader, spec, stored)
     decoder.finish_loading()
     return decoder
+
+
+def load_mtp_head(model_dir: str | Path, decoder: Decoder, load_format: str = "auto", seed: int = 0) -> MTPHead:
+    """The head for multi-token prediction of a decoder that `load_model` made of the same arguments.
+
+    Raises ModelError if the files do not hold exactly its tensors.
+    """
+    head, directory = MTPHead(decoder), Path(model_dir)
+    if load_format == "dummy":
+        fill_with_random_weights(head, seed)
+    else:
+        stored = with_single_experts(_of_mtp_head(_list_tensors(directory)), head.spec)
+        tensors = dict(mtp_tensors(head.spec))
+        names = _stored_names(directory, head.spec, tensors, stored)
+        with closing(TensorReader()) as reader:
+            _fill(head, reader, tensors, names, stored)
+    head.finish_loading()
+    return head
+
+
+def holds_mtp_head(model_dir: str | Path) -> bool:
+    """Whether a directory or GGUF file has tensors of a head for multi-token prediction. Reads headers alone."""
+    return bool(_of_mtp_head(_list_tensors(Path(model_dir))))
+
+
+def _of_mtp_head(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    return {name: tensor for name, tensor in stored.items() if name.startswith(MTP)}
+
+
+def _fill(
+    decoder: Decoder,
+    reader: TensorReader,
+    tensors: dict[str, CheckpointTensor],
+    names: dict[str, str],
+    stored: dict[str, StoredTensor],
+) -> None:
+    """Read the parameters of a decoder, which has these checkpoint tensors. names: in the file, of those it holds."""
+    # The largest first: what is read of a tensor should not come on top of all weights.
+    for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
+        if name in names:
+            stored_as = names[name]
+            part = _part(decoder.spec, stored_as, tensors[name], stored[stored_as])
+            _use(slot.write, reader, stored_as, stored[stored_as], part)
 
 
 def _list_tensors(model: Path) -> dict[str, StoredTensor]:
@@ -255,7 +294,7 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
         return with_single_interleaved(found, spec, experts)
     hidden, inner, count = spec.hidden_size, experts.intermediate_size, experts.num_experts
     for layer in (index for index in range(spec.num_layers) if experts.layers[index]):
-        prefix = experts.prefix(layer) if experts.beside_mlp else f"model.layers.{layer}.mlp."
+        prefix = experts.prefix(layer) if experts.beside_mlp else f"{spec.root}.layers.{layer}.mlp."
         if f"{prefix}experts.gate_up_proj" not in stored:
             continue
         gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"

@@ -62,6 +62,7 @@ class DecoderSpec:
     kv_parts: tuple[str, ...] = ("k_proj", "v_proj")  # the projections of a layer that give its keys and values
     gemma4: Gemma4Spec | None = None  # layers that differ from each other; `for_layer` gives the sizes of one
     num_mtp_layers: int = 0  # layers behind the last in a checkpoint, for multi-token prediction, which are not read
+    root: str = "model"  # what the names of layers and final norm begin with in a checkpoint
     whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
     layer_shardings: tuple[Sharding, ...] = ()  # of a rank's layers, where they differ
 
@@ -468,7 +469,7 @@ class DecoderSpec:
         for matrix in self.matrices():
             yield from dense_tensors(*matrix) if self.quantization is None else self.quantization.tensors(*matrix)
         for index in range(self.num_layers):
-            prefix = f"model.layers.{index}."
+            prefix = f"{self.root}.layers.{index}."
             for norm in self.layer_norms:
                 yield f"{prefix}{norm}.weight", CheckpointTensor((self.hidden_size,))
             if self.experts is not None and self.experts.layers[index]:
@@ -489,7 +490,7 @@ class DecoderSpec:
                 yield f"{prefix}layer_scalar", CheckpointTensor((1,))
                 for norm in self._gemma4_norms:
                     yield f"{prefix}{norm}", CheckpointTensor((self.hidden_size,))
-        yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
+        yield f"{self.root}.norm.weight", CheckpointTensor((self.hidden_size,))
         if self.gemma4 is not None and self.gemma4.per_layer_size:
             yield PER_LAYER_NORM, CheckpointTensor((self.gemma4.per_layer_size,))
 
@@ -561,7 +562,7 @@ class DecoderSpec:
         Without the experts that a router chooses.
         """
         own = self.for_layer(index)
-        hidden, inner, prefix = self.hidden_size, own.intermediate_size, f"model.layers.{index}."
+        hidden, inner, prefix = self.hidden_size, own.intermediate_size, f"{self.root}.layers.{index}."
         if self.recurrent is not None and self.recurrent.layers[index]:
             for name, size in self.recurrent.input_parts.items():
                 yield f"{prefix}linear_attn.{name}", size, hidden, False

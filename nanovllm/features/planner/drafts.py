@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.memory_checks import check_fits
 from nanovllm.features.planner.dry_run import NO_MOVES, StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Prediction, StepModel, total
-from nanovllm.memory.draft_model import draft_engine, sized_draft_engine
+from nanovllm.memory.draft_model import DraftMemory, draft_engine, mtp_memory, sized_draft_engine
 from nanovllm.memory.layout import layout_of
-from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.mtp_spec import mtp_spec
+from nanovllm.models.spec import ITEMSIZES, DecoderSpec
 from nanovllm.speculative_config import speculative_config
 
 ACCEPTANCE = 0.7  # assumed unless it is said
@@ -21,15 +20,11 @@ ACCEPTANCE = 0.7  # assumed unless it is said
 
 @dataclass(frozen=True, slots=True)
 class DraftNetwork:
-    """The draft model of `speculative_config`. longest: tokens of the longest sequence that it drafts for."""
+    """The network that drafts, of `speculative_config`."""
 
+    name: str
     network: Network
-    kv_bytes: int
-    longest: int
-
-    @property
-    def device_bytes(self) -> int:
-        return self.network.weight_bytes + self.kv_bytes
+    memory: DraftMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +53,19 @@ def draft_network(config: EngineConfig, spec: DecoderSpec) -> DraftNetwork | Non
     if config.speculative_config is None:
         return None
     asked = speculative_config(config.speculative_config)
-    if asked.method != "draft_model":
+    if asked.method == "ngram":
         return None
+    if asked.method == "mtp":
+        own, dtype = mtp_spec(spec), spec.dtype if config.dtype == "auto" else config.dtype
+        head = mtp_memory(config, spec, ITEMSIZES[dtype])
+        return None if head is None else DraftNetwork("head for drafts", Network(own, dtype), head)
     engine = draft_engine(config, asked)
     own = load_decoder_spec(engine.model)
     engine, longest = sized_draft_engine(engine, own, asked, config.max_model_len or spec.max_model_len)
     network = Network(own, own.dtype if engine.dtype == "auto" else engine.dtype)
-    return DraftNetwork(network, engine.num_gpu_blocks * layout_of(engine, own, network.itemsize).block_bytes, longest)
-
-
-def without_draft_model(memory: MemoryFacts, draft: DraftNetwork | None) -> MemoryFacts:
-    """What is left besides a draft model, which is loaded first. Raises ConfigError if it does not fit."""
-    if draft is None:
-        return memory
-    taken, remedy = draft.device_bytes, "take a smaller one, or lower the max_model_len of speculative_config"
-    check_fits("the draft model takes", taken, memory.device_free, "the device has", remedy)
-    shared = taken if memory.tiers_share_memory else 0
-    return replace(memory, device_free=memory.device_free - taken, host_free=memory.host_free - shared)
+    kv_bytes = engine.num_gpu_blocks * layout_of(engine, own, network.itemsize).block_bytes
+    memory = DraftMemory("the draft model takes", network.weight_bytes, kv_bytes, longest)
+    return DraftNetwork("draft model", network, memory)
 
 
 def planned_drafts(
@@ -87,5 +78,5 @@ def planned_drafts(
     parts = [model.decode(context_len, moves, rows=again + 1 + count)]
     if draft is not None:
         own = StepModel(draft.network, model.rates, draft.network.layout(1), ring_slots=0)
-        parts += [own.decode(min(context_len, draft.longest - 1), NO_MOVES)] * count
+        parts += [own.decode(min(context_len, draft.memory.longest - 1), NO_MOVES)] * count
     return replace(planned, step=total(parts))

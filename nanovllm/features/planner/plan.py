@@ -22,7 +22,6 @@ from nanovllm.features.planner.drafts import (
     PlannedDrafts,
     draft_network,
     planned_drafts,
-    without_draft_model,
 )
 from nanovllm.features.planner.dry_run import StepMoves, dry_run
 from nanovllm.features.planner.network import Network
@@ -332,7 +331,8 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
 
     def memory_of(config: EngineConfig) -> MemoryFacts:
         memory = _given_memory(asked, network, config) if machine is None else machine.memory(config)
-        memory = without_draft_model(memory, draft_network(config, spec))
+        if (draft := draft_network(config, spec)) is not None:
+            memory = draft.memory.without(memory)
         left = without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
         return without_states(left, config, spec, itemsize)
 

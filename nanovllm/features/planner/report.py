@@ -186,9 +186,9 @@ def _memory(plan: Plan) -> list[str]:
         note = f"{config.max_loras} of rank {config.max_lora_rank}, {config.num_cpu_loras} in host memory too"
         rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
     if plan.draft is not None:
-        draft = plan.draft
-        note = f"weights, and KV of {draft.longest:,} tokens ({show_bytes(draft.kv_bytes)})"
-        rows.append(_row("draft model", show_bytes(draft.device_bytes), note))
+        taken = plan.draft.memory
+        note = f"weights, and KV of {taken.longest:,} tokens ({show_bytes(taken.kv_bytes)})"
+        rows.append(_row(plan.draft.name, show_bytes(taken.device_bytes), note))
     if memory.states is not None:
         one, slots = plan.network.state_bytes, memory.states
         note = f"{slots.device} slots of {show_bytes(one)}, {slots.host} on the host; {slots.running} sequences at once"

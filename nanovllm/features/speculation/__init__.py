@@ -2,5 +2,6 @@
 
 from nanovllm.features.speculation.draft_model import DraftLimits, DraftModel
 from nanovllm.features.speculation.drafter import NgramDrafter
+from nanovllm.features.speculation.mtp import MTPDrafter
 
-__all__ = ["DraftLimits", "DraftModel", "NgramDrafter"]
+__all__ = ["DraftLimits", "DraftModel", "MTPDrafter", "NgramDrafter"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Protocol
 
 from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence, StepResult
@@ -45,6 +44,7 @@ class DraftLimits:
 class Followed:
     """A sequence, and its shadow while it has one.
 
+    first: the sequence's token with which the shadow begins. salt: of the shadow's blocks, besides the sequence's own.
     drafts: of this step. ahead: those of the latest whose KV is in the shadow's blocks, after its own tokens.
     can_follow: False once the draft model's KV cache had no room for it, or a token is none of the draft model's.
     num_read: tokens that were checked to be the draft model's.
@@ -53,6 +53,8 @@ class Followed:
     seq: Sequence
     acceptance: Acceptance = field(default_factory=Acceptance)
     shadow: Sequence | None = None
+    first: int = 0
+    salt: bytes = b""
     drafts: list[int] = field(default_factory=list)
     ahead: Seq[int] = ()
     can_follow: bool = True
@@ -74,7 +76,6 @@ class DraftModel:
         self._costs = PassCosts()
         self._pass_seconds = 0.0  # of drafting one token of each sequence
         self._followed: dict[int, Followed] = {}  # by seq_id
-        self._numbers = count()
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
         for each in [each for each in self._followed.values() if each.seq.finished]:
@@ -87,13 +88,16 @@ class DraftModel:
             if length := self._length(each, min(most, self._limits.longest - len(seq)), len(wanted), rows, tokens):
                 asked.append((each, length))
         try:
-            self._draft_all(asked)
+            self._draft_all([*asked, *((each, 0) for each in self._behind([each for each, _ in asked]))])
         except BaseException:  # what the shadows' blocks hold is not known
             self._forget_all()
             raise
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
         return self._followed[seq.seq_id].drafts[:most]
+
+    def computed(self, seq: Sequence, begin: int, end: int) -> None:
+        """The draft model reads tokens alone."""
 
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._followed[seq.seq_id].acceptance.verified(drafted, accepted)
@@ -122,21 +126,15 @@ class DraftModel:
             each.acceptance.begin_pause()
         return length
 
+    def _behind(self, asked: Seq[Followed]) -> Seq[Followed]:
+        """Sequences besides those asked for, of which something must be computed though no drafts are wanted."""
+        return ()
+
     def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
         """The shadow of a sequence, with its tokens and their blocks; None if there is no room for it now."""
         shadow = each.shadow
         if shadow is None:
-            request = Request(
-                each.seq.request.request_id,
-                list(each.seq.token_ids),
-                SamplingParams(temperature=0.0),
-                number=next(self._numbers),
-                seq_ids=self._numbers,
-                seed=0,
-                arrival_time=0.0,
-                cache_salt=each.seq.request.cache_salt,
-            )
-            (shadow,) = request.sequences
+            shadow = self._new_shadow(each)
             if not self._make_room(shadow, asked):
                 each.can_follow = self._manager.can_allocate(shadow) is not AllocStatus.NEVER
                 return None
@@ -153,16 +151,39 @@ class DraftModel:
         self._manager.grow([shadow])
         return shadow
 
+    def _new_shadow(self, each: Followed) -> Sequence:
+        request = each.seq.request
+        (shadow,) = Request(
+            request.request_id,
+            each.seq.token_ids[each.first :],
+            SamplingParams(temperature=0.0),
+            number=request.number,
+            seq_ids=iter([each.seq.seq_id]),
+            seed=0,
+            arrival_time=0.0,
+            cache_salt=request.cache_salt + each.salt,
+        ).sequences
+        return shadow
+
     def _extend(self, each: Followed, shadow: Sequence) -> None:
         """Append what the sequence has generated since. Right drafts are computed, but for the last token."""
-        new = each.seq.token_ids[len(shadow) :]
+        new = each.seq.token_ids[each.first + len(shadow) :]
+        shadow.num_computed += self._num_right(each, new)
+        shadow.token_ids += new
+        shadow.num_computed = min(shadow.num_computed, shadow.end - 1)
+        each.ahead = ()
+        self._manager.end_look_ahead(shadow)
+
+    def _num_right(self, each: Followed, new: Seq[int]) -> int:
+        """How many drafts the new tokens begin with whose KV is there, without the last new token."""
         right = 0
         while right < min(len(each.ahead), len(new) - 1) and each.ahead[right] == new[right]:
             right += 1
-        shadow.token_ids += new
-        shadow.num_computed = min(shadow.num_computed + right, shadow.end - 1)
-        each.ahead = ()
-        self._manager.end_look_ahead(shadow)
+        return right
+
+    def _num_ready(self, each: Followed, shadow: Sequence) -> int:
+        """How many tokens of the shadow can be computed next."""
+        return shadow.num_remaining
 
     def _advance(self, shadow: Sequence, before: int) -> None:
         """More of a shadow's tokens are computed than `before`."""
@@ -188,17 +209,20 @@ class DraftModel:
     # ---- passes of the draft model
 
     def _draft_all(self, asked: Seq[tuple[Followed, int]]) -> None:
-        """Compute what is new of all sequences, as far as a pass goes, then token by token their drafts."""
+        """Compute what is new of all sequences, as far as a pass goes, then token by token their drafts.
+
+        asked: how many drafts of each sequence are wanted, which may be none.
+        """
         left, sequences = self._limits.chunk, [each for each, _ in asked]
         drafting: list[tuple[Followed, int]] = []
         scheduled: list[tuple[Followed, ScheduledSequence]] = []
         for each, length in asked:
             shadow = self._shadow(each, sequences) if left else None
-            if shadow is None:
+            chunk = 0 if shadow is None else min(left, self._num_ready(each, shadow))
+            if shadow is None or chunk < 1:
                 continue
-            chunk = min(left, shadow.num_remaining)
             left -= chunk
-            samples = chunk == shadow.num_remaining
+            samples = length > 0 and chunk == shadow.num_remaining
             begin = shadow.num_computed
             scheduled.append((each, self._part(each, shadow.token_ids[begin : begin + chunk], begin, samples)))
             if samples:
@@ -221,11 +245,16 @@ class DraftModel:
             if not going:
                 break
             begin = time.monotonic()
-            self._run([(each, self._part(each, each.drafts[-1:], len(each.seq) + place - 1, True)) for each in going])
+            self._run([(each, self._draft_part(each, place)) for each in going])
             seconds = time.monotonic() - begin
             self._pass_seconds = FORGET * (self._pass_seconds or seconds) + (1 - FORGET) * seconds
         for each, _ in drafting:
             each.ahead = each.drafts[:-1]
+
+    def _draft_part(self, each: Followed, place: int) -> ScheduledSequence:
+        """Compute the latest draft of a sequence, which is its `place`th."""
+        assert each.shadow is not None
+        return self._part(each, each.drafts[-1:], len(each.shadow) + place - 1, True)
 
     def _part(self, each: Followed, token_ids: Seq[int], begin: int, samples: bool) -> ScheduledSequence:
         """Compute tokens of a shadow or of its drafts, and draw what follows if `samples`."""

@@ -42,6 +42,9 @@ class NgramDrafter:
             state.acceptance.begin_pause()
         return found[:length]
 
+    def computed(self, seq: Sequence, begin: int, end: int) -> None:
+        """What is drafted depends on tokens alone."""
+
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._state(seq).acceptance.verified(drafted, accepted)
 

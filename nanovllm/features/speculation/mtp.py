@@ -1,0 +1,102 @@
+"""The drafter of speculative decoding by the model's own head for multi-token prediction.
+
+The head has a KV cache of one layer, which is always resident. At position p of a sequence it reads the hidden state
+that the model has computed there, and the token at p + 1. Its shadow of a sequence therefore begins with the second
+token, and follows it from its prompt on. After the last token the head reads its own hidden state and its draft. What
+it has computed of drafts it computes again from the model's hidden states.
+
+Where the model takes tokens from a prefix cache there are no hidden states. If the head does not have the same tokens
+in its own prefix cache, its shadow begins after them: it then sees less of the sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Sequence
+from nanovllm.features.speculation.draft_model import DraftLimits, DraftModel, DraftRunner, Followed
+
+MOST_HELD = 64  # hidden states of a sequence that wait for drafts to be wanted; then the head reads them in any case
+ANY_SEQUENCE = -1  # in a salt: a shadow with all tokens is that of every sequence with them
+
+
+class HeldHiddenStates(Protocol):
+    """Holds hidden states of sequences, by position, from the model's steps until the head has read them."""
+
+    def add(self, seq_id: int, begin: int, end: int) -> bool: ...
+    def end_step(self) -> None: ...
+    def held(self, seq_id: int) -> range: ...
+    def count_from(self, seq_id: int, first: int) -> None: ...
+    def skip(self, seq_id: int, count: int) -> None: ...
+    def drop(self, seq_id: int) -> None: ...
+    def clear(self) -> None: ...
+
+
+class MTPDrafter(DraftModel):
+    """Drafts with the model's head, for all sequences at once. See `engine.scheduler.Drafter`."""
+
+    def __init__(
+        self, runner: DraftRunner, manager: BlockManager, limits: DraftLimits, hidden: HeldHiddenStates
+    ) -> None:
+        """runner: of the head, which reads `hidden`; manager: of its blocks, all of them on its device."""
+        super().__init__(runner, manager, limits)
+        self._hidden = hidden
+
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+        self._hidden.end_step()
+        super().begin_step(wanted, rows, tokens)
+
+    def computed(self, seq: Sequence, begin: int, end: int) -> None:
+        if not seq.request.takes_drafts:
+            return
+        each = self._followed.setdefault(seq.seq_id, Followed(seq))
+        each.can_follow &= len(seq) < self._limits.longest
+        if not each.can_follow:
+            self._let_go(each)
+        elif self._hidden.add(seq.seq_id, begin, end):
+            super()._let_go(each)
+
+    def _behind(self, asked: Seq[Followed]) -> list[Followed]:
+        others = [each for each in self._followed.values() if each not in asked]
+        return [each for each in others if len(self._hidden.held(each.seq.seq_id)) >= MOST_HELD]
+
+    def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
+        if not len(self._hidden.held(each.seq.seq_id)):
+            return None
+        shadow = super()._shadow(each, asked)
+        if shadow is None:
+            self._hidden.drop(each.seq.seq_id)
+        else:
+            self._hidden.skip(shadow.seq_id, shadow.num_computed)  # what a new one has from the prefix cache
+        return shadow
+
+    def _advance(self, shadow: Sequence, before: int) -> None:
+        super()._advance(shadow, before)
+        self._hidden.skip(shadow.seq_id, shadow.num_computed)
+
+    def _new_shadow(self, each: Followed) -> Sequence:
+        held = self._hidden.held(each.seq.seq_id)
+        each.first, each.salt = 1, struct.pack("<qq", ANY_SEQUENCE, each.seq.token_ids[0])
+        shadow = super()._new_shadow(each)
+        if self._manager.num_cached_tokens(shadow) < held.start:
+            each.first, each.salt = held.start + 1, struct.pack("<qq", each.seq.seq_id, held.start)
+            shadow = super()._new_shadow(each)
+        self._hidden.count_from(each.seq.seq_id, each.first - 1)
+        return shadow
+
+    def _num_ready(self, each: Followed, shadow: Sequence) -> int:
+        return self._hidden.held(each.seq.seq_id).stop - (each.first - 1) - shadow.num_computed
+
+    def _num_right(self, each: Followed, new: Seq[int]) -> int:
+        return 0
+
+    def _let_go(self, each: Followed) -> None:
+        super()._let_go(each)
+        self._hidden.drop(each.seq.seq_id)
+
+    def _forget_all(self) -> None:
+        super()._forget_all()
+        self._hidden.clear()
