@@ -118,6 +118,16 @@ def run_child() -> None:
     print(json.dumps(result))
 
 
+def write_results(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    from benchmarks.report import machine_facts, write_json
+
+    version = "import importlib.metadata as packages; print(packages.version('llama_cpp_python'))"
+    others = {}
+    if args.gguf is not None:
+        others["llama_cpp_python"] = subprocess.check_output([args.llama_python, "-c", version], text=True).strip()
+    write_json(args.output_json, args, machine_facts("cpu"), **others, results=found)
+
+
 def restarts(model: str, gguf: str | None, python: str, prompt: list[int], rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {}
     engines = [("nanovllm", model, sys.executable), *([("llama.cpp", gguf, python)] if gguf is not None else [])]
@@ -156,7 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--decode", action="store_true")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--output-json", type=Path, help="where the results go")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
@@ -167,8 +177,7 @@ def main() -> None:
         found = decodes(args.model, prompt, args.rounds)
     else:
         found = restarts(args.model, args.gguf, args.llama_python, prompt, args.rounds)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"tokens": len(prompt), "runs": found}, indent=2) + "\n")
+    write_results(args, found)
 
 
 if __name__ == "__main__":
