@@ -233,6 +233,8 @@ class EngineMachine(RuleBasedStateMachine):
         if unit is not None and caching:
             self.store = self.manager.stored.store = ContentStore(self.executor, unit)
         length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
+        kinds = {"full" if window is None else "windows" for window in windows} | ({"states"} if slots else set())
+        self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
         parts = features(self.manager, limits)
@@ -346,6 +348,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "returns to a state": self.manager.num_returns,
             }
         )
+        EngineMachine.totals[f"hits of {self.mix}"] += self.manager.stats.hit_tokens
+        EngineMachine.totals[f"preempted of {self.mix}"] += stats.swapped + stats.recomputed
         if self.store is not None:
             for what in ("read", "failed", "cancelled"):
                 EngineMachine.totals[f"{what} from the store"] += getattr(self.store, f"num_{what}")
@@ -410,7 +414,9 @@ class EngineMachine(RuleBasedStateMachine):
             del self.requests[output.request_id]
 
 
+MIXES = ("full + windows", "full + states", "full + states + windows")
 TROUBLE = (
+    *(f"{what} of {mix}" for what in ("hits", "preempted") for mix in MIXES),
     "forks",
     "copies on write",
     "swapped",
