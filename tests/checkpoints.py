@@ -99,6 +99,12 @@ FAMILIES: dict[str, Tested] = {
     "gemma4": Tested(Gemma4TextConfig, Gemma4ForCausalLM, ()),  # test_gemma4.py
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with recurrent layers
+# Layers that keep different things: options of `make_checkpoint`.
+MIXES: dict[str, dict[str, Any]] = {
+    "full attention and windows": {"family": "gpt_oss", "layers": 4, "sliding_window": 24},
+    "heads of two sizes": {"family": "gemma4", "layers": 6, "sliding_window": 24, "attention_k_eq_v": True},
+    "full attention and states": {"family": "qwen3_5", "layers": 4},
+}
 MAX_POSITIONS = 256
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}  # of Gemma 3's layers with a window
 

@@ -74,6 +74,10 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
+def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+
+
 def token_ids(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
     """The generated tokens of each prompt."""
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -98,6 +102,21 @@ def for_groups(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     num_groups = len(kv_groups(load_decoder_spec(model).kv_windows, block_size=1))
     counts = {name: num_groups * arguments[name] for name in ("num_gpu_blocks", "num_cpu_blocks") if name in arguments}
     return arguments | counts
+
+
+def run_random_requests(llm: LLM, vocab: int, count: int) -> None:
+    """Requests with common prefixes, some with two sequences, a few aborted; all others run to their end."""
+    random = Random(7)
+    for index in range(count):
+        prompt = random_prompt(random.choice([10, 33, 64, 100]), vocab, seed=index % 4)
+        params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
+        llm.engine.add_request(str(index), None, params, prompt)
+        for _ in range(random.randrange(4)):
+            llm.engine.step()
+        if random.random() < 0.3:
+            llm.engine.abort_request(str(random.randrange(index + 1)))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
 
 
 def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:

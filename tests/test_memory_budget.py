@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import MIXES, make_checkpoint
 from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
 from fast import fast_only
 from torch import Tensor
@@ -81,13 +80,6 @@ def test_resident_and_offloaded_rooms_agree_to_the_bit(tmp_path: Path) -> None:
         logits = sorted_logits(llm, len(LENGTHS))
     for way in PREFILL_WAYS:
         assert torch.equal(logits, logits_of_run(tmp_path, "bfloat16", 4, 3, way)[0]), way
-
-
-MIXES: dict[str, dict[str, Any]] = {
-    "full attention and windows": {"family": "gpt_oss", "layers": 4, "sliding_window": 24},
-    "heads of two sizes": {"family": "gemma4", "layers": 6, "sliding_window": 24, "attention_k_eq_v": True},
-    "full attention and states": {"family": "qwen3_5", "layers": 4},
-}
 
 
 @pytest.mark.slow

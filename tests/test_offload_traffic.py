@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import MIXES, make_checkpoint
 from cpu_attention_helpers import force_share, kv_cache, most_cpu_attention_tokens
 from engines import (
     PREFILL_WAYS,
+    for_groups,
     greedy,
     offloaded,
     random_prompt,
     recorded_batches,
+    run_random_requests,
     set_prefill,
     token_ids,
     watch_layerwise,
 )
+from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
+from nanovllm.data.batch import Batch
+from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
 from nanovllm.kvcache import step_plan
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
+from nanovllm.kvcache.states import MOVE_KINDS
 from nanovllm.kvcache.step_plan import BlockRead
 from nanovllm.memory.budget import (
     CpuAttentionUse,
@@ -130,6 +138,58 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
     )
     assert sum(result.h2d_bytes) == loaded * layout.block_bytes
     assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
+
+
+def by_block_tables(cache: OffloadedKVCache, batch: Batch) -> TransferCount:
+    """What a step without CPU attention copies: the held host blocks of each layer, once, and what moves."""
+    layout, resident, states = cache.layout, cache.pools.split.resident_blocks, cache.pools.states
+    copies, num_bytes = Counter[str](), Counter[str]()
+
+    def copied(kind: str, number: int, tokens_bytes: int) -> None:
+        copies[kind] += number
+        num_bytes[kind] += tokens_bytes
+
+    for index, (group, of_group) in enumerate(zip(layout.groups, layout.of_groups, strict=True)):
+        size, token_bytes, reads = group.block_size, of_group.token_layer_bytes, dict[int, tuple[int, int]]()
+        for seq in batch.sequences:
+            end = seq.context_len + len(seq.token_ids)
+            for first, block in zip(range(0, end, size), seq.block_tables[index], strict=True):
+                assert block == HOLE or first + size > seq.context_len + 1 - (group.window or ANY_LENGTH)
+                if block >= resident:
+                    stored = min(size, max(0, seq.context_len - first))
+                    reads[block] = (stored, min(size, end - first) - stored)
+        for stored, new in reads.values():
+            readers, owners = layout.groups.num_readers[index], len(group.layers)
+            copied("h2d", readers * bool(stored), readers * stored * token_bytes)
+            copied("d2h", owners * bool(new), owners * new * token_bytes)
+    for move in batch.moves:
+        of_group = layout.of_groups[move.group]
+        moved = layout.planes * of_group.token_layer_bytes * (move.num_tokens or of_group.block_size)
+        copied(MOVE_KINDS[move.src >= resident][move.dst >= resident], 1, moved)
+    for state in batch.state_moves:
+        assert states is not None
+        if state.src is not None:
+            kind = MOVE_KINDS[state.src >= states.num_device_slots][state.dst >= states.num_device_slots]
+            copied(kind, 1, sum(part.nbytes for part in states.parts(state.src)))
+    return TransferCount(copies["h2d"], num_bytes["h2d"], copies["d2h"], num_bytes["d2h"])
+
+
+@pytest.mark.parametrize("mix", fast_only(["full attention and states"], MIXES))
+def test_every_step_of_many_requests_moves_what_its_block_tables_say(tmp_path: Path, mix: str) -> None:
+    make_checkpoint(tmp_path, vocab=VOCAB, hidden=32, intermediate=32, **MIXES[mix])
+    few = {"max_num_seqs": 6} if "states" in mix else {}  # and as few state slots
+    arguments = offloaded(BLOCK, 4, 14, max_num_batched_tokens=45, cpu_attention=False, max_model_len=120, **few)
+    with LLM(tmp_path, **for_groups(tmp_path, arguments)) as llm:
+        set_prefill(llm, "chunk-major")
+        batches = recorded_batches(llm)
+        run_random_requests(llm, VOCAB, 20)
+        cache = kv_cache(llm)
+        for batch, _, moved in batches:
+            assert moved == by_block_tables(cache, batch)
+        num_device_slots, _ = llm.kv_stats().state_slots
+    assert any(batch.moves for batch, _, _ in batches)
+    snapshots = [move for batch, _, _ in batches for move in batch.state_moves if move.dst >= num_device_slots]
+    assert bool(snapshots) == ("states" in mix), "on the host"
 
 
 def test_a_step_announces_its_host_blocks_once_for_all_layers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

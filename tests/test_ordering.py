@@ -8,17 +8,26 @@ import inspect
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import MIXES, make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn, add_cpu_attention_streams, force_share
-from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
-from fast import fast_pairs
+from engines import (
+    for_groups,
+    offloaded,
+    random_prompt,
+    recorded_batches,
+    run_random_requests,
+    set_prefill,
+    set_ring,
+    several,
+)
+from fast import fast_only, fast_pairs
 from host_tasks import PythonTask
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.device import PitchedCopy, memory
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
@@ -164,40 +173,26 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
-    return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-
-
-def stress(model_dir: Path, share: float | None = None, num_requests: int = 60) -> tuple[int, int, int]:
+def stress(model_dir: Path, share: float | None = None, num_requests: int = 60, **given: Any) -> tuple[int, int, int]:
     """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in three engines.
 
-    share: of the host blocks for CPU attention; None without it. Returns how often requests were preempted, how many
-    blocks were moved, and how many accesses were checked.
+    share: of the host blocks for CPU attention; None without it. given: further engine arguments. Returns how often
+    requests were preempted, how many blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
     for num_gpu_blocks, num_cpu_blocks, way in ((4, 14, "layer-major"), (9, 9, "layer-major"), (4, 14, "chunk-major")):
         has_cpu_attention = share is not None
         arguments = offloaded(
-            BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_cpu_attention
+            BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_cpu_attention, **given
         )
-        random = Random(7)
-        with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
+        with LLM(model_dir, dtype="float32", max_model_len=120, **for_groups(model_dir, arguments)) as llm:
             set_prefill(llm, way)
             if share is not None:
                 force_share(llm, share)
             recorded_moves: list[object] = []
             pools = llm._runner.kv_cache.pools
             pools.move_blocks = lambda m, *s, r=recorded_moves, f=pools.move_blocks: (r.extend(m), f(m, *s))  # type: ignore[method-assign]
-            for index in range(num_requests):
-                prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
-                params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
-                llm.engine.add_request(str(index), None, params, prompt)
-                for _ in range(random.randrange(4)):
-                    llm.engine.step()
-                if random.random() < 0.3:
-                    llm.engine.abort_request(str(random.randrange(index + 1)))
-            while llm.engine.has_unfinished_requests():
-                llm.engine.step()
+            run_random_requests(llm, VOCAB, num_requests)
             preemptions += llm.engine.scheduler.preemption.stats.total
             moves += len(recorded_moves)
             assert isinstance(llm._runner.device, OrderingCheck)
@@ -259,6 +254,23 @@ def test_the_engine_orders_everything(
     assert min(preemptions, moves) > 0 and checked > 1000
 
 
+def of_mix(path: Path, mix: str) -> Path:
+    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32, **MIXES[mix])
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["no CPU attention", "in order", "concurrent"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_of_layers_is_ordered(tmp_path: Path, mix: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "concurrent":
+        add_cpu_attention_streams(monkeypatch)
+    of_mix(tmp_path, mix)
+    few = {"max_num_seqs": 6} if "states" in mix else {}  # and as few state slots
+    preemptions, moves, checked = stress(tmp_path, CPU_ATTENTION_SHARES[name], 30, **few)
+    assert min(preemptions, moves) > 0 and checked > 1000
+
+
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
 def test_a_ring_of_which_one_group_is_not_ordered_is_noticed(
     model_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
@@ -302,6 +314,15 @@ def test_every_wait_and_record_taken_out_is_noticed(
     assert isinstance(failed.value.__cause__, OrderingError), source
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("call", order_calls(), ids=lambda call: f"{call[0]}-{call[2]}")
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_wait_and_record_taken_out_is_noticed_in_every_mix(
+    tmp_path: Path, mix: str, call: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_every_wait_and_record_taken_out_is_noticed(of_mix(tmp_path, mix), *call, monkeypatch)
+
+
 def test_cpu_attention_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wait,) = [call for call in order_calls() if call[2].startswith("self._cpu_attention.wait(self._host_ready")]
     monkeypatch.setattr(pools, "TransferOrder", without_call(*wait[:2]).TransferOrder)
@@ -339,4 +360,33 @@ def test_the_paged_cache_notices_every_missing_order_of_moves(
     monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
     with pytest.raises(EngineError) as failed:
         stress_resident(model_dir)
+    assert isinstance(failed.value.__cause__, OrderingError), source
+
+
+# ---- states of recurrent layers, without any block move
+
+
+def stress_states(path: Path) -> None:
+    """States are copied to a second sequence, and snapshots leave for the host and come back."""
+    arguments = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 40, "max_num_seqs": 2}
+    with LLM(of_mix(path, "full attention and states"), dtype="float32", **arguments) as llm:
+        batches = recorded_batches(llm)
+        for seed in (*range(8), 0):
+            prompt = random_prompt(2 * BLOCK, VOCAB, seed)
+            llm.generate(prompt, several(2, 4, seed), use_tqdm=False)
+        assert not any(batch.moves for batch, _, _ in batches)
+        assert llm.kv_stats().transfers.d2h_bytes > 0 and llm.kv_stats().transfers.h2d_bytes > 0
+
+
+def test_states_are_ordered(tmp_path: Path) -> None:
+    stress_states(tmp_path)
+
+
+@pytest.mark.parametrize(("line", "column", "source"), fast_only(MOVE_CALLS[-1:], MOVE_CALLS))
+def test_every_missing_order_of_states_is_noticed(
+    tmp_path: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
+    with pytest.raises(EngineError) as failed:
+        stress_states(tmp_path)
     assert isinstance(failed.value.__cause__, OrderingError), source

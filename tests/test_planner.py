@@ -10,13 +10,14 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
 from fast import fast_only
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from plans import GIB, RATES, make_plan, parameter_bytes, sizing_for
 from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.data.batch import LayerwisePrefill
+from nanovllm.engine import state_manager
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.features.cpu_attention.shares import (
     Bandwidths,
@@ -70,10 +71,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "in some layers": {"family": "qwen3", "sliding_window": 23, "max_window_layers": 1},
     "with smaller heads": {"family": "gemma4", "sliding_window": 23, "layer_types": KINDS},
     "and shared K and V": {"family": "gemma4", "sliding_window": 23, "layer_types": KINDS, "num_kv_shared_layers": 1},
+    "of gpt-oss": {"family": "gpt_oss", "sliding_window": 23},
+    "states instead": {"family": "qwen3_5"},
 }
+FAST_WINDOWS = [windows for windows in WINDOWS if windows != "of gpt-oss"]  # which has the kinds of "in some layers"
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("windows", fast_only(FAST_WINDOWS, WINDOWS))
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompt_len=st.integers(1, 200),
@@ -82,6 +86,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     chunk=st.integers(5, 100),
     cpu_attention=st.booleans(),
 )
+@example(prompt_len=190, output_len=4, num_gpu_blocks=4, chunk=70, cpu_attention=False)  # snapshots go to the host
 def test_the_engine_allocates_and_moves_what_the_plan_says(
     tmp_path_factory: pytest.TempPathFactory,
     windows: str,
@@ -94,8 +99,13 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     path = tmp_path_factory.getbasetemp() / f"windows-{windows}"
     if not path.exists():
         make_checkpoint(path, vocab=VOCAB, layers=LAYERS, **WINDOWS[windows])
-    sizes = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": 40, "max_num_batched_tokens": chunk}
-    with LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm:
+    sizes = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": 40, "max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm,
+    ):
+        patch.setattr(state_manager, "LEAST_SNAPSHOT_INTERVAL", 2 * BLOCK)
+        patch.setattr(state_manager, "SHARE_OF_PROMPT", 1)
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
         block_reads = count_block_reads(llm)
@@ -104,7 +114,7 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
         assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
         assert plan.network.weight_bytes == parameter_bytes(llm._runner.model)
-    steps = plan._steps(plan._step_model, prompt_len, output_len).steps
+        steps = plan._steps(plan._step_model, prompt_len, output_len).steps
     assert len(block_reads) == sum(moves.block_reads for step, moves in steps if step.num_chunks == 1)
     assert cpu_attention or not stats.transfers.cpu_attention_blocks
     prefills = [step for step, _ in steps if step.begin < prompt_len]

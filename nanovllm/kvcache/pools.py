@@ -63,7 +63,7 @@ class KVPools:
             for move in moves:
                 self._move(move, stream)
             if self.states is not None:
-                self.states.copy(state_moves, stream)
+                self.states.copy(state_moves, stream, self.count)
         if self.states is not None:
             self.states.clear(state_moves)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -55,11 +55,15 @@ class StatePool:
         tensors = (self._slot(part, slot) for part in range(len(self._on_device)))
         return [layer.flatten().view(torch.uint8) for tensor in tensors for layer in tensor if layer.numel()]
 
-    def copy(self, moves: Iterable[StateMove], stream: Stream) -> None:
-        """Submit the copies of a step, in order, to the stream of its block moves."""
+    def copy(self, moves: Iterable[StateMove], stream: Stream, count: Callable[[CopyKind, int, int], None]) -> None:
+        """Submit the copies of a step, in order, to the stream of its block moves.
+
+        count: is told the kind of each move, copies (one) and bytes.
+        """
         for move in moves:
             if move.src is not None:
-                self._copy(move.src, move.dst, stream)
+                kind = MOVE_KINDS[move.src >= self.num_device_slots][move.dst >= self.num_device_slots]
+                count(kind, 1, self._copy(move.src, move.dst, kind, stream))
 
     def clear(self, moves: Sequence[StateMove]) -> None:
         """Make the states that begin in this step those before the first token, after its copies."""
@@ -75,14 +79,17 @@ class StatePool:
         device = self._device.torch_device
         return SlotStates(self._device, self._layers, self._on_device, slots, upload(torch.tensor(slots), device))
 
-    def _copy(self, src: int, dst: int, stream: Stream) -> None:
-        kind = MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
+    def _copy(self, src: int, dst: int, kind: CopyKind, stream: Stream) -> int:
+        """Submit the copies of one state; returns its bytes."""
+        num_bytes = 0
         for part in range(len(self._on_device)):
             to, origin = self._slot(part, dst), self._slot(part, src)
             dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))
             width = to[0].numel() * to.element_size()
             if width:  # a convolution over one token keeps nothing
                 self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)
+            num_bytes += width * len(to)
+        return num_bytes
 
     def _slot(self, part: int, slot: int) -> Tensor:
         """`[layers, ...]`, each layer contiguous."""

@@ -49,10 +49,11 @@ def split_device(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = 
 
 @dataclass(frozen=True, slots=True)
 class TransferCount:
-    """KV copies over the link and their bytes, in each direction, and what the CPU attended to without a copy.
+    """Copies of KV and states over the link and their bytes, in each direction, and what the CPU attended to instead.
 
-    A copy is one layer of a block, or all layers of a block moved between steps. Neighbouring blocks take one call, so
-    there may be fewer calls than copies. `cpu_attention_blocks` also counts single layers of a block.
+    A copy is one layer of a block, or all layers of a block or of a recurrent state moved between steps. Neighbouring
+    blocks take one call, so there may be fewer calls than copies. `cpu_attention_blocks` also counts single layers of a
+    block.
     """
 
     h2d_copies: int = 0

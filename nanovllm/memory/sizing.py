@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
+from nanovllm.data.batch import StateMove
 from nanovllm.data.kv_groups import ANY_LENGTH
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.errors import ConfigError
-from nanovllm.memory.budget import DeviceSplit, split_device
+from nanovllm.memory.budget import DeviceSplit, TransferCount, split_device
 from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, divide_memory
 from nanovllm.memory.layout import KVLayout, layout_of
 from nanovllm.models.spec import DecoderSpec
@@ -27,6 +28,13 @@ class StateSlots(NamedTuple):
     device: int
     host: int
     running: int
+    slot_bytes: int
+
+    def transfers(self, moves: Iterable[StateMove]) -> TransferCount:
+        """What these moves copy between the tiers."""
+        ends = [(move.src >= self.device, move.dst >= self.device) for move in moves if move.src is not None]
+        h2d, d2h = ends.count((True, False)), ends.count((False, True))
+        return TransferCount(h2d, h2d * self.slot_bytes, d2h, d2h * self.slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)

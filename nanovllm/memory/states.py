@@ -29,7 +29,7 @@ def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: 
     snapshots = most * SNAPSHOTS_PER_SEQUENCE if config.enable_prefix_caching else 0
     device = max(1, min(most + snapshots, budget // one))
     running = min(most, device - device // 3 if snapshots else device)
-    return StateSlots(device, min(most + snapshots, host_budget // one), running)
+    return StateSlots(device, min(most + snapshots, host_budget // one), running, one)
 
 
 def without_states(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:

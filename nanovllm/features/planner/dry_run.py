@@ -59,7 +59,8 @@ def dry_run(
     while scheduler.has_unfinished():
         batch = scheduler.schedule(0.0)
         (seq,) = batch.sequences
-        yield ScheduledStep(seq, batch.moves)
+        of_states = TransferCount() if states is None else states.transfers(batch.state_moves)
+        yield ScheduledStep(seq, batch.moves, of_states)
         scheduler.update(batch, StepResult([[Sample(0)] * len(seq.samples)], [0], [0]), 0.0)
 
 
@@ -69,6 +70,7 @@ class ScheduledStep:
 
     seq: ScheduledSequence
     moves: Sequence[BlockMove]
+    of_states: TransferCount = NO_MOVES.transfers  # copies of recurrent states
 
     @property
     def query_len(self) -> int:
@@ -101,7 +103,7 @@ class ScheduledStep:
 
         share: how much of its host blocks a layer leaves to the CPU; None for nothing.
         """
-        found = StepMoves(self._block_moves(layout, resident_blocks), 0)
+        found = StepMoves(self._block_moves(layout, resident_blocks) + self.of_states, 0)
         part = self.seq.layerwise
         if part is not None and part.first_layer_chunk > 0:
             return found
