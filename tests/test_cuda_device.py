@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaClock, CudaDevice, CudaStream, check_cuda
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.features.kv_disk.segments import SegmentReader
+from nanovllm.features.kv_disk.units import UnitCopier
 
 BLOCK, VOCAB = 16, 97
 SIZE = 1 << 20
@@ -314,6 +317,40 @@ def test_a_step_makes_the_host_wait_once(model_dir: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert all(len(messages) <= 1 for messages in waits), max(waits, key=len)
     assert sum(map(len, waits)) == 8, "one for each step that samples a token"
+
+
+@pytest.mark.cuda
+def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine that replays decode graphs; the copies are on a stream of their own, in no graph."""
+    make_checkpoint(tmp_path / "model", vocab=VOCAB, hidden=128, intermediate=256, head_dim=64, max_positions=512)
+    engine = {**resident_arguments(), "max_model_len": 400, "kv_cache_dir": tmp_path / "kv"}
+    prompt, records, copied = random_prompt(300, VOCAB, 12), threading.Event(), threading.Event()
+    with LLM(tmp_path / "model", **engine) as llm:
+        expected = token_ids(llm, [prompt], greedy(20))
+    read, copy_in = SegmentReader.read, UnitCopier.copy_in
+    monkeypatch.setattr(SegmentReader, "read", lambda *args: records.wait(30) and read(*args))
+    monkeypatch.setattr(UnitCopier, "copy_in", lambda *args: (copy_in(*args), copied.set()))
+    with LLM(tmp_path / "model", **engine) as llm:
+        llm.engine.add_request("stored", None, greedy(20), prompt)
+        llm.engine.step()
+        device, number = llm._runner.device, torch.zeros(1, device="cuda")
+
+        def work() -> None:
+            number.add_(1)
+            if torch.cuda.is_current_stream_capturing():
+                records.set()
+                assert copied.wait(30)
+
+        with device.compute():
+            (graph,) = device.capture([work])
+        outputs = []
+        while llm.engine.has_unfinished_requests():
+            outputs += [output for output in llm.engine.step() if output.finished]
+        with device.compute():
+            graph.replay()
+        device.compute_stream.synchronize()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert outputs[0].metrics.cached_tokens_disk == 256 and float(number) == 2
 
 
 @pytest.mark.cuda

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,21 @@ from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_helpers import make_adapter
+from test_ordering import order_calls, without_call
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
+from nanovllm.device import ordering
+from nanovllm.device.ordering import OrderingError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.kv_disk import kept_in, loading, store, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
 from nanovllm.features.kv_disk.store import DiskStore
 from nanovllm.features.lora.request import LoRARequest
+from nanovllm.kvcache import pools
 from nanovllm.outputs import RequestOutput
 
 VOCAB = 199
@@ -310,6 +315,39 @@ def test_hits_are_counted_by_tier(model: Path, written: tuple[Path, Any], tmp_pa
     assert all(sum(tiers) == each.cached_tokens for tiers, each in zip(by_tier, found, strict=True))
     counted = (totals.prefix_cache_hit_tokens_on_host, totals.prefix_cache_hit_tokens_on_disk)
     assert counted == (sum(host for _, host, _ in by_tier), 768)
+
+
+def reading_again(model: Path, directory: Path, way: int) -> RequestOutput:
+    """A short prompt is written, forgotten, and read into blocks that others had meanwhile."""
+    prompts = [{"prompt_token_ids": random_prompt(300, VOCAB, seed)} for seed in (1, 2, 3)]
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=directory, **{**WAYS[way], "num_gpu_blocks": 5}) as llm:
+        expected = llm.generate(prompts, PARAMS, use_tqdm=False)
+        llm.reset_prefix_cache()
+        found = llm.generate(prompts[:1], PARAMS, use_tqdm=False)[0]
+    assert numbers(found) == numbers(expected[0])
+    return found
+
+
+@pytest.mark.parametrize("way", [0, 3])
+def test_copies_are_ordered_with_the_work_of_steps(model: Path, tmp_path: Path, way: int) -> None:
+    assert reading_again(model, tmp_path, way).metrics.cached_tokens_disk == 256
+
+
+@pytest.mark.parametrize(("line", "column", "source"), order_calls(of_store=True), ids=lambda value: str(value))
+def test_each_wait_of_the_copies_taken_out_is_noticed(
+    model: Path, tmp_path: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed: list[str] = []
+
+    def notice(what: str) -> OrderingError:
+        noticed.append(what)
+        return OrderingError(what)
+
+    monkeypatch.setattr(ordering, "OrderingError", notice)
+    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
+    with suppress(EngineError, OrderingError, AssertionError):  # or a reader's thread has noticed, and nothing is read
+        reading_again(model, tmp_path, 3)
+    assert noticed, source
 
 
 @given(data=st.data())

@@ -200,8 +200,11 @@ def stress(model_dir: Path, share: float | None = None, num_requests: int = 60, 
     return preemptions, moves, checked
 
 
-def order_calls() -> list[tuple[int, int, str]]:
-    """Every call that waits or records in `transfer_order`, as (line, column, source)."""
+def order_calls(*, of_store: bool = False) -> list[tuple[int, int, str]]:
+    """Every call that waits or records in `transfer_order`, as (line, column, source).
+
+    of_store: those that order the block store's copies instead, which tests/test_kv_disk.py takes out.
+    """
     source = inspect.getsource(transfer_order)
     calls = [
         node.value
@@ -210,11 +213,11 @@ def order_calls() -> list[tuple[int, int, str]]:
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
     ]
-    return [
-        (call.lineno, call.col_offset, ast.unparse(call))
-        for call in calls
-        if call.func.attr in ("wait", "record")  # type: ignore[attr-defined]
-    ]
+    found = [(call.lineno, call.col_offset, ast.unparse(call), call.func.attr) for call in calls]  # type: ignore[attr-defined]
+    if of_store:
+        words = ("_store_stream", "settled", "_gather(computed=True")
+        return [call[:3] for call in found if any(word in call[2] for word in words)]
+    return [call[:3] for call in found if call[3] in ("wait", "record") and "settled" not in call[2]]
 
 
 def without_call(line: int, column: int) -> types.ModuleType:

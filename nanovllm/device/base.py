@@ -3,6 +3,8 @@
 The semantics are those of CUDA. Work on one stream runs in order. Work on two streams is unordered unless an event
 orders it: `a.record(e); b.wait(e)` orders all later work on `b` after all earlier work on `a`. A wait refers to the
 latest record of the event at the time of the call; a wait for an event that was never recorded does nothing.
+
+Several threads may submit work, each to streams that no other thread uses meanwhile.
 """
 
 from __future__ import annotations

@@ -66,9 +66,10 @@ class MarkedCopy:
 
 
 class LinkMeter:
-    """Samples copies: marks _MEASURED of every _OUT_OF copies and reads the marks when all are passed."""
+    """Samples copies: marks _MEASURED of every _OUT_OF copies and reads the marks when all are passed. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._count = 0
         self._measures = False  # the copies of the current sample
         self._sample: list[MarkedCopy] = []
@@ -80,26 +81,30 @@ class LinkMeter:
         At most _MEASURED copies are kept even if the meter is never read: a new sample begins only after the last one
         was counted.
         """
-        position = self._count % _OUT_OF
-        self._count += 1
-        if position == 0:
-            self.read()
-            self._measures = not self._sample
+        with self._lock:
+            position = self._count % _OUT_OF
+            self._count += 1
+            if position == 0:
+                self.read()
+                self._measures = not self._sample
         return stream.mark() if self._measures and position < _MEASURED else None
 
     def after(self, stream: Stream, begin: Mark | None, num_bytes: int) -> None:
         if begin is not None:
-            self._sample.append(MarkedCopy(begin, stream.mark(), num_bytes))
+            marked = MarkedCopy(begin, stream.mark(), num_bytes)
+            with self._lock:
+                self._sample.append(marked)
 
     def read(self) -> Busy:
         """Bytes of the sampled copies, and the time during which at least one of them ran. Does not wait."""
-        times = [times_of(copy.begin, copy.end) for copy in self._sample]
-        passed = [pair for pair in times if pair is not None]
-        if self._sample and len(passed) == len(self._sample):
-            num_bytes = self._total.num_bytes + sum(copy.num_bytes for copy in self._sample)
-            self._total = Busy(num_bytes, self._total.seconds + union_seconds(passed))
-            self._sample = []
-        return self._total
+        with self._lock:
+            times = [times_of(copy.begin, copy.end) for copy in self._sample]
+            passed = [pair for pair in times if pair is not None]
+            if self._sample and len(passed) == len(self._sample):
+                num_bytes = self._total.num_bytes + sum(copy.num_bytes for copy in self._sample)
+                self._total = Busy(num_bytes, self._total.seconds + union_seconds(passed))
+                self._sample = []
+            return self._total
 
 
 def times_of(begin: Mark, end: Mark) -> tuple[float, float] | None:

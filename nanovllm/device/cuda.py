@@ -51,14 +51,15 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device)
-        self._origin, self._seconds, self._made = self._new_origin(), 0.0, time.monotonic()
+        self._latest = self._new_origin(), 0.0, time.monotonic()  # one value: several threads make marks
 
     def mark(self, stream: torch.cuda.Stream) -> Mark:
-        if time.monotonic() - self._made > _ORIGIN_SECONDS:
-            origin = self._new_origin()
-            self._seconds += self._origin.elapsed_time(origin) / 1e3
-            self._origin, self._made = origin, time.monotonic()
-        return CudaMark(self._origin, self._seconds, timed_event(stream))
+        origin, seconds, made = self._latest
+        if time.monotonic() - made > _ORIGIN_SECONDS:
+            earlier, origin = origin, self._new_origin()
+            seconds += earlier.elapsed_time(origin) / 1e3
+            self._latest = origin, seconds, time.monotonic()
+        return CudaMark(origin, seconds, timed_event(stream))
 
     def _new_origin(self) -> torch.cuda.Event:
         origin = timed_event(self._stream)

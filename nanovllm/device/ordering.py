@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -87,11 +88,13 @@ class CheckedEvent(Event):
 class CheckedStream(StreamWrapper):
     """A stream with its vector clock."""
 
-    def __init__(self, inner: Stream, name: str, host_clock: Clock) -> None:
+    def __init__(self, inner: Stream, name: str, host_clock: Clock, lock: threading.RLock) -> None:
+        """lock: of all clocks of the device."""
         super().__init__(inner)
         self.name = name
         self.clock: Clock = {}
         self._host_clock = host_clock
+        self._lock = lock
 
     def advance(self) -> int:
         """Submit work, ordered after all that the host has waited for. Returns the time of the stream."""
@@ -101,19 +104,22 @@ class CheckedStream(StreamWrapper):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CheckedEvent)
-        self.advance()
-        event.clock = dict(self.clock)
+        with self._lock:
+            self.advance()
+            event.clock = dict(self.clock)
         self.inner.record(event.inner)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CheckedEvent)
         if event.clock is None:
             raise OrderingError(f"stream {self.name} waits for an event that was never recorded")
-        join(self.clock, event.clock)
+        with self._lock:
+            join(self.clock, event.clock)
         self.inner.wait(event.inner)
 
     def synchronize(self) -> None:
-        join(self._host_clock, self.clock)
+        with self._lock:
+            join(self._host_clock, self.clock)
         self.inner.synchronize()
 
 
@@ -130,18 +136,22 @@ class OrderingCheck(DeviceWrapper):
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
-        self._host_clock: Clock = {}
-        self._compute = CheckedStream(inner.compute_stream, "compute", self._host_clock)
+        self._host_clock: Clock = {}  # one for all threads: a thread that submits work follows what others waited for
+        self._lock = threading.RLock()
+        self._compute = self._checked(inner.compute_stream, "compute")
         self.compute_stream = self._compute
         self._memories: list[Memory] = []  # by address
         self._accesses: list[Access] = [Access("nothing", "", 0)]  # index 0: not written yet
         self.num_checked = 0
 
     def new_stream(self, name: str) -> Stream:
-        return CheckedStream(self.inner.new_stream(name), name, self._host_clock)
+        return self._checked(self.inner.new_stream(name), name)
+
+    def _checked(self, inner: Stream, name: str) -> CheckedStream:
+        return CheckedStream(inner, name, self._host_clock, self._lock)
 
     def new_call_stream(self, name: str) -> CallStream:
-        return CheckedCallStream(self.inner.new_call_stream(name), name, self._host_clock)
+        return CheckedCallStream(self.inner.new_call_stream(name), name, self._host_clock, self._lock)
 
     def new_event(self) -> Event:
         return CheckedEvent(self.inner.new_event())
@@ -175,21 +185,22 @@ class OrderingCheck(DeviceWrapper):
         return tensor
 
     def _check(self, what: str, stream: CheckedStream, reads: Sequence[Rows], writes: Sequence[Rows]) -> None:
-        access = Access(what, stream.name, stream.advance())
-        self._accesses.append(access)
-        self.num_checked += 1
-        number = len(self._accesses) - 1
-        for rows in reads:
-            for memory, part in self._granules(rows):
-                self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
-                if stream.name not in memory.readers:
-                    memory.readers[stream.name] = zeros_on_demand(memory.writer.size)
-                memory.readers[stream.name][part] = number
-        for rows in writes:
-            for memory, part in self._granules(rows):
-                for seen in (memory.writer, *memory.readers.values()):
-                    self._require_order(stream.clock, access, "writes", memory, part, seen[part])
-                memory.writer[part] = number
+        with self._lock:
+            access = Access(what, stream.name, stream.advance())
+            self._accesses.append(access)
+            self.num_checked += 1
+            number = len(self._accesses) - 1
+            for rows in reads:
+                for memory, part in self._granules(rows):
+                    self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
+                    if stream.name not in memory.readers:
+                        memory.readers[stream.name] = zeros_on_demand(memory.writer.size)
+                    memory.readers[stream.name][part] = number
+            for rows in writes:
+                for memory, part in self._granules(rows):
+                    for seen in (memory.writer, *memory.readers.values()):
+                        self._require_order(stream.clock, access, "writes", memory, part, seen[part])
+                    memory.writer[part] = number
 
     def _granules(self, rows: Rows) -> list[tuple[Memory, slice]]:
         """The shadow of each row. Memory that this device did not allocate is not checked."""

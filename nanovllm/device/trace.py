@@ -9,6 +9,7 @@ blocks and the requests that use these. The linear layers are traced in the mode
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -57,21 +58,20 @@ class OpenKernel:
 class Timeline:
     """Slices under way, and finished ones as complete events of the trace format, by the name of their stream."""
 
-    slices: list[Slice] = field(default_factory=list)
+    slices: deque[Slice] = field(default_factory=deque)  # several threads append
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def settle(self) -> None:
         """Turn finished slices into events and drop their marks."""
-        under_way = []
-        for piece in self.slices:
+        for _ in range(len(self.slices)):
+            piece = self.slices.popleft()
             times = times_of(piece.begin, piece.end)
             if times is None:
-                under_way.append(piece)
+                self.slices.append(piece)
                 continue
             begin, duration = times[0] * 1e6, (times[1] - times[0]) * 1e6
             event = {"ph": "X", "name": piece.name, "pid": 0, "tid": piece.stream, "ts": begin, "dur": duration}
             self.events.append(event | {"args": piece.facts | piece.uses.facts()})
-        self.slices = under_way
 
     def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
         """The trace as JSON data: events in microseconds from the first one, one thread per stream."""

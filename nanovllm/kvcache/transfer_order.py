@@ -1,7 +1,7 @@
 """All streams, events and waits of the offload path. No other module orders copies, attention and CPU work.
 
 The ring's slots are loaded, attended and released in groups. Each group has one event of each kind, and so has each
-block of the layer buffer. Six orderings keep the KV correct:
+block of the layer buffer. Seven orderings keep the KV correct:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
 2. A host block is complete before it is read, and copies to and from its old content end before it is overwritten. Once
@@ -16,6 +16,9 @@ block of the layer buffer. Six orderings keep the KV correct:
    its own stream, it starts after its queries are written (`queries_written`) and copied to the host
    (`queries_arrived`). Its partial state is copied back after it is written (`partial_written`), and merged after it
    has arrived (`partial_arrived`).
+7. Blocks are copied to buffers of a block store, or from them, after all that used the blocks before: an event of
+   `before_store_copies`. Threads of the store issue some of these copies. Whoever does waits until they have ended: so
+   blocks are attended or written again only after that.
 
 What needs no event:
 
@@ -30,6 +33,7 @@ What needs no event:
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,7 +43,7 @@ from nanovllm.errors import EngineError
 
 # Copies in one direction share one link: a few streams keep it busy. Together with the streams for moves, CPU attention
 # and computation they are as many as CUDA has hardware queues by default (CUDA_DEVICE_MAX_CONNECTIONS), so no two
-# streams share a queue.
+# streams share a queue. With a block store there is one more, which is idle but for its copies.
 NUM_GROUP_STREAMS = 4
 
 
@@ -58,6 +62,8 @@ class TransferOrder:
         self._move_stream = device.new_stream("kv-moves")
         self._cpu_attention: Stream = self._compute  # the stream on which the CPU attends to host blocks
         self._streams = [*self._group_streams, self._move_stream]
+        self._store_stream: Stream | None = None  # of the block store's copies, created with the first of them
+        self._store_lock = threading.Lock()  # held by the thread that uses that stream
         self._make_events()
 
     def _make_events(self) -> None:
@@ -80,12 +86,7 @@ class TransferOrder:
 
         After it host blocks may be loaded, stored and attended: all of that follows the moves and the earlier stores.
         """
-        for index in sorted(self._storing):
-            self._group_streams[index].record(self._stored[index])
-            self._move_stream.wait(self._stored[index])
-        if any_moves:
-            self._compute.record(self._moves_begin)
-            self._move_stream.wait(self._moves_begin)
+        self._gather(any_moves)
         yield self._move_stream
         if any_moves:
             self._move_stream.record(self._moves_end)
@@ -96,6 +97,15 @@ class TransferOrder:
             self._move_stream.record(self._host_ready)
             for stream in self._group_streams:
                 stream.wait(self._host_ready)
+
+    def _gather(self, computed: bool) -> None:
+        """Let the stream of moves wait for the stores so far, and for all computation."""
+        for index in sorted(self._storing):
+            self._group_streams[index].record(self._stored[index])
+            self._move_stream.wait(self._stored[index])
+        if computed:
+            self._compute.record(self._moves_begin)
+            self._move_stream.wait(self._moves_begin)
 
     def before_cpu_attention(self) -> None:
         """CPU attention reads host blocks from now on, until the next step."""
@@ -168,6 +178,30 @@ class TransferOrder:
     def finish_cpu_attention(self) -> None:
         """Block the host until the calls of CPU attention have ended. Raises EngineError if one failed."""
         self._cpu_attention_calls.synchronize()
+
+    # ---- the block store, between steps
+
+    def before_store_copies(self) -> Event:
+        """An event after all that was submitted so far, for `store_copies`. Called by the engine's thread."""
+        self._store_stream = self._store_stream or self._device.new_stream("kv-store")
+        settled = self._device.new_event()
+        self._gather(computed=True)
+        self._move_stream.record(settled)
+        return settled
+
+    @contextmanager
+    def store_copies(self, settled: Event) -> Iterator[Stream]:
+        """Context in which the stream may copy between blocks and buffers. They have ended when it ends.
+
+        Any thread may use it, and one at a time does. Raises EngineError if a copy failed.
+        """
+        assert self._store_stream is not None, "`settled` comes from `before_store_copies`"
+        with self._store_lock:
+            self._store_stream.wait(settled)
+            try:
+                yield self._store_stream
+            finally:
+                self._store_stream.synchronize()
 
     # ---- everything
 

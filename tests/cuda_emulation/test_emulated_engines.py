@@ -6,13 +6,14 @@ import gc
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
 import pytest
-from emulated_engines import CASES, Model, Tokens
+from emulated_engines import CASES, CHECKPOINT, Model, Tokens
 from engines import greedy, random_prompt
 
 from nanovllm import LLM
@@ -52,6 +53,28 @@ def test_tokens_are_those_of_the_cpu(
         assert CASES[name].happened(llm)
     assert not on_default, on_default[0]
     gc.collect()
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+@pytest.mark.parametrize("name", ["resident, graphs", "offloaded", "recurrent states", "int8 KV"])
+def test_kv_on_disk(name: str, seed: int | None, tmp_path: Path) -> None:
+    """Written by one engine, and read by the next beside a request that runs: the tokens of the CPU."""
+    case = CASES[name]
+    model = Model(replace(case, model={**CHECKPOINT, **case.model, "max_positions": 1024}), tmp_path)
+    prompts = [random_prompt(length, 256, length) for length in (600, 20, 300)]
+    sizes = {"max_model_len": 700, "num_cpu_blocks" if name == "offloaded" else "num_gpu_blocks": 90}
+
+    def tokens_of(device: str, **others: Any) -> tuple[Tokens, int]:
+        with model.engine(device, **sizes, **others) as llm, emulated_gpu.default_stream_watched() as on_default:
+            found = llm.generate(prompts, greedy(6), use_tqdm=False)
+            stored = llm.metrics().prefix_cache_hit_tokens_on_disk
+        assert not on_default, on_default[0]
+        return [[each.token_ids for each in output.outputs] for output in found], stored
+
+    expected, _ = tokens_of("cpu")
+    with nullcontext() if seed is None else emulated_gpu.delays(seed, **LONGEST):
+        for stored in (0, 512 + 256):
+            assert tokens_of("cuda", kv_cache_dir=tmp_path / "kv") == (expected, stored)
 
 
 # ---- what happens to an engine

@@ -126,18 +126,18 @@ class DiskStore:
         """
         chain = self._chain(seq)
         assert chain is not None, "`reach` has found something"
-        self._copier.begin(moves, state_moves)
+        settled = self._copier.begin(moves, state_moves)
         records = [
             Record(
                 self._key(seq, chain, unit),
                 group,
-                UnitTarget(self._copier, unit, group, begin, tables[group]),
+                UnitTarget(self._copier, unit, group, begin, tables[group], settled),
                 self._copier.num_bytes(group),
             )
             for unit, group in self._needed(begin, end)
         ]
         if state_slot is not None:
-            key, target = self._key(seq, chain, end // UNIT - 1), StateTarget(self._copier, state_slot)
+            key, target = self._key(seq, chain, end // UNIT - 1), StateTarget(self._copier, state_slot, settled)
             records.insert(0, Record(key, self._states, target, self._copier.state_bytes))
         return self._reads.start(records, self._end_load)
 
@@ -198,17 +198,15 @@ class DiskStore:
         """
         if self._writer.has_failed:
             return
-        chain, has_begun = self._chain(seq), False
+        chain, settled = self._chain(seq), None
         for index, group in enumerate(self._groups if chain is not None else ()):
             for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed):
                 assert chain is not None
                 key = self._key(seq, chain, unit)
                 if (key, index) in self._reader or not self._writer.has_room:
                     continue
-                if not has_begun:
-                    self._copier.begin()
-                    has_begun = True
-                if (content := self._copier.copy_out(unit, index, tables[index])) is not None:
+                settled = settled or self._copier.begin()
+                if (content := self._copier.copy_out(unit, index, tables[index], settled)) is not None:
                     self._writer.put(key, index, content)
         if chain is not None and state_slot is not None and seq.num_computed % UNIT == 0:
             self._keep_state(seq, chain, state_slot)
@@ -218,8 +216,7 @@ class DiskStore:
         key = self._key(seq, chain, seq.num_computed // UNIT - 1)
         if (key, self._states) in self._reader or not self._writer.has_room:
             return
-        self._copier.begin()
-        content = self._copier.copy_state_out(slot)
+        content = self._copier.copy_state_out(slot, self._copier.begin())
         if seq.num_computed > seq.prompt_len:
             chain.last_state = (key, content)
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.data.kv_groups import HOLE
-from nanovllm.device import Device
+from nanovllm.device import CopyKind, Device, Event, PitchedCopy, Stream
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.pools import KVPools
+from nanovllm.kvcache.states import MOVE_KINDS
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -28,14 +29,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class UnitCopier:
     """Copies units between host buffers and blocks on either tier.
 
-    A unit's bytes are `[layers of the group, 2, kv_heads, UNIT, row_bytes]`, whatever the block size.
+    A unit's bytes are `[layers of the group, 2, kv_heads, UNIT, row_bytes]`, whatever the block size. `settled` is what
+    `begin` returned: copies are made after it, and have ended when their method returns.
     """
 
     device: Device
     pools: KVPools
 
     def new_buffer(self, group: int) -> Tensor:
-        return torch.empty(self._shape(group), dtype=torch.uint8)
+        return self._empty(self._shape(group))
+
+    def new_state_buffer(self) -> Tensor:
+        return self._empty((self.state_bytes,))
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory that copies reach directly; torch keeps what was pinned for the next buffer."""
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.torch_device.type == "cuda")
 
     def num_bytes(self, group: int) -> int:
         return math.prod(self._shape(group))
@@ -44,30 +53,58 @@ class UnitCopier:
         layout = self.pools.layout.of_groups[group]
         return (layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes)
 
-    def begin(self, moves: Sequence[BlockMove] = (), state_moves: Sequence[StateMove] = ()) -> None:
-        """Carry out moves that were planned before, and wait until nothing is under way. Between steps."""
+    def begin(self, moves: Sequence[BlockMove] = (), state_moves: Sequence[StateMove] = ()) -> Event:
+        """Carry out moves that were planned before. Between steps, by the engine's thread."""
         if moves or state_moves:
             with self.device.compute():
                 self.pools.move_blocks(moves, state_moves)
-        self.pools.synchronize()
+        return self.pools.order.before_store_copies()
 
-    def copy_out(self, unit: int, group: int, table: Sequence[int]) -> Tensor | None:
+    def copy_out(self, unit: int, group: int, table: Sequence[int], settled: Event) -> Tensor | None:
         """A new buffer with the tokens of the unit; None if blocks of it are holes. table: physical ids."""
         buffer, spans = self.new_buffer(group), list(self.spans(unit, group, 0, table))
         if len(spans) == 0 or any(physical_id == HOLE for physical_id, _, _, _ in spans):
             return None
-        with self.device.compute():
-            for physical_id, first, at, count in spans:
-                buffer[:, :, :, at : at + count].copy_(self.rows(physical_id, group, first, count))
+        with self.pools.order.store_copies(settled) as stream:
+            for span in spans:
+                self._copy(buffer, group, *span, stream, out=True)
         return buffer
 
-    def copy_in(self, buffer: Tensor, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
+    def copy_in(
+        self, buffer: Tensor, unit: int, group: int, begin: int, table: Sequence[int], settled: Event
+    ) -> None:
         """Write the tokens of the unit from position `begin` on into the blocks of the table, but for its holes."""
-        with self.device.compute():
-            for physical_id, first, at, count in self.spans(unit, group, begin, table):
-                if physical_id == HOLE:  # released: behind a window that begins within the unit
-                    continue
-                self.rows(physical_id, group, first, count).copy_(buffer[:, :, :, at : at + count])
+        with self.pools.order.store_copies(settled) as stream:
+            for span in self.spans(unit, group, begin, table):
+                if span[0] != HOLE:  # released: behind a window that begins within the unit
+                    self._copy(buffer, group, *span, stream, out=False)
+
+    def _copy(
+        self, buffer: Tensor, group: int, physical_id: int, first: int, at: int, count: int, stream: Stream, out: bool
+    ) -> None:
+        """Copy `count` tokens of a block, from its token `first` on, out to the unit's tokens from `at` on, or back."""
+        layout = self.pools.layout.of_groups[group]
+        block = self.pools.layout.views(self.pools.block(physical_id))[group][: layout.num_layers]
+        kind = self._kind(physical_id >= self.pools.split.resident_blocks, out)
+        if count == layout.block_size == UNIT:  # a layer of each is contiguous
+            pitch, size = block.stride(0) * block.element_size(), layout.block_layer_bytes
+            copies = [PitchedCopy(block, buffer, pitch, size, size, len(block), kind)]
+        else:
+            pitches, width = (layout.head_pitch, UNIT * layout.row_bytes), count * layout.row_bytes
+            planes = zip(block[:, 0, 0, first:], buffer[:, 0, 0, at:], strict=True)
+            copies = [PitchedCopy(*ends, *pitches, width, layout.rows_per_token, kind) for ends in planes]
+        self._submit(copies, stream, out)
+
+    def _submit(self, copies: Iterable[PitchedCopy], stream: Stream, out: bool) -> None:
+        """Submit copies to blocks from a buffer, or out of them the other way round."""
+        for copy in copies:
+            if out:
+                copy = replace(copy, dst=copy.src, src=copy.dst, dpitch=copy.spitch, spitch=copy.dpitch)
+            self.device.copy_2d(copy, stream)
+
+    def _kind(self, is_host: bool, out: bool) -> CopyKind:
+        """Of copies between a buffer and a block or state on the host or the device."""
+        return MOVE_KINDS[is_host][True] if out else MOVE_KINDS[True][is_host]
 
     # ---- states of recurrent layers
 
@@ -76,24 +113,21 @@ class UnitCopier:
         """Of the state of all layers; 0 without recurrent ones."""
         return 0 if self.pools.states is None else sum(part.nbytes for part in self.pools.states.parts(0))
 
-    def copy_state_out(self, slot: int) -> Tensor:
-        buffer = torch.empty(self.state_bytes, dtype=torch.uint8)
-        with self.device.compute():
-            for part, of_buffer in self._state_parts(slot, buffer):
-                of_buffer.copy_(part)
+    def copy_state_out(self, slot: int, settled: Event) -> Tensor:
+        buffer = self.new_state_buffer()
+        self._copy_state(buffer, slot, settled, out=True)
         return buffer
 
-    def copy_state_in(self, buffer: Tensor, slot: int) -> None:
-        with self.device.compute():
-            for part, of_buffer in self._state_parts(slot, buffer):
-                part.copy_(of_buffer)
+    def copy_state_in(self, buffer: Tensor, slot: int, settled: Event) -> None:
+        self._copy_state(buffer, slot, settled, out=False)
 
-    def _state_parts(self, slot: int, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _copy_state(self, buffer: Tensor, slot: int, settled: Event, out: bool) -> None:
         assert self.pools.states is not None
-        at = 0
-        for part in self.pools.states.parts(slot):
-            yield part, buffer[at : at + part.nbytes]
-            at += part.nbytes
+        parts, kind = self.pools.states.parts(slot), self._kind(slot >= self.pools.states.num_device_slots, out)
+        sizes = [part.nbytes for part in parts]
+        each = zip(parts, buffer.split(sizes), sizes, strict=True)
+        with self.pools.order.store_copies(settled) as stream:
+            self._submit((PitchedCopy(part, of, size, size, size, 1, kind) for part, of, size in each), stream, out)
 
     def spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
@@ -105,20 +139,16 @@ class UnitCopier:
             yield table[index], first, position - unit * UNIT, count
             position += count
 
-    def rows(self, physical_id: int, group: int, first: int, count: int) -> Tensor:
-        """Bytes of tokens of a block, `[layers, 2, kv_heads, count, row_bytes]`."""
-        layout = self.pools.layout
-        block = layout.views(self.pools.block(physical_id))[group]
-        return block[: len(layout.groups[group].layers)].view(torch.uint8)[:, :, :, first : first + count]
-
 
 class UnitTarget:
     """Implements `loading.Target`: the blocks of a unit."""
 
-    def __init__(self, copier: UnitCopier, unit: int, group: int, begin: int, table: Sequence[int]) -> None:
-        """The tokens of the unit from position `begin` on are written; table: physical ids."""
+    def __init__(
+        self, copier: UnitCopier, unit: int, group: int, begin: int, table: Sequence[int], settled: Event
+    ) -> None:
+        """The tokens of the unit from position `begin` on are written; table: physical ids; settled: of `begin`."""
         self._copier = copier
-        self._place = (unit, group, begin, table)
+        self._place = (unit, group, begin, table, settled)
         self._buffer: Tensor | None = None
 
     def views(self) -> Sequence[memoryview]:
@@ -134,16 +164,16 @@ class UnitTarget:
 class StateTarget:
     """Implements `loading.Target`: the slot of a state. A state is one read."""
 
-    def __init__(self, copier: UnitCopier, slot: int) -> None:
+    def __init__(self, copier: UnitCopier, slot: int, settled: Event) -> None:
         self._copier = copier
-        self._slot = slot
+        self._place = (slot, settled)
         self._buffer: Tensor | None = None
 
     def views(self) -> Sequence[memoryview]:
-        self._buffer = torch.empty(self._copier.state_bytes, dtype=torch.uint8)
+        self._buffer = self._copier.new_state_buffer()
         return [bytes_of(self._buffer)]
 
     def take(self) -> None:
         assert self._buffer is not None
-        self._copier.copy_state_in(self._buffer, self._slot)
+        self._copier.copy_state_in(self._buffer, *self._place)
         self._buffer = None
