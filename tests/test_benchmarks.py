@@ -43,6 +43,7 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {  # the key of its results, and opt
     "benchmarks.two_trees": ("results", [str(ROOT), *TINY, "--rounds", "2"]),
     "benchmarks.contention": ("results", [*TINY, "--rounds", "2"]),
     "benchmarks.plan_accuracy": ("results", [*SMALL, "--num-layers", "2", "--prompt-len", "100", "--block-size", "16"]),
+    "benchmarks.kv_memory": ("results", ["--prompt-len", "200", "--max-num-batched-tokens", "64"]),
     "benchmarks.cpu_linear": ("results", ["--rows", "1", "99", "--rounds", "2"]),
     "benchmarks.serving": (
         "tokens_per_second",
