@@ -9,7 +9,7 @@ import pytest
 from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_layerwise
 from fast import fast_pairs
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 from nanovllm.device import memory
 
@@ -108,6 +108,32 @@ def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, wa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_32k(tmp_path: Path, dtype: str, way: str) -> None:
     ask_everything(tmp_path, 32768, 1024, 4096, dtype, way)
+
+
+@pytest.mark.slow
+def test_32k_from_disk_in_other_engines(tmp_path: Path) -> None:
+    """An eighth of the KV on the device, with other blocks and chunks than it was written with, and resident."""
+    length = 32768
+    write_recall_checkpoint(tmp_path / "model", length + 2, length + 1 + ANSWER_TOKENS, seed=1)
+    document = make_document(length + 2, length, seed=2)
+    positions = positions_to_ask(length, 1024, 4096, seed=3)
+    prompts = [{"prompt_token_ids": make_prompt(document, position)} for position in positions]
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=2)
+    engines = [
+        offloaded(1024, 4, 40 + len(positions), max_num_batched_tokens=4096),
+        offloaded(512, 8, 80 + len(positions), max_num_batched_tokens=3000),
+        {"kvcache_block_size": 256, "num_gpu_blocks": 140 + len(positions)},
+    ]
+    expected = [expected_answer(document, position, ANSWER_TOKENS) for position in positions]
+    logprobs = []
+    for engine, from_disk in zip(engines, (0, length, length), strict=True):
+        with LLM(tmp_path / "model", kv_cache_dir=tmp_path / "kv", **engine) as llm:
+            found = llm.generate(prompts[:1], params, use_tqdm=False)
+            found += llm.generate(prompts[1:], params, use_tqdm=False)
+        assert found[0].metrics.cached_tokens_disk == from_disk
+        assert [output.outputs[0].token_ids for output in found] == expected
+        logprobs.append([output.outputs[0].logprobs for output in found])
+    assert logprobs[0] == logprobs[1] == logprobs[2]
 
 
 @pytest.mark.slow
