@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.report import machine_facts, write_json
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.data.batch import Batch, StepResult
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import WATERMARK
@@ -69,7 +70,7 @@ def held(published: Shape, prompt_len: int, output_len: int, chunk: int, block_s
         with open_shape(directory, None, "bfloat16") as small:
             layout = small.network.layout(block_size)
             num_blocks = layout.groups.most_blocks(prompt_len + output_len, chunk)
-            num_blocks += 1 + int(WATERMARK * num_blocks / (1 - WATERMARK))
+            num_blocks = max(MIN_GPU_BLOCKS, num_blocks + 1 + int(WATERMARK * num_blocks / (1 - WATERMARK)))
             peak, preemptions, allocated = run(small, num_blocks, chunk, block_size, prompt_len, output_len)
     published_layout = published.network.layout(block_size)
     return Held(
