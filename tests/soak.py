@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -223,17 +224,19 @@ class Interruption:
 class Driver:
     """One engine and its requests."""
 
-    def __init__(self, llm: LLM, random: Random, totals: Totals, beginnings: list[list[int]]) -> None:
-        self.llm, self._random, self._counts, self._beginnings = llm, random, totals.counts, beginnings
+    def __init__(
+        self, llm: LLM, random: Random, totals: Totals, num_requests: int, new_request: Callable[[], Asked]
+    ) -> None:
+        self.llm, self._random, self._counts, self._new_request = llm, random, totals.counts, new_request
         self.asked: dict[str, Asked] = {}
-        self._left = random.choice([5, 20, 40])
+        self._left = num_requests
         self._abort_rate = random.choice([0.0, 0.02, 0.1])
         Interruption(llm, random, random.choice([0.0, 0.0, 0.02]))
 
     def go_on(self) -> bool:
         """Add, step or abort; whether there is more to do."""
         engine = self.llm.engine
-        if self._left and self._random.random() < 0.6:
+        while self._left and self._random.random() < 0.6:
             self._left -= 1
             self._add()
         running = [name for name, asked in self.asked.items() if asked.last is None or not asked.last.finished]
@@ -246,7 +249,7 @@ class Driver:
         return self._left > 0 or engine.has_unfinished_requests()
 
     def _add(self) -> None:
-        name, asked = f"{len(self.asked)}", random_request(self._random, self._beginnings)
+        name, asked = f"{len(self.asked)}", self._new_request()
         try:
             self.llm.engine.add_request(name, None, asked.params, asked.prompt, None, asked.priority, asked.salt)
         except RequestError:  # such as three sequences that cannot all be as long as they may become
@@ -322,7 +325,8 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
         llm = LLM(model, **arguments)
         manager = llm.engine.scheduler.block_manager  # with hits that end within a block, which real sizes have
         manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8]))
-        drivers.append((arguments, Driver(llm, random, totals, beginnings)))
+        new_request = partial(random_request, random, beginnings)
+        drivers.append((arguments, Driver(llm, random, totals, random.choice([5, 20, 40]), new_request)))
         totals.counts["engines"] += 1
     going = [driver for _, driver in drivers]
     while going:
