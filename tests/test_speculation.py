@@ -280,6 +280,18 @@ def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:
     assert index.follow(tokens, 9) == [6, 2, 3] and index.follow([*tokens, 77], 4) == []
 
 
+def test_a_copy_goes_on_after_a_token_that_differs() -> None:
+    index, tokens = NgramIndex(1, 2), [1, 2, 3, 4, 5, 6, 3, 8, 9, 1, 2]
+    assert index.follow(tokens, 4) == [3, 4, 5, 6]
+    index.verified(0)
+    assert index.follow([*tokens, 8], 2) == [4, 5], "the text copied from, before one token elsewhere"
+    index.verified(0)
+    assert index.follow([*tokens, 8, 3], 2) == [8, 9], "it is left after a second wrong token in a row"
+    index.verified(1)
+    assert index.follow([*tokens, 8, 3, 8, 4], 2) == [1, 2], "another token where there was 9"
+    assert index.follow([*tokens, 8, 3, 8, 4, 77], 2) == [], "what was not verified leads nowhere"
+
+
 def test_the_number_of_drafts_follows_costs_and_acceptance() -> None:
     assert draft_length(0.9, 8, rows=1, tokens=1, share=0.0) == 8
     assert draft_length(0.3, 8, rows=1, tokens=1, share=0.5) == 0

@@ -46,7 +46,9 @@ class NgramDrafter:
         """What is drafted depends on tokens alone."""
 
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        self._state(seq).acceptance.verified(drafted, accepted)
+        state = self._state(seq)
+        state.acceptance.verified(drafted, accepted)
+        state.index.verified(accepted)
 
     def measured(self, rows: int, seconds: float) -> None:
         self._costs.add(rows, seconds)

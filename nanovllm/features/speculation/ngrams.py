@@ -16,23 +16,49 @@ class NgramIndex:
         # By size and hash: the position after the latest n-gram. Others with the same hash are rare, and noticed.
         self._ends: dict[int, dict[int, int]] = {size: {} for size in self._sizes}
         self._num_read = 0  # n-grams that end at or before this position are in the index
+        self._found = 0  # the position of what the last call answered
+        self._source: int | None = None  # the position after what the latest drafts were copied from
+        self._is_source = False  # whether the last call answered what is there
 
     def follow(self, token_ids: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens that followed the latest earlier occurrence of the sequence's end.
 
-        The longest n-gram that has one is taken. token_ids: of the last call, and more. Takes time for the new tokens,
-        however many there are in all.
+        The longest n-gram is looked up first, and shorter ones last: between them comes the text that the latest drafts
+        were copied from, though its token differed where they were wrong, since a copy with a change goes on after it.
+        token_ids: of the last call, and more. Takes time for the new tokens, however many there are in all.
         """
+        self._read(token_ids)
+        source, self._source = self._source, None
+        found = self._find(token_ids, self._sizes[:1])
+        self._is_source = found is None and source is not None
+        if self._is_source:
+            found = source
+        elif found is None:
+            found = self._find(token_ids, self._sizes[1:])
+        if found is None:
+            return []
+        self._found = found
+        return list(token_ids[found : found + count])
+
+    def verified(self, accepted: int) -> None:
+        """So many of the tokens that the last call answered were right, and one more follows them."""
+        if accepted or not self._is_source:  # a text is left after a second wrong token
+            self._source = self._found + accepted + 1
+
+    def _read(self, token_ids: Sequence[int]) -> None:
         length = len(token_ids)
         for size in self._sizes:
             ends = self._ends[size]
             for end in range(max(self._num_read + 1, size), length):  # not the sequence's end itself
                 ends[hash(tuple(token_ids[end - size : end]))] = end
         self._num_read = max(self._num_read, length - 1)
-        for size in self._sizes:
+
+    def _find(self, token_ids: Sequence[int], sizes: range) -> int | None:
+        length = len(token_ids)
+        for size in sizes:
             if size < length:
                 last = token_ids[length - size :]
                 found = self._ends[size].get(hash(tuple(last)))
                 if found is not None and token_ids[found - size : found] == last:
-                    return list(token_ids[found : found + count])
-        return []
+                    return found
+        return None
