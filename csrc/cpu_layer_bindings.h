@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu_addresses.h"
+#include "cpu_delta_bindings.h"
 #include "cpu_linear.h"
 #include "cpu_packed.h"
 #include "cpu_rows.h"
@@ -39,6 +40,7 @@ class Scratch {
   public:
     Scratch(int64_t count, int64_t size) : data_(new T[size_t(count) * size_t(size)]), size_(size) {}
 
+    T* data() const { return data_.get(); }
     operator rows::Rows<T>() const { return {data_.get(), size_}; }
     operator rows::Rows<const T>() const { return {data_.get(), size_}; }
 
@@ -112,6 +114,12 @@ struct Norms {
     float eps;
 };
 
+// What a layer with the gated delta rule has besides its projections, as delta::Inputs and delta::GatedNorm have it.
+struct DeltaWeights {
+    DeltaSizes sizes;
+    uintptr_t conv, rate, dt_bias, norm;
+};
+
 class Layer {
   public:
     Layer(const std::string& isa, const std::string& packed_isa, std::string dtype, Norms norms, Linear qkv, Linear o,
@@ -133,6 +141,34 @@ class Layer {
             rows::place_heads<T>({heads, norm_weight<T>(norms_.heads), rows_at<const float>(cos),
                                   rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), count,
                                   q_heads, kv_heads, head_dim_, norms_.eps}, threads);
+        });
+    }
+
+    // What the output projection of a recurrent layer reads. `qkv` projects to q, k, v, z, b and a, side by side.
+    void recur(const DeltaWeights& weights, const DeltaRuns& runs, const Address& x, const Address& conv,
+               const Address& states, const Address& y, int threads) const {
+        const DeltaSizes& sizes = weights.sizes;
+        const int64_t count = runs.rows, heads = sizes.value_heads, values = sizes.value_size();
+        if (qkv_.out != sizes.channels() + values + 2 * heads)
+            throw std::invalid_argument("The input projection must give q, k, v, z, b and a.");
+        if (count == 0) return;
+        const py::gil_scoped_release release;
+        nanovllm::with_element(dtype_, [&](auto element) {
+            using T = decltype(element);
+            const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out), v(count, values), sums(count, values);
+            const Scratch<float> qk(count, 2 * sizes.key_size()), decay(count, heads), beta(count, heads);
+            rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, norm_weight<T>(norms_.input), normed, count, qkv_.in,
+                               norms_.eps}, threads);
+            qkv_.run<T>(kernels(threads), normed, projected, count);
+            const rows::Rows<const T> mixed = projected, z{mixed.data + sizes.channels(), mixed.stride},
+                b{z.data + values, mixed.stride}, a{b.data + heads, mixed.stride};
+            delta::prepare<T>({sizes, runs, mixed, pointer<const T>(weights.conv), rows_at<T>(conv), b, a,
+                               pointer<const float>(weights.rate), pointer<const float>(weights.dt_bias), qk.data(),
+                               v.data(), decay.data(), beta.data()}, threads);
+            delta::recur<T>({sizes, runs, qk.data(), v.data(), decay.data(), beta.data(), rows_at<float>(states),
+                             sums.data()}, threads);
+            delta::gated_norm<T>({sums, z, pointer<const T>(weights.norm), rows_at<T>(y), count, heads,
+                                  sizes.value_dim, norms_.eps}, threads);
         });
     }
 
@@ -196,12 +232,18 @@ void define_layer(py::module_& m) {
                  return Norms{input, heads, mlp, attention_output, mlp_output, eps};
              }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
              py::arg("mlp_output"), py::arg("eps"));
+    py::class_<DeltaWeights>(m, "DeltaWeights")
+        .def(py::init([](const DeltaSizes& sizes, uintptr_t conv, uintptr_t rate, uintptr_t dt_bias, uintptr_t norm) {
+                 return DeltaWeights{sizes, conv, rate, dt_bias, norm};
+             }), py::kw_only(), py::arg("sizes"), py::arg("conv"), py::arg("rate"), py::arg("dt_bias"),
+             py::arg("norm"));
     py::class_<Layer>(m, "Layer")
         .def(py::init<const std::string&, const std::string&, std::string, Norms, Linear, Linear, Linear, Linear,
                       int64_t, const std::string&>(),
              py::kw_only(), py::arg("isa"), py::arg("packed_isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
              py::arg("gate_up"), py::arg("down"), py::arg("head_dim"), py::arg("activation"))
         .def("project", &Layer::project, "The rows' q, k and v.")
+        .def("recur", &Layer::recur, "What the output projection of a recurrent layer reads; advances the states.")
         .def("finish", &Layer::finish, "Adds what comes of the attended rows to the residual stream.");
 }
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import input_multiple, random_weight
 from torch import Tensor
 
+from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.linear import linear
+from nanovllm.ops import cpu_delta
 from nanovllm.ops.cpu_kernels import (
     MAX_LAYER_ROWS,
     FewRowLayer,
@@ -21,6 +24,7 @@ from nanovllm.ops.cpu_kernels import (
     place_heads,
     rms_norm,
 )
+from nanovllm.ops.delta_inputs import DecayWeights, StateRows
 from nanovllm.ops.packed_weights import kernel_weight, packed_linear
 from nanovllm.ops.row_kernels import GATED_UNITS
 
@@ -138,6 +142,29 @@ def test_bits_are_those_of_the_operators(
     expected = one_by_one(norms, dense(products), rows, activation)
     for ours, theirs in zip(in_two_calls(layer, rows), expected, strict=True):
         assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instruction_set: str) -> None:
+    """Two sequences, of which one has several tokens, in slots that lie apart."""
+    spec = RecurrentSpec((True,), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_kernel=4)
+    norms, products = in_dtype(dtype, weights(3, bias=False, qk_norm=False))
+    widths = list(spec.input_parts.values())
+    products = ((bf16(40, sum(widths), HIDDEN).to(dtype), None), *products[1:])
+    layer = few_row_layer(norms, in_parts(products), dtype, HEAD_DIM, "silu")
+    assert layer is not None
+    conv, norm = (bf16(41 + i, *shape).to(dtype) for i, shape in enumerate([(4, spec.channels), (spec.value_dim,)]))
+    decay = DecayWeights(bf16(43, spec.num_value_heads).float().exp(), bf16(44, spec.num_value_heads).float())
+    rows = StateRows(torch.tensor([2, 0]), torch.tensor([0, 3, 4]), torch.tensor([0, 0, 0, 1]))
+    x = bf16(45, 4, HIDDEN).to(dtype)
+    states, expected = ((bf16(46, 3, *spec.conv_shape).to(dtype), bf16(47, 3, *spec.state_shape).float()) for _ in "ab")
+    ours = cpu_delta.FewRows(spec, conv, decay, norm)(layer, x, rows, states)
+
+    mixed, z, b, a = linear(rms_norm(x, norms.input, EPS), products[0][0]).split(widths, dim=1)
+    inputs = cpu_delta.delta_inputs_(spec, rows, mixed, conv, expected[0], b, a, decay)
+    theirs = cpu_delta.gated_rms_norm(cpu_delta.delta_rule_(spec, rows, inputs, expected[1]), z, norm, EPS)
+    for one, other in zip((ours, *states), (theirs, *expected), strict=True):
+        assert same_bits(one, other)
 
 
 def test_weights_that_are_written_later_count_and_other_rows_are_not_taken() -> None:

@@ -22,6 +22,9 @@ from test_gemma4 import MIXTURE
 from test_gemma4 import SMALL as WITH_OWN_INPUTS
 from transformers import AutoModelForCausalLM
 
+from benchmarks.peers import gguf_writer
+from benchmarks.peers.checkpoint import make_checkpoint as make_random_checkpoint
+from benchmarks.shapes import open_shape
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
@@ -87,6 +90,24 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: s
     assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture
     assert spec.sliding_windows == expected.sliding_windows and spec.ropes == expected.ropes
     assert spec.experts == expected.experts and spec.query_pre_attn_scalar == expected.query_pre_attn_scalar
+
+
+def test_files_of_the_benchmarks_give_the_bits_of_their_checkpoint(tmp_path: Path) -> None:
+    """`benchmarks.peers` compares engines on a network with recurrent layers, one of them on the file."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_value_head_dim": 24}
+    make_checkpoint(tmp_path / "shape", "qwen3_5", vocab=VOCAB, tie=True, **sizes)
+    config = json.loads((tmp_path / "shape" / "config.json").read_text())
+    config |= {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
+    with open_shape(str(tmp_path / "shape"), None, "float32") as shape:
+        checkpoint = make_random_checkpoint(shape, tmp_path / "checkpoint", seed=0)
+    gguf_writer.write(checkpoint, tmp_path / "model.gguf", "F32")
+    logits = []
+    for path in (checkpoint, tmp_path / "model.gguf"):
+        with LLM(path, **SMALL, skip_tokenizer_init=True) as llm:
+            logits.append(logits_by_request(llm, PROMPTS, 3))
+    assert len(logits[0]) == 3 * len(PROMPTS) and logits[0].keys() == logits[1].keys()
+    assert all(torch.equal(row, logits[1][token]) for token, row in logits[0].items())
 
 
 def test_experts_of_several_types_in_host_memory(tmp_path: Path) -> None:

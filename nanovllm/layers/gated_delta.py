@@ -13,6 +13,7 @@ from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, RowAdapters
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, WeightSlot, slot_of
+from nanovllm.ops.cpu_delta import FewRows
 from nanovllm.ops.delta_inputs import DecayWeights, StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.upload import upload
@@ -65,6 +66,7 @@ class GatedDelta:
         wide = partial(torch.empty, spec.num_value_heads, dtype=torch.float32, device=device)
         self.decay = DecayWeights(rate=wide(), bias=wide())
         self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
+        self.few_rows = None if spec.merged_projections else FewRows(spec, self.conv, self.decay, self.norm)
 
     def __call__(
         self, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor], adapters: RowAdapters | None = None

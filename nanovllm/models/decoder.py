@@ -251,6 +251,9 @@ class RecurrentLayer(DecoderLayer):
         self, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor], adapters: RowAdapters | None = None
     ) -> Tensor:
         """What the output projection reads of rows x; advances their states. See `GatedDelta`."""
+        of_few, layer = self.delta.few_rows, self.few_rows
+        if adapters is None and of_few is not None and layer is not None and layer.takes(x):
+            return of_few(layer, x, rows, states)
         return self.delta(self._normed(x, self.input_norm), rows, states, adapters)
 
     def _mixer_slots(self) -> NamedSlots:

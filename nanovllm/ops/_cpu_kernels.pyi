@@ -209,6 +209,10 @@ class Norms:
         eps: float,
     ) -> None: ...
 
+class DeltaWeights:
+    def __init__(self, *, sizes: DeltaSizes, conv: int, rate: int, dt_bias: int, norm: int) -> None:
+        """rate and dt_bias are fp32, the others in the dtype of the layer."""
+
 class Layer:
     def __init__(
         self,
@@ -223,6 +227,17 @@ class Layer:
         down: Linear,
         head_dim: int,
         activation: str,
+    ) -> None: ...
+    def recur(
+        self,
+        weights: DeltaWeights,
+        runs: DeltaRuns,
+        x: _Address,
+        conv: _Address,
+        states: _Address,
+        y: _Address,
+        threads: int,
+        /,
     ) -> None: ...
     def project(
         self,

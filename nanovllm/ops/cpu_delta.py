@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.ops import _cpu_kernels
-from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, misfit, takes
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, FewRowLayer, address, misfit, takes
 from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
 
 
@@ -88,6 +88,41 @@ def sigmoid_gate_(x: Tensor, gate: Tensor) -> Tensor:
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return x
+
+
+class FewRows:
+    """A recurrent layer up to its output projection for few rows: one call instead of five for the single operators.
+
+    The kernels and their order are those of `rms_norm`, the input projection and the functions above, and so are the
+    bits. Keeps references to the tensors, which may be filled later.
+    """
+
+    def __init__(self, spec: RecurrentSpec, conv: Tensor, decay: DecayWeights, norm: Tensor) -> None:
+        """conv: [conv_kernel, channels] and norm: [value_dim], dense, in the dtype of the layers that it gets.
+
+        The input projection must give q, k, v, z, b and a side by side, not merged by key heads.
+        """
+        self._spec = spec
+        self._tensors = (conv, decay, norm)
+        self._weights = _cpu_kernels.DeltaWeights(
+            sizes=_sizes(spec), conv=conv.data_ptr(), rate=decay.rate.data_ptr(), dt_bias=decay.bias.data_ptr(),
+            norm=norm.data_ptr(),
+        )  # fmt: skip
+
+    def __call__(self, layer: FewRowLayer, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]) -> Tensor:
+        """Rows x [rows, hidden] of the residual stream, which `layer` takes -> [rows, value_heads * value_dim].
+
+        layer: with the input norm and the projections; states: as `delta_inputs_` and `delta_rule_` take them.
+        """
+        (conv, state), spec, dtype = states, self._spec, self._tensors[0].dtype
+        fits = conv.shape[1:] == spec.conv_shape and state.shape[1:] == spec.state_shape and len(conv) == len(state)
+        fits = fits and conv.dtype == x.dtype == dtype and state.dtype == torch.float32
+        if not (fits and _slots_are_dense(conv) and _slots_are_dense(state)):
+            rule = "few rows take conv states in the dtype of the layer and fp32 recurrent ones, dense, on the CPU"
+            raise misfit(rule, x=x, conv=conv, states=state)
+        y = x.new_empty(x.shape[0], spec.value_size)
+        layer.recur(self._weights, _runs(rows, x.shape[0], state), x, conv, state, y)
+        return y
 
 
 def _sizes(spec: RecurrentSpec) -> _cpu_kernels.DeltaSizes:

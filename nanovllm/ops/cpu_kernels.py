@@ -451,6 +451,19 @@ class FewRowLayer:
         x_at, cos_at, sin_at, q_at, k_at, v_at = (address(tensor) for tensor in (x, cos, sin, q, k, v))
         self._layer.project(x_at, cos_at, sin_at, q_at, k_at, v_at, x.shape[0], q_heads, kv_heads, threads)
 
+    def recur(
+        self,
+        weights: _cpu_kernels.DeltaWeights,
+        runs: _cpu_kernels.DeltaRuns,
+        x: Tensor,
+        conv: Tensor,
+        states: Tensor,
+        y: Tensor,
+    ) -> None:
+        """Write what a recurrent layer's output projection reads; advance its states. See `cpu_delta.FewRows`."""
+        x_at, conv_at, states_at, y_at = (address(tensor) for tensor in (x, conv, states, y))
+        self._layer.recur(weights, runs, x_at, conv_at, states_at, y_at, torch.get_num_threads())
+
     def finish_(self, x: Tensor, attended: Tensor) -> None:
         """Project attended [rows, heads * head_dim], add it to x [rows, hidden], then add the MLP of the sum to x."""
         self._layer.finish(address(x), address(attended), x.shape[0], torch.get_num_threads())
