@@ -202,10 +202,10 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> Path:
     add_config(writer, json.loads((checkpoint / "config.json").read_text()))
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if tensor.dim() == 1:
-            writer.add_tensor(gguf_name(name), tensor.numpy())
+            writer.add_tensor(gguf_name(name, "qwen3"), tensor.numpy())
         else:
             packed, type_ = quantize(tensor.numpy(), kind), gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=type_)
+            writer.add_tensor(gguf_name(name, "qwen3"), packed, raw_dtype=type_)
     finish(writer)
     return path
 
