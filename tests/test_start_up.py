@@ -19,6 +19,7 @@ from cli_helpers import GREEDY, SMALL_CACHE, make_model
 from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import random_weight
 from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_by_class, write_byte_fallback, write_byte_level
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerBase
@@ -31,9 +32,11 @@ from nanovllm.errors import ModelError
 from nanovllm.formats import tokenizer_classes
 from nanovllm.formats.gguf.tokenizer import merges_by_score
 from nanovllm.memory import profiling
+from nanovllm.memory.meta_results import meta_result
 from nanovllm.models import families
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.ops.packed_weights import dequantize
 from nanovllm.text.chat_template import NOT_VARIABLES
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -343,3 +346,21 @@ def test_a_step_takes_the_bytes_that_torch_counts(
     own = profiling.activation_peak(decoder, config)
     monkeypatch.setattr(profiling, "meta_result", lambda func, args, kwargs: None)
     assert own == profiling.activation_peak(decoder, config)
+
+
+@pytest.mark.parametrize("scheme", ["q4_0", "q5_0", "q5_1", "q8_0", "q4_k", "q6_k"])
+def test_dequantizing_asks_torch_for_no_shape(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own functions for the shapes of stacks and shifts import its compiler, for a second or more."""
+    asked: list[str] = []
+
+    def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = meta_result(func, args, kwargs)
+        if found is None and func in (torch.ops.aten.stack.default, torch.ops.aten.__lshift__.Scalar):
+            asked.append(str(func))
+        return found
+
+    monkeypatch.setattr(profiling, "meta_result", result)
+    weight = random_weight(scheme, 8, 256).to("meta")
+    with profiling._LiveBytes(), torch.inference_mode():
+        assert dequantize(weight).shape == (8, 256)
+    assert not asked

@@ -127,6 +127,15 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     return _made(shape, first.dtype)
 
 
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    if any(each.dtype != first.dtype or each.shape != first.shape for each in tensors):
+        return None
+    shape = list(first.shape)
+    shape.insert(dim if dim >= 0 else first.dim() + 1 + dim, len(tensors))
+    return _made(shape, first.dtype)
+
+
 _IN_PLACE = frozenset(
     f"aten::{name}" for name in ("add_", "mul_", "div_", "addcmul_", "rsqrt_", "__iand__", "copy_", "masked_fill_")
 )
@@ -134,7 +143,7 @@ _RESULTS: Mapping[str, Callable[..., _Result]] = MappingProxyType(
     {
         f"aten::{name}": make
         for make, names in (
-            (_elementwise, ("add", "sub", "mul", "__and__", "__or__", "__xor__", "__rshift__")),
+            (_elementwise, ("add", "sub", "mul", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__")),
             (_comparison, ("gt", "ge", "lt", "le")),
             (_like, ("square", "cos", "sin", "log", "neg", "silu", "gelu", "cumsum")),
             (_like, ("sigmoid", "softmax", "log_softmax")),
@@ -148,6 +157,7 @@ _RESULTS: Mapping[str, Callable[..., _Result]] = MappingProxyType(
             (_embedding, ("embedding",)),
             (_linear, ("linear",)),
             (_cat, ("cat",)),
+            (_stack, ("stack",)),
         )
         for name in names
     }
