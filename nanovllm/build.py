@@ -25,7 +25,6 @@ from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
-from nanovllm.formats.hub import is_gguf
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -41,8 +40,7 @@ from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, sm
 from nanovllm.memory.states import without_states
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
-from nanovllm.models.loader import holds_mtp_head, load_model, load_mtp_head
-from nanovllm.models.mtp_spec import has_mtp_head
+from nanovllm.models.loader import load_model, load_mtp_head
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
@@ -51,7 +49,7 @@ from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
 from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import SpeculativeConfig, speculative_config
-from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.features.distributed.executor import TensorParallelExecutor
@@ -252,24 +250,11 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
             f"{config.tensor_parallel_size}: use method='ngram' or one rank"
         )
     if asked.method == "mtp":
-        _check_mtp_head(config, spec)
+        from nanovllm.features.speculation.checks import check_mtp_head
+
+        check_mtp_head(config, spec)
         return None
     return _draft_model(config, asked, spec, tokenizer)
-
-
-def _check_mtp_head(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError unless the checkpoint has a head for multi-token prediction that is read."""
-    others = "use method='ngram' or 'draft_model'"
-    if not has_mtp_head(spec) or is_gguf(config.model):
-        what = "GGUF file" if is_gguf(config.model) else spec.architecture
-        raise ConfigError(
-            f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {others}"
-        )
-    if config.load_format != "dummy" and not holds_mtp_head(config.model):
-        raise ConfigError(
-            f"speculative_config: method='mtp': {config.model} has no weights of a head for multi-token prediction "
-            f"(mtp.*): {others}, or get a checkpoint that has them"
-        )
 
 
 def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
@@ -306,6 +291,7 @@ def _draft_model(
 ) -> Drafter:
     """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
     from nanovllm.features.speculation import DraftLimits, DraftModel
+    from nanovllm.features.speculation.checks import check_vocabulary
 
     engine = draft_engine(config, asked)
     model = ModelConfig(engine.model)
@@ -315,7 +301,7 @@ def _draft_model(
             "whose states cannot go back to a token: take a draft model without them"
         )
     own = None if config.skip_tokenizer_init else load_tokenizer(engine.model, model.model_type)
-    _check_vocabulary(asked.model, (tokenizer, spec), (own, model.spec))
+    check_vocabulary(asked.model, (tokenizer, spec), (own, model.spec))
     engine, longest = sized_draft_engine(engine, model.spec, asked, config.max_model_len or spec.max_model_len)
     logger.info("the draft model of speculative_config, %s:", asked.model)
     runner = build_runner(engine, model.spec)
@@ -324,29 +310,6 @@ def _draft_model(
     sizes, longest = (model.spec.vocab_size, spec.vocab_size), min(longest, plan.max_model_len)
     limits = DraftLimits(sizes, engine.chunk, longest, recomputes=spec.recurrent is not None)
     return DraftModel(runner, manager, limits)
-
-
-def _check_vocabulary(
-    name: str, large: tuple[Tokenizer | None, DecoderSpec], draft: tuple[Tokenizer | None, DecoderSpec]
-) -> None:
-    """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
-    (tokenizer, spec), (own, own_spec) = large, draft
-    known, found = _vocabulary(tokenizer), _vocabulary(own)
-    if known is None or found is None:
-        is_same = own_spec.vocab_size == spec.vocab_size
-        differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
-    else:
-        is_same, differs = known == found, "has another tokenizer than the model"
-    if not is_same:
-        raise ConfigError(
-            f"speculative_config: model={quoted(name)} {differs}: take a draft model with the same vocabulary, such as "
-            "a smaller one of the same family"
-        )
-
-
-def _vocabulary(tokenizer: Tokenizer | None) -> dict[str, int] | None:
-    backend = tokenizer.backend if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    return None if backend is None else backend.get_vocab(with_added_tokens=True)
 
 
 # ---- what build_runner assembles

@@ -104,12 +104,15 @@ def for_groups(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | counts
 
 
-def run_random_requests(llm: LLM, vocab: int, count: int) -> None:
-    """Requests with common prefixes, some with two sequences, a few aborted; all others run to their end."""
+def run_random_requests(llm: LLM, vocab: int, count: int, longest: int = 20) -> None:
+    """Requests with common prefixes, some with two sequences, a few aborted; all others run to their end.
+
+    longest: the most tokens of an answer.
+    """
     random = Random(7)
     for index in range(count):
         prompt = random_prompt(random.choice([10, 33, 64, 100]), vocab, seed=index % 4)
-        params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
+        params = several(2, longest, index) if index % 4 == 3 else greedy(random.choice([1, longest]))
         llm.engine.add_request(str(index), None, params, prompt)
         for _ in range(random.randrange(4)):
             llm.engine.step()

@@ -18,8 +18,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import force_share
-from engines import greedy, offloaded, random_prompt, recorded_logits, set_prefill, set_ring
-from test_ordering import is_cpu_attention, order_calls, several, without_call
+from engines import greedy, offloaded, random_prompt, recorded_logits, run_random_requests, set_prefill, set_ring
+from test_ordering import is_cpu_attention, order_calls, without_call
 from torch import Tensor
 
 from nanovllm import LLM, build
@@ -101,17 +101,7 @@ def logits_of(
 
 def crowd(llm: LLM) -> None:
     """Requests that come, are aborted, and are preempted by those that came before."""
-    random = Random(7)
-    for index in range(12):
-        prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, index % 4)
-        params = several(2, 6, index) if index % 4 == 3 else greedy(random.choice((1, 6)))
-        llm.engine.add_request(str(index), None, params, prompt)
-        for _ in range(random.randrange(4)):
-            llm.engine.step()
-        if random.random() < 0.3:
-            llm.engine.abort_request(str(random.randrange(index + 1)))
-    while llm.engine.has_unfinished_requests():
-        llm.engine.step()
+    run_random_requests(llm, VOCAB, 12, longest=6)
 
 
 def partial_hits(llm: LLM) -> None:

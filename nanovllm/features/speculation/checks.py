@@ -1,0 +1,49 @@
+"""Whether a model can be drafted for, by its own head or by another model."""
+
+from __future__ import annotations
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError, quoted
+from nanovllm.formats.hub import is_gguf
+from nanovllm.models.loader import holds_mtp_head
+from nanovllm.models.mtp_spec import has_mtp_head
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+
+def check_mtp_head(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has a head for multi-token prediction that is read."""
+    others = "use method='ngram' or 'draft_model'"
+    if not has_mtp_head(spec) or is_gguf(config.model):
+        what = "GGUF file" if is_gguf(config.model) else spec.architecture
+        raise ConfigError(
+            f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {others}"
+        )
+    if config.load_format != "dummy" and not holds_mtp_head(config.model):
+        raise ConfigError(
+            f"speculative_config: method='mtp': {config.model} has no weights of a head for multi-token prediction "
+            f"(mtp.*): {others}, or get a checkpoint that has them"
+        )
+
+
+def check_vocabulary(
+    name: str, large: tuple[Tokenizer | None, DecoderSpec], draft: tuple[Tokenizer | None, DecoderSpec]
+) -> None:
+    """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
+    (tokenizer, spec), (own, own_spec) = large, draft
+    known, found = _vocabulary(tokenizer), _vocabulary(own)
+    if known is None or found is None:
+        is_same = own_spec.vocab_size == spec.vocab_size
+        differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
+    else:
+        is_same, differs = known == found, "has another tokenizer than the model"
+    if not is_same:
+        raise ConfigError(
+            f"speculative_config: model={quoted(name)} {differs}: take a draft model with the same vocabulary, such as "
+            "a smaller one of the same family"
+        )
+
+
+def _vocabulary(tokenizer: Tokenizer | None) -> dict[str, int] | None:
+    backend = tokenizer.backend if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return None if backend is None else backend.get_vocab(with_added_tokens=True)
