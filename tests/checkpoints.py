@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tokenizer_files import write_byte_level
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -195,6 +196,20 @@ def make_checkpoint(
     shard_size = parameter_bytes // 3 if sharded else "50GB"
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused_experts)
     return model
+
+
+def checkpoint_fixture(family: str = "qwen3", *, tokenizer: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A fixture of a module: the path of such a checkpoint, and of a tokenizer of bytes made with these options."""
+
+    @pytest.fixture(scope="module")
+    def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        make_checkpoint(directory, family, **options)
+        if tokenizer is not None:
+            write_byte_level(directory, **tokenizer)
+        return directory
+
+    return path
 
 
 def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:

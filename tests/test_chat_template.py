@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, refusal
+from checkpoints import checkpoint_fixture, refusal
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm.errors import RequestError
@@ -35,12 +35,7 @@ TEMPLATES = {
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"é": [1, 2.5, None]}}}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=300)
-    write_byte_level(path, chat_template=CHAT_TEMPLATE)
-    return path
+model = checkpoint_fixture(vocab=300, tokenizer={"chat_template": CHAT_TEMPLATE})
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import greedy, random_prompt, recorded_logits, token_ids
 from graph_devices import BLOCK, MODES, PROMPTS, VOCAB, arguments, measured_memory
 from torch import Tensor
@@ -112,11 +112,7 @@ def test_no_garbage_is_collected_during_a_recording(monkeypatch: pytest.MonkeyPa
 # ---- on a GPU
 
 
-@pytest.fixture(scope="module")
-def gpu_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gpu-model")
-    make_checkpoint(path, vocab=VOCAB, hidden=128, intermediate=256, head_dim=64, layers=3)
-    return path
+gpu_model_dir = checkpoint_fixture(vocab=VOCAB, hidden=128, intermediate=256, head_dim=64, layers=3)
 
 
 def on_gpu(mode: str, **others: Any) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_config, make_checkpoint, refusal
-from tokenizer_files import write_byte_level
+from checkpoints import checkpoint_fixture, edit_config, refusal
 
 from nanovllm import LLM
 from nanovllm.data.json_fields import MAX_JSON_BYTES, MAX_NESTING, read_json_object
@@ -18,12 +17,7 @@ from nanovllm.models.rope_config import rope_parameters
 SIZES = ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=300)
-    write_byte_level(path)
-    return path
+original = checkpoint_fixture(vocab=300, tokenizer={})
 
 
 @pytest.fixture

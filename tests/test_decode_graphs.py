@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROPES, make_checkpoint
+from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
 from engines import greedy, logits_by_request, random_prompt, token_ids
 from graph_devices import MODES, PROMPTS, VOCAB, CapturingDevice, arguments, measured_memory, use_graphs
 from hypothesis import given
@@ -43,11 +43,7 @@ LAYERS = 2
 Logits = dict[tuple[int, int], Tensor]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=48, layers=LAYERS)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=48, layers=LAYERS)
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> CapturingDevice:

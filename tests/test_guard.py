@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
@@ -23,11 +23,7 @@ VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, max_positions=256)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, max_positions=256)
 
 
 @pytest.fixture

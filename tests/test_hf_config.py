@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES as TESTED
-from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
+from checkpoints import ROPES, checkpoint_fixture, edit_config, make_checkpoint, refusal, write_old_style_rope
 
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
@@ -17,11 +17,7 @@ from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 ARCHITECTURES = [tested.model.__name__ for tested in TESTED.values()]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(root, "qwen3")
-    return root
+original = checkpoint_fixture("qwen3")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from cpu_attention_helpers import (
     SHARES,
     DeviceOfItsOwn,
@@ -43,11 +43,7 @@ MAX_TOKENS = 12
 BOUNDS = {"float32": 5e-6, "bfloat16": 0.02}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, layers=3, head_dim=32)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, layers=3, head_dim=32)
 
 
 def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Tensor, list[list[int]], int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import greedy, offloaded, random_prompt, token_ids
 from fast import fast_pairs
 
@@ -17,11 +17,7 @@ from nanovllm import LLM, SamplingParams
 BLOCK, VOCAB = 16, 101
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, seed=11)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, seed=11)
 
 
 def mixed_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:

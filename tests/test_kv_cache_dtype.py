@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape, quantised, same_bits, split
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, logits_by_request, offloaded, random_prompt, set_prefill, token_ids
 from fast import fast_only, fast_pairs
 from torch import Tensor
@@ -161,11 +161,7 @@ def test_a_step_of_few_rows_gives_the_bits_of_its_operations(kv_dtype: str) -> N
 # ---- engines
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, head_dim=HEAD_DIM, seed=5)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, head_dim=HEAD_DIM, seed=5)
 
 
 def logits_of(model_dir: Path, prompts: list[list[int]], kv_dtype: str, way: str = "", **arguments: Any) -> Tensor:

@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from cpu_attention_helpers import kv_cache
 from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, set_ring
 from graph_devices import CapturingDevice, RowsOnCpu, record_kernels
@@ -107,11 +107,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32, layers=LAYERS)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, layers=LAYERS)
 
 
 @pytest.fixture

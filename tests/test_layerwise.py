@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROPES, make_checkpoint
+from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids, watch_layerwise
 from fast import fast_pairs
 
@@ -22,11 +22,7 @@ from nanovllm.memory.profiling import _LiveBytes, activation_peak
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, layers=LAYERS, dtype="float32")
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS, dtype="float32")
 
 
 def open_llm(model_dir: Path, num_gpu_blocks: int = 4, num_cpu_blocks: int = 60, chunk: int = 40, **more: Any) -> LLM:

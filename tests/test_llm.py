@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_config, make_checkpoint
+from checkpoints import checkpoint_fixture, edit_config, make_checkpoint
 from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
 
 from nanovllm import LLM, RequestOutputKind, SamplingParams
@@ -24,12 +24,7 @@ RENDERED = "".join(f"<{message['role']}>{message['content']}\n" for message in C
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, max_positions=4200)
-    write_byte_level(path, chat_template=CHAT_TEMPLATE)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, max_positions=4200, tokenizer={"chat_template": CHAT_TEMPLATE})
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import offloaded, random_prompt, recorded_logits
-from tokenizer_files import write_byte_level
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,12 +27,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB)
-    write_byte_level(path)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, tokenizer={})
 
 
 @pytest.fixture(scope="module")

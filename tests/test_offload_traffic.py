@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MIXES, make_checkpoint
+from checkpoints import MIXES, checkpoint_fixture, make_checkpoint
 from cpu_attention_helpers import force_share, kv_cache, most_cpu_attention_tokens
 from engines import (
     PREFILL_WAYS,
@@ -46,11 +46,7 @@ from nanovllm.memory.layout import KVLayout
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, layers=LAYERS)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS)
 
 
 def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MIXES, make_checkpoint
+from checkpoints import MIXES, checkpoint_fixture, make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn, add_cpu_attention_streams, force_share
 from engines import (
     for_groups,
@@ -166,11 +166,7 @@ def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> 
 # ---- the engine, and the engine with one wait or record less
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32)
 
 
 def stress(model_dir: Path, share: float | None = None, num_requests: int = 60, **given: Any) -> tuple[int, int, int]:

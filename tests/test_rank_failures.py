@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import greedy, random_prompt, token_ids
 from fast import pairs
 from rank_failures import VARIABLE, run_failing_rank
@@ -32,11 +32,7 @@ WORDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path)
-    return path
+model_dir = checkpoint_fixture()
 
 
 def listening_sockets() -> set[str]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from cli_helpers import TEMPLATE
 from engines import greedy, token_ids
-from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted, told
@@ -21,12 +20,7 @@ QUESTION = "what is known"
 HUGE = 10**5000  # Python does not write numbers of more than 4,300 digits
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, max_positions=512)
-    write_byte_level(path, chat_template=TEMPLATE)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, max_positions=512, tokenizer={"chat_template": TEMPLATE})
 
 
 @pytest.fixture(scope="module")

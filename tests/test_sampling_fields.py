@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import offloaded, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_files import write_byte_level
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
@@ -36,12 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, eos_token_id=END_ID)
-    write_byte_level(path)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, eos_token_id=END_ID, tokenizer={})
 
 
 def engine(model_dir: Path, name: str, **others: Any) -> LLM:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from engines import offloaded
 
 from nanovllm import LLM, SamplingParams
@@ -48,11 +48,9 @@ def answers(llm: LLM, batch: list[tuple[list[int], SamplingParams]]) -> list[Ans
     return [(out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in outputs]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, eos_token_id=[7, 8])
-    return path
+model_dir = checkpoint_fixture(
+    vocab=VOCAB, layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, eos_token_id=[7, 8]
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, refusal
+from checkpoints import checkpoint_fixture, make_checkpoint, refusal
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from fast import fast_only, fast_pairs
 from lora_helpers import ALL, make_adapter, merge_adapter
@@ -46,11 +46,7 @@ def rank_processes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plain")
-    make_checkpoint(path, **SIZES)
-    return path
+plain = checkpoint_fixture(**SIZES)
 
 
 def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[Decoder]:

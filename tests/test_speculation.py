@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, refusal
+from checkpoints import checkpoint_fixture, make_checkpoint, refusal
 from engines import offloaded, random_prompt
 from fast import fast_only
 from gguf_files import WIDE, write_gguf
@@ -102,12 +102,7 @@ def drafts_do_not_follow_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(module, "draft_length", lambda acceptance, most, *costs: most)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speculation") / "model"
-    make_checkpoint(path, seed=3, **MODEL)
-    write_byte_level(path)
-    return path
+checkpoint = checkpoint_fixture(seed=3, **MODEL, tokenizer={})
 
 
 def requests() -> list[SamplingParams]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from fast import fast_only
 from lora_helpers import make_adapter
@@ -36,11 +36,7 @@ def rank_processes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, kv_heads=2, heads=4, layers=3)
-    return path
+model_dir = checkpoint_fixture(kv_heads=2, heads=4, layers=3)
 
 
 def two_ranks(path: Path, **arguments: Any) -> LLM:

@@ -16,7 +16,7 @@ from typing import Any
 import emulated_gpu
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture
 from cpu_attention_helpers import force_share
 from engines import greedy, offloaded, random_prompt, recorded_logits, run_random_requests, set_prefill, set_ring
 from test_ordering import is_cpu_attention, order_calls, without_call
@@ -38,11 +38,7 @@ LATE = {"host_tasks": 6000, "copies": 6000, "stores": 60_000, "kernels": 300}
 WAITS = [call for call in order_calls() if ".wait(" in call[2]]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32, head_dim=16)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, head_dim=16)
 
 
 @pytest.fixture(scope="module")
