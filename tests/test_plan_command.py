@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from engines import offloaded
 from plans import parameter_bytes
@@ -19,16 +18,13 @@ from nanovllm import LLM
 from nanovllm.apps.cli.arguments import engine_arguments
 from nanovllm.apps.cli.main import _parse, main
 from nanovllm.config import engine_config
-from nanovllm.device import create_device
 from nanovllm.features.planner import measure
-from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
+from nanovllm.features.planner.measure import ProbeSizes, link_during_computation
 from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.memory.budget import predict_request
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
-from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_cpu_backend
+from nanovllm.models.hf_config import read_decoder_spec
 
 CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
@@ -285,24 +281,6 @@ def test_wrong_arguments_cost_one_sentence(case: str, capsys: pytest.CaptureFixt
 
 
 # ---- measuring
-
-
-@pytest.mark.parametrize(("ring_slots", "loaded"), [(0, False), (4, True)])
-def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loaded: bool) -> None:
-    spec: DecoderSpec = load_decoder_spec(model_dir)
-    device = create_device("cpu")
-    sizes = replace(SMALL, weight_bytes=1 << 30) if loaded else SMALL  # all layers, or some
-    model = random_model(spec, torch.float32, device, sizes)
-    rates = measure_rates(Probe(device, model, select_cpu_backend(spec.head_dim), 16, ring_slots, 64, sizes))
-    device.close()
-    for name in ("compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"):
-        assert getattr(rates, name) > 0
-    assert min(rates.step_seconds, rates.layer_seconds) >= 0
-    assert (rates.block_read_seconds > 0) == (rates.link is not None) == (ring_slots > 0)
-    assert ((rates.host_bandwidth or 0) > 0) == (ring_slots > 0)
-    if rates.link is not None:
-        assert rates.link.h2d > 0 and rates.link.d2h > 0 and 0 <= rates.link.overlap <= 1
-        assert not rates.link.duplex, "copies of both directions share the cores"
 
 
 def test_the_effective_link_during_a_computation() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, offloaded, random_prompt
 from fast import fast_only
 from hypothesis import HealthCheck, example, given, settings
@@ -19,41 +19,27 @@ from nanovllm import LLM
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.engine import state_manager
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.features.cpu_attention.shares import (
-    Bandwidths,
-    HostRead,
-    LayerLoad,
-    blocks_for_cpu_attention,
-    layer_seconds,
-)
 from nanovllm.features.planner.dry_run import StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import (
     COMPUTE,
     DEVICE,
     FIXED,
-    HOST,
     LINK,
     Link,
     Rates,
     StepModel,
-    cpu_share,
 )
-from nanovllm.memory.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
+from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import prefill_steps
-from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 
 BLOCK, VOCAB, LAYERS, MAX_LEN = 16, 97, 3, 256
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, layers=LAYERS, max_positions=MAX_LEN)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS, max_positions=MAX_LEN)
 
 
 @pytest.fixture(scope="module")
@@ -250,64 +236,11 @@ def test_yarn_extends_the_positions_to_four_times_the_trained_length(model_dir: 
 # ---- sizing on machines that are not here
 
 
-def big_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Qwen2.5-7B's shape, for a million positions."""
-    return replace(
-        spec,
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        sliding_windows=(None,) * 28,
-        max_position_embeddings=1_010_000,
-    )
-
-
 def longest(sizing: KVSizing) -> int:
     try:
         return sizing.plan().max_model_len
     except ConfigError:
         return 0
-
-
-@given(
-    gpu=st.integers(17, 200), host=st.integers(0, 300), more_gpu=st.integers(0, 60), more_host=st.integers(0, 60),
-    offload=st.booleans(),
-)  # fmt: skip
-@settings(max_examples=50)
-def test_more_memory_never_holds_fewer_tokens(
-    spec: DecoderSpec, gpu: int, host: int, more_gpu: int, more_host: int, offload: bool
-) -> None:
-    network = Network(big_spec(spec), "bfloat16")
-    arguments = {"enable_cpu_offload": offload, "max_num_seqs": 4}
-    held = longest(sizing_for(network, gpu * GIB, host * GIB, **arguments))
-    assert longest(sizing_for(network, (gpu + more_gpu) * GIB, (host + more_host) * GIB, **arguments)) >= held
-
-
-@given(gpu=st.integers(20, 120), host=st.integers(0, 200), tokens=st.integers(1, 1_100_000), offload=st.booleans())
-@settings(max_examples=50)
-def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
-    spec: DecoderSpec, gpu: int, host: int, tokens: int, offload: bool
-) -> None:
-    network = Network(big_spec(spec), "bfloat16")
-    sizing = sizing_for(network, gpu * GIB, host * GIB, enable_cpu_offload=offload, max_num_seqs=1)
-    held = longest(sizing)
-    if not held or tokens <= held:
-        return
-    changes = sizing.changes_for(tokens)
-
-    def held_with(change: dict[str, Any]) -> int:
-        arguments = {"enable_cpu_offload": offload, "max_num_seqs": 1, **change}
-        stored = replace(network, kv_cache_dtype=change.get("kv_cache_dtype", "auto"))
-        return longest(sizing_for(stored, gpu * GIB, host * GIB, **arguments))
-
-    assert all(held_with(change) >= tokens for change in changes)
-    if not changes and tokens <= network.spec.max_model_len:
-        assert held_with({"gpu_memory_utilization": 1.0}) < tokens
-        assert offload or held_with({"enable_cpu_offload": True, "kvcache_block_size": 256}) < tokens
 
 
 # ---- time
@@ -400,49 +333,6 @@ def test_a_chunk_that_hides_the_link(spec: DecoderSpec) -> None:
 
 # ---- CPU attention: its share, its time and the transfers that it saves
 
-CPU_ATTENTION_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, link=Link(1e6, 1e6))
-
-
-def shared_model(spec: DecoderSpec, rates: Rates, *, one_processor: bool = False) -> StepModel:
-    model = step_model(spec, rates)
-    return replace(model, cpu_attention=True, one_processor=one_processor)
-
-
-@given(
-    context=st.integers(0, 400), window=st.none() | st.integers(1, 300), resident=st.integers(0, 9),
-    weights=st.integers(0, 10**6), link=st.floats(1e4, 1e9), host=st.floats(1e4, 1e9), device=st.floats(1e4, 1e9),
-    one_processor=st.booleans(),
-)  # fmt: skip
-@settings(max_examples=100)
-def test_the_share_is_the_one_that_the_engine_takes(
-    context: int, window: int | None, resident: int, weights: int, link: float, host: float, device: float,
-    one_processor: bool,
-) -> None:  # fmt: skip
-    """Block by block, as the engine counts them."""
-    layout, rates = KVLayout(3, 2, 16, BLOCK, 4), Bandwidths(link, host, device, one_processor=one_processor)
-    first = 0 if window is None else max(0, context - window + 1) // BLOCK
-    stored = {index: min(BLOCK, context - index * BLOCK) for index in range(first, -(-context // BLOCK))}
-    token = layout.token_layer_bytes
-    reads = [HostRead(size * token) for index, size in stored.items() if index >= resident and size == BLOCK]
-    tail = sum(size for index, size in stored.items() if index >= resident and size < BLOCK) * token
-    on_device = sum(size for index, size in stored.items() if index < resident) * token + tail
-    share = cpu_share(tail + BLOCK * token * len(reads), on_device - tail, BLOCK * token, weights, rates)
-    taken = blocks_for_cpu_attention(LayerLoad(reads, tail, on_device, weights), rates)
-    planned = blocks_of_share(len(reads), share)
-
-    def seconds(blocks: int) -> float:
-        cpu_attention, all_reads = blocks * BLOCK * token, len(reads) * BLOCK * token
-        return layer_seconds(
-            tail + all_reads - cpu_attention, cpu_attention, on_device + all_reads - cpu_attention, weights, rates
-        )
-
-    # The same number, but where rounding decides between two that are equally good.
-    assert planned == taken or seconds(planned) == pytest.approx(seconds(taken), rel=1e-12)
-    if window is None:
-        moved = predict_transfers(layout, resident, context, 1, CpuAttentionUse(share, 8))
-        assert moved.cpu_attention_blocks == 3 * planned
-        assert moved.without_cpu_attention == predict_transfers(layout, resident, context, 1)
-
 
 @pytest.mark.parametrize("chunk", [7, 33])
 def test_the_engine_leaves_to_the_cpu_what_the_plan_says(model_dir: Path, chunk: int) -> None:
@@ -456,20 +346,3 @@ def test_the_engine_leaves_to_the_cpu_what_the_plan_says(model_dir: Path, chunk:
         request.cpu_attention_bytes == request.decode_transfers.cpu_attention_bytes / 19 > 0
         and request.no_cpu_attention == ()
     )
-
-
-def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
-    """98 tokens on the host, 6 full blocks and 2 tokens: at twice the link's rate the CPU takes two thirds."""
-    model = shared_model(spec, CPU_ATTENTION_RATES)
-    token = model.layout.token_bytes
-    moved = moves_of(model, 2 * BLOCK + 98).transfers
-    assert moved.cpu_attention_blocks == LAYERS * 4 and moved.cpu_attention_bytes == 4 * BLOCK * token
-    weights = LAYERS * spec.layer_weight_bytes(4) / 4e8
-    device = weights + (2 * BLOCK + 98 + 1 - 4 * BLOCK) * token / 4e8
-    cpu_attention, copying = 4 * BLOCK * token / 2e6, (98 - 4 * BLOCK) * token / 1e6
-    head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 3 * 1e-5
-    step = model.decode(2 * BLOCK + 98, moves_of(model, 2 * BLOCK + 98))
-    assert step.terms == pytest.approx({DEVICE: device + head, HOST: cpu_attention, LINK: copying, FIXED: fixed})
-    assert step.seconds == pytest.approx(max(weights + cpu_attention, copying) + head + fixed)
-    unshared = shared_model(spec, replace(CPU_ATTENTION_RATES, host_bandwidth=None))
-    assert step.seconds < (unshared.decode(130, moves_of(unshared, 130)).seconds or 0)

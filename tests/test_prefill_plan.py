@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.data.batch import LayerwisePrefill, LayerwiseStep
-from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers
+from nanovllm.memory.budget import TransferCount, predict_request
 from nanovllm.memory.layerwise import (
     NO_LAYERWISE,
     LayerwiseMemory,
@@ -62,9 +62,6 @@ def test_the_way_that_loads_less_is_taken(
         assert longest - begin <= chunk or not saves
     else:
         assert layerwise == LayerwisePrefill(begin, longest, chunk) and longest - begin > chunk and saves
-
-
-ALL = LayerwiseMemory(buffer_blocks=100, max_tokens=800)
 
 
 class CountedBlocks(Sequence[int]):
@@ -141,18 +138,6 @@ def predicted(
 ) -> TransferCount:
     steps = prefill_steps(layout.block_size, resident, prompt, chunk, memory)
     return predict_request(layout, resident, prompt, output, chunk, prefill_steps=steps)
-
-
-@given(resident=st.integers(0, 8), prompt=st.integers(1, 90), output=st.integers(1, 9), chunk=st.integers(1, 40))
-@settings(max_examples=100)
-def test_a_prompt_within_the_memory_for_spans_loads_nothing(
-    resident: int, prompt: int, output: int, chunk: int
-) -> None:
-    moved = predicted(resident, prompt, output, chunk, ALL)
-    decodes = [predict_transfers(LAYOUT, resident, length, 1) for length in range(prompt, prompt + output - 1)]
-    loaded = sum(decode.h2d_bytes for decode in decodes)
-    assert moved.h2d_bytes == loaded
-    assert moved.d2h_bytes == max(0, prompt + output - 1 - resident * BLOCK) * LAYOUT.token_bytes
 
 
 # ---- memory

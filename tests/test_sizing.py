@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
-from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers, split_device
+from nanovllm.memory.budget import split_device
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout, block_size_of
@@ -372,55 +372,3 @@ def test_memory_for_fewer_blocks_than_the_smallest_cache_is_not_overdrawn() -> N
     assert plan(replace(MEMORY, activation_peak=796 * BLOCK)).num_gpu_blocks == 4
     with pytest.raises(ConfigError, match="no memory for the KV cache"):
         plan(replace(MEMORY, activation_peak=797 * BLOCK))
-
-
-# ---- transfers
-
-
-def walked(layout: KVLayout, resident_blocks: int, context_len: int, query_len: int) -> TransferCount:
-    """The same, by going through blocks and tokens one by one."""
-    h2d = d2h = h2d_tokens = d2h_tokens = 0
-    for index in range(resident_blocks, -(-(context_len + query_len) // layout.block_size)):
-        positions = range(index * layout.block_size, (index + 1) * layout.block_size)
-        old = sum(position < context_len for position in positions)
-        new = sum(context_len <= position < context_len + query_len for position in positions)
-        for _ in range(layout.num_layers):
-            h2d, h2d_tokens = h2d + (old > 0), h2d_tokens + old
-            d2h, d2h_tokens = d2h + (new > 0), d2h_tokens + new
-    per_token = layout.token_layer_bytes
-    return TransferCount(h2d, h2d_tokens * per_token, d2h, d2h_tokens * per_token)
-
-
-LAYOUTS = st.builds(
-    KVLayout,
-    num_layers=st.integers(1, 4),
-    num_kv_heads=st.just(2),
-    head_dim=st.just(16),
-    block_size=st.integers(1, 20),
-    itemsize=st.just(2),
-)
-
-
-@given(layout=LAYOUTS, resident=st.integers(0, 12), context=st.integers(0, 120), query=st.integers(1, 90))
-@settings(max_examples=100)
-def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int, context: int, query: int) -> None:
-    assert predict_transfers(layout, resident, context, query) == walked(layout, resident, context, query)
-
-
-@given(
-    layout=LAYOUTS,
-    resident=st.integers(0, 8),
-    prompt=st.integers(1, 90),
-    output=st.integers(1, 20),
-    budget=st.integers(1, 100),
-)
-@settings(max_examples=40)
-def test_a_request_is_the_sum_of_its_steps(
-    layout: KVLayout, resident: int, prompt: int, output: int, budget: int
-) -> None:
-    total, context = TransferCount(), 0
-    while context < prompt + output - 1:  # the last token is sampled and never computed
-        query = min(budget, prompt - context) if context < prompt else 1
-        total += walked(layout, resident, context, query)
-        context += query
-    assert predict_request(layout, resident, prompt, output, budget) == total
