@@ -6,38 +6,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from block_helpers import BLOCK, cache, check_blocks, compute, found, new_tokens, one_group, running, sequence, tiers
+from block_helpers import BLOCK, cache, check_blocks, compute, found, new_tokens, one_group, running, sequence
 
 from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
-
-
-# ---- allocation
-
-
-def test_device_blocks_are_allocated_before_host_blocks() -> None:
-    manager = BlockManager(3, 4, one_group(BLOCK))
-    first, second = running(manager, range(2 * BLOCK)), running(manager, range(100, 100 + 3 * BLOCK + 1))
-    assert manager.physical_ids(first, 2 * BLOCK)[0] == [0, 1]
-    assert manager.physical_ids(second, 3 * BLOCK + 1)[0] == [2, 3, 4, 5]
-    assert tiers(manager, second) == "DHHH"
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (1, 0, 6)
-
-
-def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
-    manager = BlockManager(2, 0, one_group(BLOCK))
-    seq = running(manager, range(BLOCK))
-    manager.grow([seq])
-    assert len(seq.block_tables[0]) == 1, "its block holds all tokens"
-    seq.token_ids.append(7)
-    assert manager.num_to_grow([seq]) == manager.num_allocatable == 1
-    manager.grow([seq])
-    manager.grow([seq])
-    assert len(seq.block_tables[0]) == 2
-    seq.token_ids.extend([7] * BLOCK)
-    assert manager.num_to_grow([seq]) == 1 > manager.num_allocatable, "all blocks are in use"
 
 
 # ---- admission
@@ -60,20 +34,6 @@ def test_cached_blocks_are_allocatable_unless_the_sequence_itself_uses_them(fres
 
 
 # ---- prefix cache
-
-
-def test_shared_blocks_stay_until_the_last_holder_lets_go(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, one_group(BLOCK))
-    prompt = new_tokens(fresh, 2)
-    first = running(manager, [*prompt, 1])
-    second = running(manager, [*prompt, 2])
-    (table,), (other,) = first.block_tables, second.block_tables
-    assert table[:2] == other[:2] and table[2] != other[2]
-    assert manager.num_used == 4
-    manager.free(first)
-    assert (manager.num_used, manager.num_cached) == (3, 0), "the shared blocks are still used"
-    manager.free(second)
-    assert (manager.num_used, manager.num_cached) == (0, 2)
 
 
 def test_the_same_content_computed_twice_is_cached_once(fresh: Iterator[int]) -> None:

@@ -103,21 +103,6 @@ def test_bfloat16_logits_stay_near_the_float32_reference(tmp_path: Path) -> None
         assert error < 0.25, error
 
 
-def test_prompts_of_all_kinds_and_in_order(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, vocab=VOCAB)
-    first, second = random_prompt(5, VOCAB, 1), random_prompt(40, VOCAB, 2)
-    with LLM(tmp_path, num_gpu_blocks=8) as llm:
-        expected = token_ids(llm, [first, second], greedy(4))
-        assert token_ids(llm, first, greedy(4)) == expected[:1]
-        assert token_ids(llm, [{"prompt_token_ids": second}, first], greedy(4)) == expected[::-1]
-        assert token_ids(llm, {"prompt_token_ids": first}, greedy(4)) == expected[:1]
-        assert token_ids(llm, [second, first], [greedy(2), greedy(3)]) == [expected[1][:2], expected[0][:3]]
-        assert token_ids(llm, [], greedy(4)) == []
-        outputs = llm.generate([first, second], greedy(4), use_tqdm=True)
-        assert [output.prompt_token_ids for output in outputs] == [first, second]
-        assert all(output.finished and output.outputs[0].text == "" for output in outputs)
-
-
 def test_two_engines_side_by_side(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "a", "llama", seed=1, vocab=VOCAB)
     make_checkpoint(tmp_path / "b", "qwen2", seed=2, vocab=VOCAB)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
-from engines import offloaded, random_prompt, recorded_batches, token_ids
+from checkpoints import checkpoint_fixture
+from engines import offloaded, random_prompt, token_ids
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.ordering import OrderingCheck
@@ -16,11 +16,7 @@ from nanovllm.memory.budget import TransferCount
 BLOCK, VOCAB = 16, 101
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB, seed=5, hidden=32, intermediate=32)
-    return path
+model_dir = checkpoint_fixture(vocab=VOCAB, seed=5, hidden=32, intermediate=32)
 
 
 def sampled(count: int, max_tokens: int, seed: int, **others: Any) -> SamplingParams:
@@ -63,21 +59,6 @@ def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: lis
         assert (stats.swapped > 0) == ("swapped" in name) and (stats.total > 0) == ("," in name)
         assert manager.num_used == manager.num_swapped == 0 and manager.num_copied_blocks > 0
         assert isinstance(llm._runner.device, OrderingCheck) and llm._runner.device.num_checked > 0
-
-
-@pytest.mark.parametrize("tiers", ["device", "host"])
-def test_copy_on_write_moves_exactly_one_block(model_dir: Path, tiers: str) -> None:
-    arguments = {"device": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20}, "host": offloaded(BLOCK, 4, 20)}[tiers]
-    prompt = random_prompt(3 * BLOCK + 5, VOCAB, seed=1)
-    with LLM(model_dir, dtype="float32", **arguments) as llm:
-        seen = recorded_batches(llm)
-        llm.generate(prompt, sampled(2, 8, 1), use_tqdm=False)
-        stats = llm.kv_stats()
-    copies = [move for batch, _, _ in seen for move in batch.moves]
-    assert len(copies) == 1 and copies[0].keeps_source
-    assert (copies[0].src >= stats.resident_blocks) == (tiers == "host")
-    if tiers == "device":
-        assert stats.transfers == TransferCount(), "nothing crosses the link"
 
 
 def test_swapping_moves_each_block_once_each_way(model_dir: Path) -> None:

@@ -94,28 +94,6 @@ def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
     assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK + 1), 3, 12)
 
 
-def test_blocks_that_others_hold_stay_and_are_copied() -> None:
-    bench = Bench(32, swap=32)
-    prompt = prompt_of(2 * BLOCK)
-    bench.add("first", [*prompt, 1], 12)
-    bench.step()
-    sampled(bench, "group", [*prompt, 2], 12, n=2)
-    bench.step()
-    first, group = bench.scheduler.running
-    manager = bench.manager
-    shared = first.sequences[0].block_tables[0][:2]
-    assert group.sequences[0].block_tables[0][:2] == shared
-    out = manager.swap_out(group.sequences)
-    moves = manager._moves
-    assert out is not None and [move.keeps_source for move in moves] == [True, True, False]
-    assert first.sequences[0].block_tables[0][:2] == shared and manager.num_swapped == 3
-    manager.swap_in(group.sequences)
-    assert not set(shared) & set(group.sequences[0].block_tables[0])
-    bench.run()
-    assert bench.tokens("first") == expected_output([*prompt, 1], 12)
-    assert outputs(bench, "group") == expected_group([*prompt, 2], 2, 12)
-
-
 def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more_urgent_ones() -> None:
     bench = Bench(12, swap=20)
     sampled(bench, "a", prompt_of(7), 12, n=2)
@@ -133,34 +111,4 @@ def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more
     steps = [{bench.names[row.seq_id] for row in batch.sequences} for batch in bench.executor.batches]
     back = next(step for step in range(swapped_at, len(steps)) if "b" in steps[step])
     assert back <= next(step for step, names in enumerate(steps) if "later" in names)
-    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
-
-
-def test_abort_while_swapped_out() -> None:
-    bench = Bench(12, swap=20)
-    sampled(bench, "a", prompt_of(7), 12, n=2)
-    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
-    while not bench.scheduler.swapped:
-        bench.step()
-    output = bench.engine.abort_request("b")
-    assert output is not None and [out.finish_reason for out in output.outputs] == ["abort"] * 2
-    expected = expected_group(prompt_of(7, 1), 2, 12)
-    assert [out.token_ids for out in output.outputs] == [
-        tokens[: len(output.outputs[0].token_ids)] for tokens in expected
-    ]
-    assert bench.manager.num_swapped == 0
-    bench.run()
-    assert outputs(bench, "a") == expected_group(prompt_of(7), 2, 12)
-
-
-def test_a_failed_step_recomputes_what_was_swapped_out() -> None:
-    bench = Bench(12, swap=20)
-    sampled(bench, "a", prompt_of(7), 12, n=2)
-    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
-    while not bench.scheduler.swapped:
-        bench.step()
-    ended = bench.scheduler.fail(0.0)
-    assert [request.request_id for request in ended] == ["a"]
-    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_swapped == 0
-    bench.run()
     assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -128,23 +127,6 @@ def test_bytes_held_at_32k(windows: tuple[int | None, ...], share: int) -> None:
 # ---- admission, growth and release
 
 
-def test_a_prompt_longer_than_the_cache_without_groups_runs_in_chunks() -> None:
-    bench = Bench(14, budget=8, windows=(6, None, 6), caching=False)
-    longest = bench.manager.capacity.max_sequence_tokens
-    assert longest == 6 * BLOCK  # the blocks that two windows leave; three times as many tokens take 18
-    bench.add("long", prompt_of(longest - 4), 4)
-    bench.run()
-    assert bench.scheduler.preemption.stats.total == 0
-
-
-def test_requests_grow_chunk_by_chunk_and_preempt_each_other(fresh: Iterator[int]) -> None:
-    bench = Bench(30, budget=8, windows=(8, None), max_model_len=64)
-    for name, length in {"a": 40, "b": 40, "c": 40}.items():
-        bench.add(name, prompt_of(length, ord(name)), 12)
-    bench.run()
-    assert bench.scheduler.preemption.stats.total > 0 and len(bench.finished) == 3
-
-
 def test_a_layer_by_layer_part_holds_what_later_tokens_see() -> None:
     memory = LayerwiseMemory(buffer_blocks=12, max_tokens=48)
     bench = Bench(3, 30, budget=8, windows=(6, None), layerwise_memory=memory, max_model_len=60)
@@ -204,17 +186,3 @@ def test_a_hit_without_the_window_ends_before_it(fresh: Iterator[int]) -> None:
     assert manager.prefix_cache.find(whole).num_tokens == 8 * BLOCK, "the last window is in use"
     manager.free(seq)
     check_blocks(manager)
-
-
-def test_a_forked_group_shares_the_blocks_of_its_window() -> None:
-    bench = Bench(60, budget=8, windows=(6, None))
-    bench.add("group", prompt_of(23), 12, temperature=1.0, n=3, seed=1)
-    bench.step()
-    while bench.scheduler.waiting or len(bench.scheduler.running[0].computing) == 1:
-        bench.step()
-    sequences = bench.scheduler.running[0].sequences
-    held = Counter(block for seq in sequences for block in seq.blocks)
-    assert {count for block, count in held.items()} >= {3}
-    assert len(held) == bench.manager.num_used
-    bench.run()
-    assert bench.manager.num_used == 0

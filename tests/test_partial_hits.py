@@ -10,7 +10,6 @@ from block_helpers import check_blocks, compute, one_group, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
-from nanovllm.data.batch import BlockMove
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import hash_block_size_of
 from nanovllm.engine.request import Sequence
@@ -87,16 +86,6 @@ def test_a_hit_never_covers_the_whole_prompt(length: int, fresh: Iterator[int]) 
 # ---- what is found
 
 
-def test_a_part_is_found_as_soon_as_its_last_token_is_computed(fresh: Iterator[int]) -> None:
-    manager = make_manager(8)
-    prompt = take(fresh, BLOCK + 9)
-    seq = sequence(prompt)
-    manager.allocate(seq)
-    for upto in range(1, len(prompt)):
-        compute(manager, seq, upto)
-        assert manager.num_cached_tokens(sequence(prompt)) == min(upto, len(prompt) - 1) // HASH * HASH, upto
-
-
 def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator[int]) -> None:
     manager = make_manager(6)
     prompt = take(fresh, 2 * BLOCK)
@@ -116,16 +105,6 @@ def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator
 # ---- a copy, or the block itself
 
 
-def test_a_running_sequence_keeps_its_block(fresh: Iterator[int]) -> None:
-    manager = make_manager(4)
-    prompt = take(fresh, 2 * HASH + 1)
-    first = running(manager, prompt)
-    second = admitted(manager, prompt)
-    assert manager.take_moves() == [BlockMove(0, 1, keeps_source=True, num_tokens=2 * HASH)]
-    assert second.block_tables[0] != first.block_tables[0] and second.num_computed == 2 * HASH
-    assert (manager.stats.copied_blocks, manager.stats.copied_tokens) == (1, 2 * HASH)
-
-
 def test_a_conversation_continues_its_last_block(fresh: Iterator[int]) -> None:
     """Nothing is copied, and ten turns hold no more blocks than their tokens."""
     manager = make_manager(12)
@@ -141,15 +120,6 @@ def test_a_conversation_continues_its_last_block(fresh: Iterator[int]) -> None:
     assert manager.take_moves() == [] and manager.stats.copied_blocks == 0
 
 
-def test_a_longer_cached_block_is_copied_and_stays(fresh: Iterator[int]) -> None:
-    manager = make_manager(4)
-    prompt = take(fresh, BLOCK)
-    manager.free(running(manager, prompt))
-    admitted(manager, [*prompt[:HASH], *take(fresh, 3)])
-    assert manager.take_moves() == [BlockMove(0, 1, keeps_source=True, num_tokens=HASH)]
-    assert manager.num_cached_tokens(sequence([*prompt, 0])) == BLOCK
-
-
 def test_without_a_block_for_the_copy_the_cached_one_is_shortened(fresh: Iterator[int]) -> None:
     """So that a prompt as long as the cache is still admitted."""
     manager = make_manager(2)
@@ -162,17 +132,6 @@ def test_without_a_block_for_the_copy_the_cached_one_is_shortened(fresh: Iterato
 
 
 # ---- with copy-on-write and swapping
-
-
-def test_a_swapped_tail_is_found_again_after_it_came_back(fresh: Iterator[int]) -> None:
-    manager = make_manager(4, 0, swap=4)
-    prompt = take(fresh, BLOCK + HASH + 2)
-    seq = running(manager, prompt)
-    assert manager.swap_out([seq]) is not None
-    assert manager.num_cached_tokens(sequence(prompt)) == 0
-    manager.swap_in([seq])
-    check_blocks(manager)
-    assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
 
 
 @pytest.mark.parametrize("known", [0, 3, HASH, HASH + 1, 2 * HASH, BLOCK + 1])

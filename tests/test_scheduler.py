@@ -53,18 +53,6 @@ def test_batches_are_plain_data() -> None:
         assert pickle.loads(pickle.dumps(batch)) == batch
 
 
-def test_sampling_rows_say_how_each_token_is_drawn() -> None:
-    bench = Bench()
-    bench.add("a", prompt_of(3), 3, temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-5)
-    bench.add("b", prompt_of(3, 1), 2, temperature=1e-6, top_k=7)
-    bench.run()
-    a, b = ([row for seq in bench.rows(name) for row in seq.samples] for name in "ab")
-    assert [(r.temperature, r.top_k, r.top_p, r.min_p, r.seed, r.index) for r in a] == [
-        (0.7, 0, 0.9, 0.1, -5, index) for index in range(3)
-    ]
-    assert [(r.temperature, r.top_k, r.index) for r in b] == [(0.0, 7, 0), (0.0, 7, 1)]
-
-
 # ---- order and preemption
 
 
