@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server import async_llm
 from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, merged
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
+from nanovllm.outputs import RequestOutput, RequestOutputKind
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -272,11 +272,3 @@ def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
 
     run_async(pending())
     engine.close()
-
-
-# ---- merging
-
-
-def completion(index: int, tokens: list[int], finish: str | None) -> CompletionOutput:
-    logprobs = [{token: Logprob(-token / 7, 1, None)} for token in tokens]
-    return CompletionOutput(index, "".join(map(chr, tokens)), tokens, -1.0, logprobs, finish)  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ from cli_helpers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -213,20 +212,6 @@ def test_prompts_as_messages(model: str, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{texts[0]}\n"
     assert generate(bare, "--chat", "one") == 1
     assert "has no chat template" in capsys.readouterr().err
-
-
-def test_sampling_starts_from_what_the_checkpoint_recommends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
-    command = ["generate", "--model", str(tmp_path), *SMALL_CACHE, "--ignore-eos", "--json", "one"]
-    assert main(command) == 0
-    (recommended,) = json_lines(capsys.readouterr().out)
-    assert main([*command, "--max-tokens", "5", "--temperature", "0"]) == 0
-    (named,) = json_lines(capsys.readouterr().out)
-    tokens = [result["outputs"][0]["token_ids"] for result in (recommended, named)]
-    assert [len(of) for of in tokens] == [3, 5] and tokens[1][:3] == tokens[0]
 
 
 # ---- what it says of itself

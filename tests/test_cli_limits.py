@@ -15,8 +15,6 @@ from cli_helpers import GREEDY, write_jsonl
 GIB = 1 << 30
 QUESTION = {"messages": [{"role": "user", "content": "a known question"}]}
 MANY = ("--max-num-seqs", "40000")  # of 1,024 tokens, which could use 20 GiB of KV cache
-OFFLOAD = ("--enable-cpu-offload",)
-SMALL_OFFLOAD = (*OFFLOAD, "--kvcache-block-size", "16", "--num-gpu-blocks", "4", "--num-cpu-blocks", "40")
 # The command line with another root directory instead of the system's, in which it looks for cgroups.
 CONTAINED = """
 import sys
@@ -106,24 +104,6 @@ def test_few_files_and_no_home_suffice(model: str, question: str, known: list[in
     """Nothing can be written under /proc, by root either."""
     nowhere: dict[str, Any] = dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR"), "/proc/none")
     assert answer(run(model, question, ulimit="-n 12", **nowhere)) == known
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "ulimit"),
-    [
-        (MANY, "-v 2500000"),
-        (MANY, "-n 12; ulimit -v 6000000"),
-        (OFFLOAD, "-d 3000000"),
-        (OFFLOAD, "-n 12"),
-        (SMALL_OFFLOAD, "-v 2500000"),
-        (SMALL_OFFLOAD, "-n 12"),
-    ],
-)
-def test_every_engine_runs_under_limits(
-    options: tuple[str, ...], ulimit: str, model: str, question: str, known: list[int]
-) -> None:
-    assert answer(run(model, question, *options, ulimit=ulimit)) == known
 
 
 @pytest.mark.slow

@@ -130,17 +130,6 @@ def test_a_dropped_document_is_asked_about_and_answered(page: Any, engine: Async
     page.locator(".answer").nth(1).get_by_text("of them cached").wait_for()
 
 
-def test_what_the_server_refuses_is_told_in_its_words(page: Any) -> None:
-    live(page)
-    drop(page, "long.txt", "many words and more " * 80)
-    page.locator(".document .number", has_text="tokens").wait_for()
-    ask(page, "What is it about?")
-    answer = answered(page)
-    assert re.search(r"\d[\d,]* tokens", answer.locator(".failure").inner_text())
-    assert page.input_value("#question") == "What is it about?", "the question can be asked again"
-    assert page.locator("#documents .document").count() == 1
-
-
 # ---- what the model writes
 
 
@@ -161,54 +150,3 @@ def test_what_the_model_writes_stays_text(page: Any) -> None:
     assert page.locator(".question .words").inner_text() == HOSTILE
     assert page.locator("#turns").locator("script, img, b").count() == 0
     assert page.evaluate("() => window.hacked") is None
-
-
-# ---- without a mouse, in the dark
-
-
-def focused(page: Any) -> str:
-    return str(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
-
-
-def test_everything_can_be_done_by_keyboard(page: Any) -> None:
-    live(page)
-    assert focused(page) == "question"
-    drop(page, "bottle.txt", DOCUMENT)
-    page.locator(".document .number", has_text="tokens").wait_for()
-    page.locator("#more").focus()
-    page.keyboard.press("Enter")
-    for field in ("system", "temperature", "max-tokens"):
-        page.keyboard.press("Tab") if field != "system" else page.locator("#system").focus()
-        assert focused(page) == field
-    page.locator("#max-tokens").fill("8")
-    page.get_by_role("button", name="Remove bottle.txt").focus()
-    page.keyboard.press("Enter")
-    assert page.locator(".document").count() == 0 and focused(page) == "question"
-    page.keyboard.type("Hello")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("there")
-    page.keyboard.press("Enter")
-    answered(page)
-    assert page.locator(".question .words").inner_text() == "Hello\nthere"
-    assert focused(page) == "question"
-    assert page.locator("#spoken").inner_text() == "The answer is complete."
-
-
-# ---- keys
-
-
-def test_the_key_is_asked_for_and_kept_for_the_tab(browser: Any, engine: AsyncLLM) -> None:
-    with listening(engine, api_keys=("right-key",)) as (_, port):
-        for page in opened(browser, f"http://127.0.0.1:{port}/"):
-            page.wait_for_selector("#key-dialog[open]")
-            page.keyboard.type("wrong-key")
-            page.keyboard.press("Enter")
-            page.locator("#key-error", has_text="a valid API key is needed").wait_for()
-            page.fill("#key-value", "right-key")
-            page.keyboard.press("Enter")
-            live(page)
-            ask(page, "Hello")
-            assert answered(page).locator(".failure").count() == 0
-            page.reload()
-            live(page)
-            assert page.evaluate("() => [localStorage.length, document.cookie]") == [0, ""]

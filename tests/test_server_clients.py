@@ -8,51 +8,18 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
-from server_helpers import NAME, TOOL, listening, run_async
+from server_helpers import NAME, TOOL, listening
 
 from nanovllm.apps.server.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.slow
-
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def base(engine: AsyncLLM) -> Iterator[str]:
     with listening(engine) as (_, port):
         yield f"http://127.0.0.1:{port}"
-
-
-MATRIX: list[dict[str, Any]] = [
-    {},
-    {"n": 3, "seed": 5, "logit_bias": {"65": 50}, "logprobs": True, "top_logprobs": 3},
-    {"stop": ["a", "e"], "presence_penalty": 0.5, "temperature": 0.9, "top_p": 0.9, "seed": 5},
-    {"tools": [TOOL], "seed": 5, "user": "u", "metadata": {"a": "b"}, "store": False},
-    {"extra_body": {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2}, "seed": 5},
-]
-
-
-@pytest.mark.parametrize("options", MATRIX, ids=lambda options: ",".join(options) or "default")
-def test_chat_sync_and_async_streamed_and_not(base: str, options: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": 6, **options}
-
-    async def use() -> tuple[Any, str]:
-        async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
-            whole = await client.chat.completions.create(**arguments)
-            chunks = await client.chat.completions.create(**arguments, stream=True)
-            parts = [choice async for chunk in chunks for choice in chunk.choices if choice.index == 0]
-            return whole, "".join(part.delta.content or "" for part in parts)
-
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
-        whole = client.chat.completions.create(**arguments)
-        chunks = client.chat.completions.create(**arguments, stream=True)
-        text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == 0)
-    again, streamed = run_async(use())
-    assert len(whole.choices) == options.get("n", 1)
-    if "seed" in options or options.get("temperature") == 0:
-        assert text == streamed == whole.choices[0].message.content == again.choices[0].message.content
 
 
 def test_langchain(base: str) -> None:

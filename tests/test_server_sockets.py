@@ -61,19 +61,6 @@ def test_the_official_client(client: openai.OpenAI, model: str) -> None:
     assert tools.choices[0].message.role == "assistant"
 
 
-def test_errors_of_the_official_client(client: openai.OpenAI, port: int) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature") as refused:
-        client.chat.completions.create(model=NAME, messages=HELLO, temperature=-1)
-    assert refused.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError, match="gpt-4"):
-        client.chat.completions.create(model="gpt-4", messages=HELLO)
-    with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model=NAME, prompt=[1] * 2000)
-    assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong").models.list()
-
-
 # ---- clients that go away
 
 

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from cli_helpers import make_model
 from hypothesis import example, given
 from hypothesis import strategies as st
-from server_helpers import CACHE, TOOL, ask, events, settings
+from server_helpers import CACHE, TOOL, ask, events
 from tokenizer_files import CHAT_TEMPLATE
 
 from nanovllm.apps.server.async_llm import AsyncLLM
@@ -180,20 +179,3 @@ def test_tools_that_the_model_would_not_see_are_refused(tmp_path: Any) -> None:
         assert ask(engine, CHAT, body, tool_call_parser="none").status_code == 200
         hidden = ask(engine, CHAT, body, chat_template="{{ messages[0].content }}").json()["error"]
         assert hidden["param"] == "tools" and "does not show tools" in hidden["message"]
-
-
-def test_settings_are_checked() -> None:
-    from nanovllm.errors import ConfigError
-
-    for wrong in (
-        {"tool_call_parser": "mistral"},
-        {"port": 70000},
-        {"max_queue": 0},
-        {"idle_timeout": 0.0},
-        {"api_keys": ("",)},
-        {"api_keys": ("ü",)},
-        {"ssl_keyfile": "/nowhere"},
-        {"served_model_names": ()},
-    ):
-        with pytest.raises(ConfigError):
-            settings(**wrong)

@@ -49,34 +49,6 @@ def llm(model: str) -> Iterator[LLM]:
         yield made
 
 
-# ---- basic/*
-
-
-def test_generate_with_flags_of_engine_args(model: str) -> None:
-    parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model=model)
-    group = parser.add_argument_group("Sampling parameters")
-    for name, kind in (("--max-tokens", int), ("--temperature", float), ("--top-p", float), ("--top-k", int)):
-        group.add_argument(name, type=kind)
-    flags = ["--max-tokens", "3", "--top-k", "5", "--block-size", "16", "--num-gpu-blocks-override", "40"]
-    args = vars(parser.parse_args(flags))
-    max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
-    top_p, top_k = args.pop("top_p"), args.pop("top_k")
-    with LLM(**args) as llm:
-        sampling_params = llm.get_default_sampling_params()
-        if max_tokens is not None:
-            sampling_params.max_tokens = max_tokens
-        if temperature is not None:
-            sampling_params.temperature = temperature
-        if top_p is not None:
-            sampling_params.top_p = top_p
-        if top_k is not None:
-            sampling_params.top_k = top_k
-        outputs = llm.generate(PROMPTS, sampling_params)
-    assert sampling_params.top_k == 5 and {len(output.outputs[0].token_ids) for output in outputs} == {3}
-
-
 # ---- llm_engine_example
 
 
