@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, recorded_batches, token_ids
 from fast import fast_only
@@ -15,7 +14,7 @@ from graph_devices import PROMPTS, CapturingDevice, use_graphs
 from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
-from nanovllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.request import LoRARequest
@@ -117,19 +116,6 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, folder: P
             assert llm.kv_stats().transfers.h2d_bytes > 0
 
 
-def test_parts_of_a_batch_have_the_same_bits(
-    folder: Path, alone: list[list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch goes through a layer in parts of rows; sequences then begin and end within a part."""
-    monkeypatch.setattr("nanovllm.models.decoder.CPU_CHUNK_ROWS", 13)
-    requests = [None if index < 0 else adapter(folder, index) for _, _, index in MIXED]
-    with make_llm(folder) as llm:
-        outputs = llm.generate(
-            [p for p, _, _ in MIXED], [p for _, p, _ in MIXED], use_tqdm=False, lora_request=requests
-        )
-        assert [numbers(output) for output in outputs] == alone
-
-
 def test_the_model_alone_computes_as_without_lora(folder: Path) -> None:
     prompts = [random_prompt(length, VOCAB, seed=5) for length in (3, 40)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -156,21 +142,6 @@ def test_other_dtypes_are_near_the_merged_model(dtype: str, folder: Path, tmp_pa
     pairs = zip(numbers(found)[0], numbers(expected)[0], strict=True)
     errors = [abs(mine[token] - theirs[token]) for mine, theirs in pairs for token in theirs if token in mine]
     assert len(errors) == 59 and sum(errors) / len(errors) < (0.2 if dtype == "bfloat16" else 0.03)
-
-
-def test_beam_search_is_that_of_the_merged_model(folder: Path, tmp_path: Path) -> None:
-    prompts = [{"prompt_token_ids": random_prompt(length, VOCAB, seed=1)} for length in (9, 30)]
-    params = BeamSearchParams(beam_width=3, max_tokens=7, ignore_eos=True)
-    expected = []
-    for index in range(2):
-        model = make_checkpoint(tmp_path / "merged", seed=3)
-        merge_adapter(model, folder / f"a{index}")
-        model.save_pretrained(tmp_path / "merged")
-        with LLM(tmp_path / "merged", dtype="float32", device="cpu", **RESIDENT) as llm:
-            expected.append([beam.tokens for beam in llm.beam_search(prompts[index], params)[0].sequences])
-    with make_llm(folder, max_num_seqs=8) as llm:
-        found = llm.beam_search(prompts, params, lora_request=[adapter(folder, 0), adapter(folder, 1)])
-        assert [[beam.tokens for beam in output.sequences] for output in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -271,29 +242,6 @@ def _linear_shapes(folder: Path) -> list[tuple[str, tuple[int, int]]]:
     from nanovllm.models.hf_config import load_decoder_spec
 
     return list(modules_of(load_decoder_spec(str(folder / "model"), {})).items())
-
-
-def test_rows_of_the_few_row_kernels_go_to_the_other_kernels(folder: Path) -> None:
-    """One row with an adapter keeps its batch from the layer of C++ that computes rows without one."""
-    with make_llm(folder) as llm:
-        layer = llm.engine.executor.model.layers[0]
-        assert layer.few_rows is not None
-        calls: list[int] = []
-        finish, take = layer.few_rows.finish_, layer.few_rows.takes
-
-        class Counted:
-            takes, project = staticmethod(take), staticmethod(layer.few_rows.project)
-
-            @staticmethod
-            def finish_(x: torch.Tensor, attended: torch.Tensor) -> None:
-                calls.append(x.shape[0])
-                finish(x, attended)
-
-        layer.few_rows = Counted()  # type: ignore[assignment]
-        token_ids(llm, [1, 2, 3], greedy(3))
-        assert calls == [3, 1, 1]
-        llm.generate([1, 2, 3], greedy(3), use_tqdm=False, lora_request=adapter(folder, 0))
-        assert calls == [3, 1, 1]
 
 
 def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,21 +161,6 @@ def test_tables_say_where_the_matrices_are(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_every_layer_gets_the_products_of_plain_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (plain, _), grouped = loaded(folder, monkeypatch)
-    for rows, expected, mine in zip((6, 6, 1), plain.of_rows(SEQUENCES), grouped, strict=True):
-        assert (expected is None) == (mine is None)
-        for linear in plain._model.layers[0].linears if expected is not None and mine is not None else ():
-            x = torch.randn(rows, linear.in_features, device=DEVICE)
-            y = torch.randn(rows, sum(linear.parts.values()), device=DEVICE)
-            ours, theirs = y.clone(), y.clone()
-            mine.add_(linear, x, ours)
-            expected.add_(linear, x, theirs)
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
-            assert (linear in mine.tables) == (not torch.equal(ours, y))
-
-
-@pytest.mark.slow
 def test_an_engine_has_the_tokens_of_plain_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [random_prompt(length, 199, seed=length) for length in (9, 20, 3)]
     requests = [None, *(LoRARequest(f"a{i}", i + 1, str(folder / f"a{i}")) for i in (0, 2))]
