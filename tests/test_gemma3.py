@@ -83,25 +83,6 @@ def test_an_override_scales_the_layers_without_a_window(tmp_path: Path) -> None:
     assert spec.ropes == (RopeSpec("linear", 1e4, 2.0, original_max_position=128), RopeSpec(theta=300.0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["text_config is missing"]),
-        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar=0"]),
-        ({"rope_parameters": ROPES["default"]}, ["rope_parameters", "'rope_theta'", "full_attention"]),
-        ({"rope_parameters": {"full_attention": ROPES["yarn"]}}, ["'yarn'", "default, linear"]),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}, ["rope_theta=0"]),
-    ],
-    ids=str,
-)
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "gemma3")
-    edit_config(tmp_path, **changes)
-    message = refusal(lambda: load_decoder_spec(tmp_path))
-    assert [word for word in (str(tmp_path / "config.json"), *words) if word not in message] == []
-    assert "\n" not in message
-
-
 def test_another_family_may_have_gemmas_activation(tmp_path: Path) -> None:
     """The decoder reads it for all families, also for experts."""
     for family in ("llama", "mixtral"):

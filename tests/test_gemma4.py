@@ -185,34 +185,6 @@ def test_published_configs_mean_the_same(tmp_path: Path) -> None:
     assert defaults.sliding_windows == (20,) * 5 + (None,)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"enable_moe_block": True}, ["enable_moe_block=true needs num_experts above 0, but it is None"]),
-        (
-            {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4, "moe_intermediate_size": 8},
-            ["top_k_experts=4 is above num_experts=3"],
-        ),
-        ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
-        ({"num_kv_shared_layers": 8}, ["num_kv_shared_layers=8"]),
-        ({"num_kv_shared_layers": 7}, ["num_kv_shared_layers=7", FULL]),
-        ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config"]),
-        ({"per_layer_config": {"2": {"head_dim": 8}}}, ["per_layer_config"]),
-        ({"per_layer_config": {index: {"head_dim": 33} for index in "247"}}, ["of 33"]),
-        ({"per_layer_config": {"x": {"head_dim": 8}}}, ["per_layer_config"]),
-        ({"vocab_size_per_layer_input": 5}, ["vocab_size_per_layer_input=5"]),
-        ({"final_logit_softcapping": 0}, ["final_logit_softcapping=0"]),
-    ],
-    ids=str,
-)
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "gemma4", **SMALL)
-    edit_config(tmp_path, **changes)
-    message = refusal(lambda: load_decoder_spec(tmp_path))
-    assert [word for word in (str(tmp_path / "config.json"), *words) if word not in message] == []
-    assert "\n" not in message
-
-
 def test_ranks_that_would_differ_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", **LARGE)
     spec = load_decoder_spec(tmp_path)

@@ -1,4 +1,4 @@
-"""Olmo 3, GLM-4.5 and MiniMax-M2, beside the tests of all families."""
+"""Olmo 3, GLM-4.5 and MiniMax-M2, beside the tests of all families; and configs of any family that are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
 from fast import fast_only
 from safetensors.torch import load_file, save_file
+from test_gemma4 import SMALL as GEMMA_4_SMALL
 from test_models import assert_same_logits, load, random_prompts, reference, run
 
 from nanovllm.data.network import RopeSpec
@@ -112,13 +113,45 @@ def test_norms_over_all_heads_are_summed_over_the_ranks(tmp_path: Path) -> None:
         ("minimax_m2", {"rotary_dim": 3, "rope_parameters": None}, "rotates 3 of 16 features"),
         ("olmo3", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("olmo3", {"rope_parameters": {"full_attention": LOCAL_ROPE, "other": LOCAL_ROPE}}, "'other'"),
+        ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
+        ("qwen3_moe", {"num_experts": 7}, "num_experts=7 and num_local_experts=5 are two names of one field"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "'shared_expert_intermediate_size': 32"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token=3"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4", "bits": 4}}, "'bits'"),
+        ("gpt_oss", {"intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}}, "in_features=80"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is missing"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3", {"rope_parameters": ROPES["default"]}, "'rope_theta'"),
+        ("gemma3", {"rope_parameters": {"full_attention": ROPES["yarn"]}}, "'yarn'"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}, "rope_theta=0"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=true needs num_experts above 0, but it is None"),
+        (
+            "gemma4",
+            {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4, "moe_intermediate_size": 8},
+            "top_k_experts=4 is above num_experts=3",
+        ),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ("gemma4", {"num_kv_shared_layers": 8}, "num_kv_shared_layers=8"),
+        ("gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers=7"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": 8}}}, "per_layer_config"),
+        ("gemma4", {"per_layer_config": {index: {"head_dim": 33} for index in "247"}}, "of 33"),
+        ("gemma4", {"per_layer_config": {"x": {"head_dim": 8}}}, "per_layer_config"),
+        ("gemma4", {"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input=5"),
+        ("gemma4", {"final_logit_softcapping": 0}, "final_logit_softcapping=0"),
     ],
     ids=str,
 )
 def test_what_is_not_supported_is_refused_by_name(
     family: str, changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    make_checkpoint(tmp_path, family)
+    make_checkpoint(tmp_path, family, **(GEMMA_4_SMALL if family == "gemma4" else {}))
     edit_config(tmp_path, **changes)
     message = refusal(lambda: load_decoder_spec(tmp_path))
     assert expected in message and str(tmp_path / "config.json") in message and "\n" not in message
