@@ -20,14 +20,9 @@ from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
 from test_gemma4 import MIXTURE
 from test_gemma4 import SMALL as WITH_OWN_INPUTS
-from transformers import AutoModelForCausalLM
 
-from benchmarks.peers import gguf_writer
-from benchmarks.peers.checkpoint import make_checkpoint as make_random_checkpoint
-from benchmarks.shapes import open_shape
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
-from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.gguf.header import TENSOR_TYPES
 from nanovllm.formats.gguf.model import GgufWeight
@@ -90,24 +85,6 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: s
     assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture
     assert spec.sliding_windows == expected.sliding_windows and spec.ropes == expected.ropes
     assert spec.experts == expected.experts and spec.query_pre_attn_scalar == expected.query_pre_attn_scalar
-
-
-def test_files_of_the_benchmarks_give_the_bits_of_their_checkpoint(tmp_path: Path) -> None:
-    """`benchmarks.peers` compares engines on a network with recurrent layers, one of them on the file."""
-    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_value_head_dim": 24}
-    make_checkpoint(tmp_path / "shape", "qwen3_5", vocab=VOCAB, tie=True, **sizes)
-    config = json.loads((tmp_path / "shape" / "config.json").read_text())
-    config |= {"full_attention_interval": config["layer_types"].index("full_attention") + 1}
-    (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
-    with open_shape(str(tmp_path / "shape"), None, "float32") as shape:
-        checkpoint = make_random_checkpoint(shape, tmp_path / "checkpoint", seed=0)
-    gguf_writer.write(checkpoint, tmp_path / "model.gguf", "F32")
-    logits = []
-    for path in (checkpoint, tmp_path / "model.gguf"):
-        with LLM(path, **SMALL, skip_tokenizer_init=True) as llm:
-            logits.append(logits_by_request(llm, PROMPTS, 3))
-    assert len(logits[0]) == 3 * len(PROMPTS) and logits[0].keys() == logits[1].keys()
-    assert all(torch.equal(row, logits[1][token]) for token, row in logits[0].items())
 
 
 def test_experts_of_several_types_in_host_memory(tmp_path: Path) -> None:
@@ -271,22 +248,6 @@ def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Pat
     runs.append({(i, index): logits for i, run in enumerate(alone) for (_, index), logits in run.items()})
     for run in runs:
         assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
-
-
-def test_recall_over_packed_weights(tmp_path: Path) -> None:
-    """The recall network finds every position: most of its KV is on the host, and its weights are rounded."""
-    length, block = 512, 32
-    write_recall_checkpoint(tmp_path / "recall", length + 2, length + 4, seed=1, dtype="float32")
-    network = AutoModelForCausalLM.from_pretrained(tmp_path / "recall", dtype=torch.float32)
-    path = write_gguf(
-        tmp_path / "recall.gguf", network, lambda name: "BF16" if "ffn_down" in name else "Q8_0", pre=None
-    )
-    document = make_document(length + 2, length, seed=2)
-    positions = range(1, length - 3, 31)
-    arguments = offloaded(block, 4, 80, max_num_batched_tokens=256, cpu_attention=True)
-    with LLM(path, dtype="bfloat16", max_model_len=length + 4, **arguments) as llm:
-        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(3))
-    assert answers == [expected_answer(document, position, 3) for position in positions]
 
 
 # ---- the file in the place of a directory

