@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
 
-from benchmarks.shared_streams import SharedStreams
 from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
 from nanovllm.device import PitchedCopy, create_device, cuda
@@ -250,11 +249,7 @@ def test_memory_is_counted_and_a_peak_is_measured(device: CudaDevice) -> None:
         device.empty("pool", (1 << 50,), torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", vocab=VOCAB, hidden=128, intermediate=256, head_dim=64)
-    return path
+model_dir = checkpoint_fixture("qwen3", vocab=VOCAB, hidden=128, intermediate=256, head_dim=64)
 
 
 def arguments(num_gpu_blocks: int, **others: Any) -> dict[str, Any]:
@@ -351,15 +346,3 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
         device.compute_stream.synchronize()
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert outputs[0].metrics.cached_tokens_disk == 256 and float(number) == 2
-
-
-@pytest.mark.cuda
-def test_shared_streams_give_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm import build
-
-    prompts = [random_prompt(length, VOCAB, 11) for length in (100, 50)]
-    with LLM(model_dir, **arguments(5)) as llm:
-        expected = token_ids(llm, prompts, greedy(10))
-    monkeypatch.setattr(build, "create_device", lambda name: SharedStreams(create_device(name)))
-    with LLM(model_dir, **arguments(5)) as llm:
-        assert token_ids(llm, prompts, greedy(10)) == expected
