@@ -19,7 +19,7 @@ from engines import for_groups
 from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from soak import BLOCK, BLOCK_GIB, VOCAB, Asked, Driver, Totals, difference, random_engine, random_request
+from random_requests import BLOCK, BLOCK_GIB, VOCAB, Asked, Driver, difference, random_engine, random_request
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, build
@@ -169,7 +169,7 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
         scheduler, manager = llm.engine.scheduler, llm.engine.scheduler.block_manager
         manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8, 16]))
         number = {id(asked): index for index, asked in enumerate(requests)}
-        driver = Driver(llm, random, Totals(), len(requests), iter(requests).__next__)
+        driver = Driver(llm, random, len(requests), iter(requests).__next__)
         drafts.follows = lambda name: follows[number[id(driver.asked[name])]]
         while driver.go_on():
             queues = scheduler.waiting, scheduler.loading, scheduler.swapped, scheduler.running

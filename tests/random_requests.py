@@ -1,43 +1,17 @@
-"""A soak: random requests against several engines at once, for as long as is asked for.
-
-    python -m tests.soak --minutes 30
-
-A round makes up to three engines of random kinds (few blocks, offload, swap), gives them random requests with every
-feature, aborts some at every point, has some steps fail or be interrupted, and lets everything come to its end. Then
-each result is compared with that of an engine that runs one request at a time, the blocks are counted, and when the
-engines are closed, memory is. A round follows from --seed and its number alone: --first-round runs it again.
-
-Results must not depend on the batch to the bit. Where torch's matrix products do, as MKL's can, set MKL_CBWR=AVX2.
-"""
+"""Random engines and requests of every kind, driven by steps with aborts and failures; what they should say."""
 
 from __future__ import annotations
 
-import argparse
-import gc
-import logging
 import math
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
-if __package__:  # as `python -m tests.soak`: the helpers are modules beside this one
-    sys.path.insert(0, str(Path(__file__).parent))
-
 import pytest
 from block_helpers import check_blocks
-from checkpoints import make_checkpoint
-from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.device.memory import rss_bytes
-from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 
@@ -53,8 +27,6 @@ GRAMMARS: list[dict[str, Any]] = [
 WORDS = ["a", "th", " a", "in", "é", "zz", "日本"]
 BLOCK = 16
 BLOCK_GIB = 2 * 2 * 2 * BLOCK * 16 * 4 / 2**30  # layers, K and V, heads, tokens, head size, float32
-MIB = 2**20
-MOST_REPORTED = 10  # differences
 
 
 # ---- random requests
@@ -188,19 +160,7 @@ def _is_like(row: Mapping[int, Any] | None, other: Mapping[int, Any] | None) -> 
     return mine == pytest.approx(others, rel=0, abs=LOGPROB_TOLERANCE)
 
 
-# ---- engines, side by side
-
-
-@dataclass
-class Totals:
-    """What the soak has done."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    differences: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        parts = [f"{count:,} {what}" for what, count in sorted(self.counts.items())]
-        return f"{', '.join(parts)}; {len(self.differences)} differences"
+# ---- an engine and its requests
 
 
 class Interruption:
@@ -224,10 +184,8 @@ class Interruption:
 class Driver:
     """One engine and its requests."""
 
-    def __init__(
-        self, llm: LLM, random: Random, totals: Totals, num_requests: int, new_request: Callable[[], Asked]
-    ) -> None:
-        self.llm, self._random, self._counts, self._new_request = llm, random, totals.counts, new_request
+    def __init__(self, llm: LLM, random: Random, num_requests: int, new_request: Callable[[], Asked]) -> None:
+        self.llm, self._random, self._new_request = llm, random, new_request
         self.asked: dict[str, Asked] = {}
         self._left = num_requests
         self._abort_rate = random.choice([0.0, 0.02, 0.1])
@@ -253,27 +211,21 @@ class Driver:
         try:
             self.llm.engine.add_request(name, None, asked.params, asked.prompt, None, asked.priority, asked.salt)
         except RequestError:  # such as three sequences that cannot all be as long as they may become
-            self._counts["refused"] += 1
             return
         self.asked[name] = asked
-        self._counts["requests"] += 1
 
     def _abort(self, name: str) -> None:
         output = self.llm.engine.abort_request(name)
         assert output is not None and output.finished
         self.asked[name].hear(output)
-        self._counts["aborted"] += 1
 
     def _step(self) -> None:
-        self._counts["steps"] += 1
         try:
             outputs: list[Any] = self.llm.engine.step()
         except EngineError as error:
             outputs = error.outputs
-            self._counts["failed steps"] += 1
         except KeyboardInterrupt:
             outputs = []
-            self._counts["interrupted steps"] += 1
             unheard = set(self.asked) - set(self.llm.engine._requests)
             for name in unheard:  # ended by the interrupt, which has no outputs
                 if self.asked[name].last is None or not self.asked[name].last.finished:
@@ -313,84 +265,3 @@ def random_engine(random: Random) -> dict[str, Any]:
             "cpu_attention": random.random() < 0.7,
         }
     return arguments
-
-
-def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) -> None:
-    """Several engines side by side, to the end of all their requests; then what they said is compared."""
-    random = Random(f"{seed}-{number}")
-    beginnings = [[random.randrange(VOCAB - 20) for _ in range(random.choice([48, 70, 100]))] for _ in range(3)]
-    drivers = []
-    for _ in range(random.choice([1, 2, 3])):
-        arguments = random_engine(random)
-        llm = LLM(model, **arguments)
-        manager = llm.engine.scheduler.block_manager  # with hits that end within a block, which real sizes have
-        manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8]))
-        new_request = partial(random_request, random, beginnings)
-        drivers.append((arguments, Driver(llm, random, totals, random.choice([5, 20, 40]), new_request)))
-        totals.counts["engines"] += 1
-    going = [driver for _, driver in drivers]
-    while going:
-        driver = random.choice(going)
-        if not driver.go_on():
-            going.remove(driver)
-    for arguments, driver in drivers:
-        wrong = [f"at idle, {left}" for left in [driver.check_idle()] if left is not None]
-        for name, asked in driver.asked.items():
-            found = difference(asked, alone.generate(asked.prompt, replace(asked.params), use_tqdm=False)[0])
-            totals.counts["compared"] += 1
-            if found is not None:
-                wrong.append(f"request {name}, {asked.params}: {found}")
-        totals.differences += [f"round {number}, {arguments}: {sentence}" for sentence in wrong]
-        metrics = driver.llm.metrics()
-        totals.counts["swapped out"] += metrics.preemptions_by_swap
-        totals.counts["recomputed"] += metrics.preemptions_by_recompute
-        totals.counts["hits within blocks"] += metrics.prefix_cache_copied_blocks
-        driver.llm.close()
-
-
-def make_model(path: Path) -> None:
-    make_checkpoint(path, vocab=VOCAB, max_positions=256, eos_token_id=[VOCAB - 1])
-    write_byte_level(path)
-
-
-def soak(model: str, minutes: float, seed: int, first_round: int, rounds: int | None) -> int:
-    """Run rounds; the exit status."""
-    logging.disable(logging.ERROR)  # of every preemption and every failed step
-    totals, begin, number, told = Totals(), time.monotonic(), first_round, 0.0
-    print(f"seed {seed}", flush=True)
-    with LLM(model, dtype="float32", device="cpu", kvcache_block_size=BLOCK, num_gpu_blocks=200,
-             max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False) as alone:  # fmt: skip
-        while time.monotonic() < begin + 60 * minutes and len(totals.differences) < MOST_REPORTED and rounds != 0:
-            known = len(totals.differences)
-            run_round(number, seed, model, alone, totals)
-            for found in totals.differences[known:]:
-                print(found, flush=True)
-            number, rounds = number + 1, None if rounds is None else rounds - 1
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
-                print(f"{told - begin:6.0f} s, {number - first_round} rounds: {totals}; {_memory()}", flush=True)
-    seconds = time.monotonic() - begin
-    print(f"end after {seconds:.0f} s, {number - first_round} rounds: {totals}; {_memory()}")
-    return 1 if totals.differences else 0
-
-
-def _memory() -> str:
-    gc.collect()
-    return f"resident {rss_bytes() / MIB:.0f} MiB"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one in each run")
-    parser.add_argument("--first-round", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=None, help="most rounds")
-    args = parser.parse_args()
-    seed = time.time_ns() % 10**6 if args.seed is None else args.seed
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        return soak(folder, args.minutes, seed, args.first_round, args.rounds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
