@@ -49,12 +49,12 @@ BIT_TESTS := tests/test_emulated_bf16.py tests/test_imitated_processors.py tests
 test-bits: venv
 	$(PYTEST) -m slow $(BIT_TESTS)
 
-# The fast tests and all others: instruction sets, imitated processors, sanitizers, long prompts, the real model and
-# FUZZ_SECONDS of fuzz tests.
-FUZZ_SECONDS ?= 60
+# The fast tests and all others: instruction sets, imitated processors, sanitizers, long prompts, the real model, and
+# FUZZ_TIMES as many examples of the fuzz tests.
+FUZZ_TIMES ?= 20
 test-full: venv
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet 'ray[data]'  # for slow tests only
-	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) --run-slow
+	NANOVLLM_FUZZ_TIMES=$(FUZZ_TIMES) $(PYTEST) --run-slow
 
 # Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.
 # PART="smoke copies" runs only these parts, MINUTES limits the command, COMMIT names the commit in a copy of the tree

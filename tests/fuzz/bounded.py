@@ -1,11 +1,10 @@
-"""Fuzz targets: a hypothesis test that runs for a number of examples, for a time, or over the cases it once failed on.
+"""Fuzz targets: a hypothesis test that runs for a number of examples, or over the cases it once failed on.
 
 A target is a name, a check and the strategies of the check's keyword arguments. The check raises where the code under
-test is wrong, and otherwise returns a word for what happened ("accepted", "refused"), which is counted.
+test is wrong, and otherwise returns a word for what happened ("accepted", "refused").
 
-The fast tests call `replay`, and `run_examples` with the same examples in every run. The slow ones use the fixture
-`fuzz_run` of tests/fuzz/conftest.py: all of them share NANOVLLM_FUZZ_SECONDS (60 if unset) evenly. Their examples are
-the same in every run too, so that a failure is due to the change that is tested; NANOVLLM_FUZZ_SEED selects others.
+NANOVLLM_FUZZ_TIMES is how many times as many examples are run. They are the same in every run, so that a failure is due
+to the change that is tested; NANOVLLM_FUZZ_SEED selects others.
 
 A failure is shrunk by hypothesis and kept as tests/fuzz/cases/NAME/DIGEST.json, which `replay` runs from then on.
 Arguments must be made of None, bool, int, float, str, bytes, lists and dicts. Tuples come back from a file as lists.
@@ -20,8 +19,6 @@ import os
 import resource
 import struct
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +31,8 @@ from nanovllm.errors import ConfigError, ModelError, RequestError
 
 LONGEST = 2000  # characters of a message
 CASES = Path(__file__).parent / "cases"
-ROUND = 100  # examples between two looks at the clock
+TIMES = int(os.environ.get("NANOVLLM_FUZZ_TIMES", "1"))
+SEED = int(os.environ.get("NANOVLLM_FUZZ_SEED", "0"))
 
 Check = Callable[..., str]
 
@@ -48,36 +46,21 @@ class FuzzTarget:
         self._strategies = strategies
 
     def run_examples(self, count: int) -> None:
-        """Run `count` examples, the same in every run. Raises what the check raises, with the smallest example."""
-        profile = settings(_SETTINGS, max_examples=count, derandomize=True)
-        profile(given(**self._strategies)(self._plain_check))()
-
-    def run_for(self, seconds: float, first_seed: int = 0) -> str:
-        """Run random examples for so many seconds. Returns how many had which outcome.
-
-        Raises what the check raises. The smallest arguments that were found for the failure are kept as a case.
-        """
-        outcomes, failing = Counter[str](), list[dict[str, Any]]()
-        begin, number = time.monotonic(), first_seed
+        """Run random examples. Raises what the check raises; the smallest arguments that fail are kept as a case."""
+        failing = list[dict[str, Any]]()
 
         def check(**arguments: Any) -> None:
-            if time.monotonic() > begin + seconds and not failing:  # out of time: let the round run out
-                return
             try:
-                outcomes[self._check(**arguments)] += 1
+                self._check(**arguments)
             except Exception:
                 failing.append(arguments)
                 raise
 
-        while time.monotonic() < begin + seconds:
-            number += 1
-            try:
-                seed(number)(settings(_SETTINGS, max_examples=ROUND)(given(**self._strategies)(check)))()
-            except Exception as error:
-                error.add_note(f"kept as {self._keep(failing[-1])}" if failing else "nothing could be kept")
-                raise
-        counts = ", ".join(f"{count:,} {word}" for word, count in outcomes.most_common()) or "no examples"
-        return f"fuzz {self.name}: {counts} in {seconds:.0f} s"
+        try:
+            seed(SEED)(settings(_SETTINGS, max_examples=count * TIMES)(given(**self._strategies)(check)))()
+        except Exception as error:
+            error.add_note(f"kept as {self._keep(failing[-1])}" if failing else "nothing could be kept")
+            raise
 
     def replay(self) -> None:
         """Run every case that failed once."""
@@ -86,9 +69,6 @@ class FuzzTarget:
                 self._check(**decode(json.loads(path.read_text(encoding="ascii"))))
             except Exception as error:
                 raise AssertionError(f"{path} fails: {type(error).__name__}: {error}") from error
-
-    def _plain_check(self, **arguments: Any) -> None:
-        self._check(**arguments)
 
     def _keep(self, arguments: dict[str, Any]) -> Path:
         text = json.dumps(encode(arguments), indent=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 import tracemalloc
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,11 +114,6 @@ TARGET = FuzzTarget("gguf", check, damage=DAMAGE)
 def test_damaged_files() -> None:
     TARGET.replay()
     TARGET.run_examples(100)
-
-
-@pytest.mark.slow
-def test_damaged_files_for_long(fuzz_run: Callable[[FuzzTarget], None]) -> None:
-    fuzz_run(TARGET)
 
 
 def test_every_cut_is_named_with_the_tensor_and_its_offset(tmp_path: Path) -> None:

@@ -87,9 +87,3 @@ TARGETS = (
 def test_damaged_files_are_loaded_or_refused(target: FuzzTarget) -> None:
     target.replay()
     target.run_examples(15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_damaged_files_for_long(target: FuzzTarget, fuzz_run: Callable[[FuzzTarget], None]) -> None:
-    fuzz_run(target)

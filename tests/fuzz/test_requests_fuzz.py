@@ -11,7 +11,6 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +196,3 @@ def test_a_few_examples(name: str) -> None:
     target, count = TARGETS[name]
     target.replay()
     target.run_examples(count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_for_long(name: str, fuzz_run: Callable[[FuzzTarget], None]) -> None:
-    fuzz_run(TARGETS[name][0])
