@@ -153,8 +153,6 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         device = trace = TracedDevice(device, config.trace)
     spec = model.spec  # of this rank
     layout = of_rank(sizing.layout, spec)
-    if trace is not None:
-        trace.trace_groups(layout.groups)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, dtype, model.sinks)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
@@ -176,7 +174,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     if trace is not None:  # after the graphs, which record no marks
         trace.trace_model(model)
     passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
-    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters, trace)
+    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters)
 
 
 # ---- what build_engine assembles. A feature is imported where the arguments ask for it.

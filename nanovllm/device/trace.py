@@ -2,8 +2,8 @@
 
 The file opens in https://ui.perfetto.dev and chrome://tracing. Marks on the stream time copies, host tasks and waits of
 the compute stream. A kernel lasts from its declaration to `end_kernel` or the next event on the compute stream. Marks
-are read after the stream has passed them, so tracing never waits. Events name their layer, the physical ids of their KV
-blocks and the requests that use these. The linear layers are traced in the model, where nothing else declares them.
+are read after the stream has passed them, so tracing never waits. Work of the compute stream names its layer. The
+linear layers are traced in the model, where nothing else declares them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nanovllm.data.batch import ScheduledSequence
-from nanovllm.data.kv_groups import KVGroups
 from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import times_of
-from nanovllm.device.trace_blocks import TracedBlocks, Uses
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
 COMPUTE = "compute"
-ATTEND = "attend"  # the kernel after which a ring slot is free
 
 
 @dataclass(slots=True)
@@ -40,7 +35,6 @@ class Slice:
     begin: Mark
     end: Mark
     facts: dict[str, int]
-    uses: Uses
 
 
 @dataclass(slots=True)
@@ -49,7 +43,7 @@ class OpenKernel:
 
     name: str
     begin: Mark
-    uses: Uses
+    layer: int | None
     count: int = 0
     num_bytes: int = 0
 
@@ -71,7 +65,7 @@ class Timeline:
                 continue
             begin, duration = times[0] * 1e6, (times[1] - times[0]) * 1e6
             event = {"ph": "X", "name": piece.name, "pid": 0, "tid": piece.stream, "ts": begin, "dur": duration}
-            self.events.append(event | {"args": piece.facts | piece.uses.facts()})
+            self.events.append(event | {"args": piece.facts})
 
     def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
         """The trace as JSON data: events in microseconds from the first one, one thread per stream."""
@@ -96,15 +90,15 @@ class TracedCallStream(TracedStream, CallStream):
 
     def __init__(self, inner: CallStream, name: str, device: TracedDevice) -> None:
         super().__init__(inner, name)
-        self.declared = ("call", 0, Uses())  # name, bytes, what it is about
+        self.declared = ("call", 0)  # name, bytes
         self._calls = inner
         self._device = device
 
     def launch(self, task: HostTask) -> None:
         begin = self._calls.mark()
         self._calls.launch(task)
-        (name, num_bytes, uses), self.declared = self.declared, ("call", 0, Uses())
-        self._device.add(name, self.name, begin, self._calls.mark(), uses, bytes=num_bytes)
+        (name, num_bytes), self.declared = self.declared, ("call", 0)
+        self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
 
 
 class TracedCompute(StreamWrapper):
@@ -118,7 +112,7 @@ class TracedCompute(StreamWrapper):
         self._device.end_kernel()
         begin = self.inner.mark()
         super().wait(event)
-        self._device.add("wait", COMPUTE, begin, self.inner.mark(), self._device.in_layer())
+        self._device.add("wait", COMPUTE, begin, self.inner.mark(), self._device.layer)
 
 
 class TracedDevice(DeviceWrapper):
@@ -131,9 +125,7 @@ class TracedDevice(DeviceWrapper):
         self._path = Path(path)
         self._streams: list[TracedStream] = []
         self._kernel: OpenKernel | None = None
-        self._blocks = TracedBlocks()
-        self._step = Uses()
-        self._layer: int | None = None  # that the compute stream is in
+        self.layer: int | None = None  # that the compute stream is in
         self._closed = False
 
     def wrap(self, owner: object, method: str, name: str, layer: int | None) -> None:
@@ -141,33 +133,14 @@ class TracedDevice(DeviceWrapper):
         work: Callable[..., Any] = getattr(owner, method)
 
         def traced(*args: Any, **others: Any) -> Any:
-            self._layer = layer
-            num_bytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor))
-            self._open_kernel(name, num_bytes, self.in_layer())
+            self.layer = layer
+            self._open_kernel(name, sum(arg.nbytes for arg in args if isinstance(arg, Tensor)))
             result = work(*args, **others)
             if layer is None:
                 self.end_kernel()
             return result
 
         setattr(owner, method, traced)
-
-    def trace_groups(self, groups: KVGroups) -> None:
-        """The KV pools that will be allocated have the planes of these groups."""
-        self._blocks.groups = groups
-
-    def begin_step(self, sequences: Iterable[ScheduledSequence]) -> None:
-        """Work from now on belongs to a step of these sequences."""
-        self._step = self._blocks.begin_step(sequences)
-
-    def in_layer(self) -> Uses:
-        """What the compute stream's work is about, as far as it is known without addresses."""
-        return Uses(layers=set() if self._layer is None else {self._layer}, requests=dict(self._step.requests))
-
-    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._blocks.add(name, self.inner.empty(name, shape, dtype))
-
-    def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._blocks.add(name, self.inner.empty_host(name, shape, dtype))
 
     @contextmanager
     def compute(self) -> Iterator[None]:
@@ -177,8 +150,8 @@ class TracedDevice(DeviceWrapper):
                 yield
             finally:
                 self.end_kernel()
-                self._layer = None
-                self.add("step", COMPUTE, begin, self.inner.compute_stream.mark(), self._step)
+                self.layer = None
+                self.add("step", COMPUTE, begin, self.inner.compute_stream.mark())
                 self.timeline.settle()
 
     def new_stream(self, name: str) -> Stream:
@@ -196,7 +169,7 @@ class TracedDevice(DeviceWrapper):
         begin = stream.inner.mark()
         count = self.inner.copy_2d(copy, stream.inner)
         facts = {"bytes": copy.width * copy.height, "rows": copy.height, "copies": count}
-        self.add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), self._blocks.copied(copy), **facts)
+        self.add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), **facts)
         return count
 
     def declare_kernel(
@@ -204,29 +177,26 @@ class TracedDevice(DeviceWrapper):
     ) -> None:
         reads, writes = tuple(reads), tuple(writes)
         num_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
-        uses = Uses(layers=set() if self._layer is None else {self._layer})
         if stream is None:
-            uses = self._open_kernel(name, num_bytes, uses)
+            self._open_kernel(name, num_bytes)
         else:
             assert isinstance(stream, TracedCallStream)
-            stream.declared = (name, num_bytes, uses)
-        self._blocks.use((*reads, *writes), uses, ends_slots=name == ATTEND)
+            stream.declared = (name, num_bytes)
         self.inner.declare_kernel(name, reads, writes, None if stream is None else stream.inner)
 
-    def _open_kernel(self, name: str, num_bytes: int, uses: Uses) -> Uses:
-        """Begin a kernel, or continue the open one of the same name. Returns what it is about, for more to be added."""
+    def _open_kernel(self, name: str, num_bytes: int) -> None:
+        """Begin a kernel, or continue the open one of the same name."""
         if self._kernel is None or self._kernel.name != name:
             self.end_kernel()
-            self._kernel = OpenKernel(name, self.inner.compute_stream.mark(), uses)
+            self._kernel = OpenKernel(name, self.inner.compute_stream.mark(), self.layer)
         self._kernel.count += 1
         self._kernel.num_bytes += num_bytes
-        return self._kernel.uses
 
     def end_kernel(self) -> None:
         kernel, self._kernel = self._kernel, None
         if kernel is not None:
             facts = {"declared": kernel.count, "bytes": kernel.num_bytes}
-            self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), kernel.uses, **facts)
+            self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), kernel.layer, **facts)
         self.inner.end_kernel()
 
     def close(self) -> None:
@@ -257,6 +227,7 @@ class TracedDevice(DeviceWrapper):
         self.wrap(model, "normalize_", "final norm", None)
         self.wrap(model, "compute_logits", "logits", None)
 
-    def add(self, name: str, stream: str, begin: Mark, end: Mark, uses: Uses, **facts: int) -> None:
+    def add(self, name: str, stream: str, begin: Mark, end: Mark, layer: int | None = None, **facts: int) -> None:
         """Record the work of a stream between two marks."""
-        self.timeline.slices.append(Slice(name, stream, begin, end, facts, uses))
+        found = facts if layer is None else {"layer": layer, **facts}
+        self.timeline.slices.append(Slice(name, stream, begin, end, found))

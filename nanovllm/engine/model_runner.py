@@ -176,14 +176,6 @@ class ChunkedPass:
         self._kv_cache.abandon_step()
 
 
-class StepTrace(Protocol):
-    """Writes a timeline of copies and kernels; see `device.trace`."""
-
-    def begin_step(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Work from now on belongs to a step of these sequences."""
-        ...
-
-
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time. `build.build_runner` makes it."""
 
@@ -197,7 +189,6 @@ class ModelRunner:
         plan: KVPlan,
         num_swap_blocks: int,
         adapters: AdapterManager | None = None,
-        trace: StepTrace | None = None,
     ) -> None:
         """passes: the forward pass chunk by chunk, then the one layer by layer if prompts may go that way."""
         self.device = device
@@ -212,7 +203,6 @@ class ModelRunner:
         self.dtype = model.dtype
         # Called with the rows of every pass, which stay valid until the next step.
         self.keep_rows: Callable[[ComputedRows], None] | None = None
-        self._trace = trace
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
         self._watch = StepWatch(model.spec.num_kv_layers)
@@ -226,8 +216,6 @@ class ModelRunner:
         self._was_layerwise = batch.layerwise is not None
         result = StepResult()
         on_attend = self._watch.begin_step(batch) if self._watch.on_layer is not None else None
-        if self._trace is not None:
-            self._trace.begin_step(batch.sequences)
         try:
             with self.device.compute():
                 unloaded = self.adapters.begin_step(batch.adapters) if self.adapters is not None else {}
