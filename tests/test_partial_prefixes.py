@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from cpu_attention_helpers import force_share
 from engines import (
     PREFILL_WAYS,
     greedy,
-    logits_by_request,
     offloaded,
     random_prompt,
     recorded_batches,
     set_prefill,
-    token_ids,
 )
 from fast import fast_pairs
 
@@ -83,32 +80,6 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
                 assert cached[0] == shared // HASH * HASH <= min(cached), shared
             stream.close()
         assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).num_used == 0
-
-
-# ---- bits
-
-
-@pytest.mark.usefixtures("small_hash_blocks")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_logits_are_those_without_a_cache_for_every_device_budget(tmp_path: Path, dtype: str) -> None:
-    make_checkpoint(tmp_path, vocab=97, dtype=dtype, head_dim=32, layers=3)
-    document = random_prompt(BLOCK + 2 * HASH + 3, 97, 1)
-    prompts = [[*document[:length], *random_prompt(9, 97, length)] for length in (HASH, BLOCK - 1, len(document) - 4)]
-
-    def logits(num_gpu_blocks: int, *, warm: bool, way: str = "layer-major") -> torch.Tensor:
-        arguments = offloaded(BLOCK, num_gpu_blocks, 20, max_num_batched_tokens=40, cpu_attention=False)
-        with LLM(tmp_path, dtype=dtype, enable_prefix_caching=warm, **arguments) as llm:
-            set_prefill(llm, way)
-            if warm:
-                token_ids(llm, document, greedy(1))
-            found = logits_by_request(llm, prompts, 5)
-            assert (manager_of(llm).stats.copied_blocks >= 2) == warm
-        return torch.stack([found[key] for key in sorted(found)])
-
-    cold = logits(20, warm=False)
-    for num_gpu_blocks in (2, 3, 4, 5, 20):
-        for way in PREFILL_WAYS:
-            assert torch.equal(logits(num_gpu_blocks, warm=True, way=way), cold), (num_gpu_blocks, way)
 
 
 # ---- bytes

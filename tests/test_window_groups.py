@@ -13,7 +13,7 @@ from engines import greedy, logits_by_request, offloaded, random_prompt, recorde
 from fast import fast_only
 from torch import Tensor
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockManager
 
@@ -69,29 +69,6 @@ def test_logits_do_not_depend_on_how_they_are_computed(tmp_path: Path, pattern: 
                 again = logits(llm, prompts_of())
                 assert torch.equal(again, expected) and manager_of(llm).stats.hit_tokens > 0, "from the prefix cache"
                 assert manager_of(llm).num_used == 0
-
-
-@pytest.mark.parametrize("window", fast_only([20], [7, BLOCK, 20, 60]))
-def test_groups_of_sequences(tmp_path: Path, window: int) -> None:
-    """Forks, copies on write, swap and beams give what a roomy engine gives."""
-    checkpoint(tmp_path, "1 to 1", window)
-    params = [SamplingParams(n=3, max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
-    beams = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=12, ignore_eos=True)
-    asked = [*zip(prompts_of()[:3], params, strict=True), (prompts_of(7)[1], beams)]
-
-    def answers(**arguments: Any) -> tuple[list[list[list[int]]], BlockManager, int]:
-        with LLM(tmp_path, dtype="float32", max_num_batched_tokens=33, **arguments) as llm:
-            outputs = llm.generate([prompt for prompt, _ in asked], [each for _, each in asked], use_tqdm=False)
-            swapped = llm.engine.scheduler.preemption.stats.swapped
-            return [[each.token_ids for each in output.outputs] for output in outputs], manager_of(llm), swapped
-
-    expected, manager, _ = answers(**ROOMY)
-    assert manager.num_copied_blocks > 0
-    tight = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 45, "max_model_len": 200}
-    for arguments in (tight, offloaded(BLOCK, 6, 42, max_model_len=200)):
-        found, manager, swapped = answers(**arguments)
-        assert found == expected and swapped > 0
-        assert manager.num_used == manager.num_swapped == 0
 
 
 @pytest.mark.parametrize("way", ["layer-major", "chunk-major"])
