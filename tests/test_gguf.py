@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 import gguf
 from checkpoints import GPT_OSS_ROPE, ROPES, make_checkpoint, refusal
-from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
 from test_gemma4 import MIXTURE
@@ -222,32 +222,6 @@ def split(whole: Path, parts: list[Path]) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-
-
-# ---- exactness
-
-BUDGETS = (4, 9)
-
-
-@pytest.mark.parametrize("kind", [mixed, *(pytest.param(kind, marks=pytest.mark.slow) for kind in QUANTIZED)])
-def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Path, kind: Any) -> None:
-    model = make_checkpoint(tmp_path / "model", **WIDE)
-    path = write_gguf(tmp_path / "model.gguf", model, kind)
-    prompts = [random_prompt(length, VOCAB, seed=4) for length in (9 * 16 + 7, 3 * 16, 5)]
-    with LLM(path, kvcache_block_size=16, num_gpu_blocks=40, max_num_batched_tokens=40) as llm:
-        resident = logits_by_request(llm, prompts, 3)
-        again = logits_by_request(llm, prompts, 3)  # from the prefix cache
-        assert llm.prefix_cache_stats().hit_tokens > 0
-    runs = [again]
-    for num_gpu_blocks in BUDGETS:
-        arguments = offloaded(16, num_gpu_blocks, 40, max_num_batched_tokens=40, cpu_attention=False)
-        with LLM(path, **arguments) as llm:
-            runs.append(logits_by_request(llm, prompts, 3))
-    with LLM(path, kvcache_block_size=16, num_gpu_blocks=40) as llm:
-        alone = [logits_by_request(llm, [prompt], 3) for prompt in prompts]
-    runs.append({(i, index): logits for i, run in enumerate(alone) for (_, index), logits in run.items()})
-    for run in runs:
-        assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
 
 
 # ---- the file in the place of a directory

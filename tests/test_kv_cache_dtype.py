@@ -11,12 +11,12 @@ import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape, quantised, same_bits, split
 from checkpoints import checkpoint_fixture, make_checkpoint
-from engines import greedy, logits_by_request, offloaded, random_prompt, set_prefill, token_ids
-from fast import fast_only, fast_pairs
+from engines import greedy, logits_by_request, offloaded, random_prompt, set_prefill
+from fast import fast_only
 from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.errors import ConfigError
 from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
@@ -191,21 +191,6 @@ def test_logits_do_not_depend_on_chunks_batch_budget_or_preemption(model_dir: Pa
     assert not torch.equal(alone, logits_of(model_dir, prompts, "auto", **RESIDENT))
     for name, arguments in WAYS.items():
         assert torch.equal(logits_of(model_dir, prompts, kv_dtype, **arguments), alone), name
-
-
-@pytest.mark.parametrize(("kv_dtype", "mode"), fast_pairs([("fp8", "swap")], KV_DTYPES, ("recompute", "swap")))
-def test_preempted_and_cached_requests_give_the_same_tokens(model_dir: Path, kv_dtype: str, mode: str) -> None:
-    start = random_prompt(40, VOCAB, seed=9)
-    prompts = [start[: 9 * i % 41] + random_prompt(10 + 7 * i, VOCAB, seed=i) for i in range(8)]
-    params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8) * 4]
-    with LLM(model_dir, dtype="float32", kv_cache_dtype=kv_dtype, **RESIDENT) as llm:
-        expected = [token_ids(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
-    few = {**RESIDENT, "num_gpu_blocks": 14, "preemption_mode": mode, "swap_space": 0.01}
-    with LLM(model_dir, dtype="float32", kv_cache_dtype=kv_dtype, **few) as llm:
-        for _ in range(2):
-            assert token_ids(llm, prompts, params) == expected
-        assert llm.engine.scheduler.preemption.stats.total > 0
-        assert llm.prefix_cache_stats().hit_tokens > 0
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

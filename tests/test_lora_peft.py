@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
+from engines import greedy, greedy_reference, offloaded, random_prompt
 
 from nanovllm import LLM
 from nanovllm.features.lora.request import LoRARequest
@@ -65,17 +65,3 @@ def test_the_tokens_are_those_of_peft(family: str, engine: dict[str, Any], tmp_p
         outputs = llm.generate(prompts * len(requests), greedy(12), use_tqdm=False, lora_request=adapters)
     assert [output.outputs[0].token_ids for output in outputs] == [tokens for each in expected for tokens in each]
     assert [output.lora_request for output in outputs] == adapters
-
-
-def test_an_adapter_as_it_was_initialized_changes_nothing(tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path / "model")
-    prompt = random_prompt(20, VOCAB, seed=1)
-    expected = greedy_reference(base, prompt, 8)
-    peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(
-        tmp_path / "new"
-    )
-    with LLM(tmp_path / "model", device="cpu", num_gpu_blocks=8, enable_lora=True) as llm:
-        outputs = llm.generate(
-            prompt, greedy(8), use_tqdm=False, lora_request=LoRARequest("a", 1, str(tmp_path / "new"))
-        )
-        assert outputs[0].outputs[0].token_ids == expected == token_ids(llm, prompt, greedy(8))[0]

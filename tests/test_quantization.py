@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import GATED_DELTA, edit_config, make_checkpoint, refusal
-from engines import greedy, offloaded, random_prompt, token_ids
-from fast import fast_only
+from engines import greedy, random_prompt, token_ids
 from plans import parameter_bytes
 from quantized_checkpoints import (
     VARIANTS,
@@ -29,7 +28,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 from nanovllm.features.planner.network import Network
 from nanovllm.formats.quantization import read_quantization
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
@@ -127,49 +125,7 @@ def test_other_dtypes_of_the_network(dtype: str, quantized: Callable[[str], Path
     assert torch.tensor(found).sub(torch.tensor(expected)).abs().mean() < 0.2
 
 
-# ---- bits: batch, budget, chunk, prefix cache
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "resident": {"num_gpu_blocks": 60},
-    "chunks": {"num_gpu_blocks": 60, "max_num_batched_tokens": 48},
-    "offloaded": offloaded(16, 6, 80),
-    "offloaded, chunks": offloaded(16, 4, 80, max_num_batched_tokens=32),
-}
-
-
-@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
-def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Callable[[str], Path]) -> None:
-    prompts = [random_prompt(length, VOCAB, 3) for length in (150, 7, 40)]
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
-
-    def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-        return [output.outputs[0].logprobs for output in llm.generate(prompts, params, use_tqdm=False)]
-
-    found = []
-    for arguments in ENGINES.values():
-        with LLM(quantized(variant), device="cpu", **{"kvcache_block_size": 16, **arguments}) as llm:
-            found.append(answers(llm, prompts))
-            found.append([answer for prompt in prompts for answer in answers(llm, [prompt])])  # alone, and cached
-    assert all(other == found[0] for other in found[1:])
-
-
 # ---- the recall network, and other families
-
-
-@pytest.mark.parametrize("variant", fast_only(["gptq-32-asymmetric"], ["gptq-32-asymmetric", "fp8"]))
-def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_path: Path) -> None:
-    """The network's numbers survive rounding, so that one wrong or stale row of KV gives a wrong word."""
-    length, block, chunk, answer_len = 600, 16, 64, 3
-    write_recall_checkpoint(tmp_path / "plain", length + 2, length + 4, seed=1, dtype="float32")
-    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
-    document = make_document(length + 2, length, seed=2)
-    positions = sorted({1, *notable_positions(length, answer_len, {"block": block, "chunk": chunk})})
-    sizes = offloaded(block, 4, 100, max_model_len=length + 4, max_num_batched_tokens=chunk)
-    with LLM(path, device="cpu", **sizes) as llm:
-        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(answer_len))
-        assert llm.kv_stats().transfers.h2d_copies > 0
-    assert len(positions) > 50
-    assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
 BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96}
