@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,42 +176,6 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
     assert "error: the engine is closed" in said and sorted(results(tmp_path / "out")) == [0]
     assert batch(model, source, tmp_path / "out", "--resume") == 0
     assert sorted(results(tmp_path / "out")) == [0, 1, 2, 3]
-
-
-# The command with small parts, which is killed in the middle of a row.
-KILLED = """
-import os, signal, sys
-from nanovllm.apps.batch.replica import Replica
-from nanovllm.apps.batch.results import ResultDirectory
-from nanovllm.apps.cli.main import main
-
-def killed(replica, step=Replica.step, steps=iter(range(220))):
-    return step(replica) if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
-
-ResultDirectory.__init__.__kwdefaults__["part_rows"] = 2
-Replica.step = killed
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on(model: str, tmp_path: Path) -> None:
-    rows = [{"prompt": f"row {i}", "max_tokens": 50, "temperature": i % 2} for i in range(24)]
-    source = write_jsonl(tmp_path / "data.jsonl", *rows)
-    options = ["batch", "--model", model, "--input", source, "--output", str(tmp_path / "out"), *SMALL_CACHE, *GREEDY]
-    options += ["--max-num-seqs", "2"]
-    done = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    first = results(tmp_path / "out")
-    assert 0 < len(first) < 24
-    assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "8") == 0
-    assert batch(model, source, tmp_path / "whole") == 0
-    found, whole = results(tmp_path / "out"), results(tmp_path / "whole")
-    answers = ("prompt", "generated_text", "finish_reason", "outputs", "error")
-    assert [[found[i][name] for name in answers] for i in range(24)] == [
-        [whole[i][name] for name in answers] for i in range(24)
-    ]
-    assert all(found[i] == row for i, row in first.items()), "what was written before stays"
 
 
 def test_rows_of_a_document_follow_each_other(model: str, tmp_path: Path) -> None:

@@ -8,18 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import offloaded
 from wheels import write_wheel
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from benchmarks.peers.llama_cpp_perplexity import llama_cpp_measures
 from benchmarks.requantize import perplexity, text_tokens, transformers_perplexity
-from nanovllm import LLM, SamplingParams
 from nanovllm.apps.real_models import UnavailableError, gemma3
 from nanovllm.apps.real_models.reading import story
 from nanovllm.errors import ModelError
-from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 LLAMA_CPP = "NANOVLLM_LLAMA_CPP"  # a Python in whose environment llama-cpp-python is
@@ -82,14 +79,6 @@ def model() -> Path:
 
 
 @pytest.mark.slow
-def test_the_network_is_gemma_3_270m(model: Path) -> None:
-    spec = load_decoder_spec(model)
-    assert (spec.num_layers, spec.hidden_size, spec.max_position_embeddings) == (18, 640, 32768)
-    assert [layer for layer, window in enumerate(spec.sliding_windows) if window is None] == [5, 11, 17]
-    assert set(spec.sliding_windows) == {512, None} and [rope.theta for rope in spec.ropes] == [1e6, 1e4]
-
-
-@pytest.mark.slow
 def test_text_becomes_the_tokens_of_transformers(model: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -117,19 +106,3 @@ def test_tokens_and_perplexity_are_those_of_llama_cpp(model: Path) -> None:
     own = HuggingFaceTokenizer(model)
     assert [own.encode(text) for text in job["texts"]] == its["texts"]
     assert abs(perplexity(model, TOKENS, "float32")[0] / its["perplexity"] - 1) < 5e-3
-
-
-@pytest.mark.slow
-def test_what_it_writes_is_the_same_with_less_memory(model: Path) -> None:
-    """A prompt of several windows, of whose KV four blocks are on the device; the second time from the prefix cache."""
-    tokens = text_tokens(model, 1100)
-    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=1)
-    found = []
-    for arguments in ({"kvcache_block_size": 64, "num_gpu_blocks": 84}, offloaded(64, 12, 84, cpu_attention=False)):
-        with LLM(model, max_model_len=1200, max_num_batched_tokens=256, **arguments) as llm:
-            for _ in range(2):
-                (output,) = llm.generate([tokens], params, use_tqdm=False)
-                answer = output.outputs[0]
-                rows = zip(answer.logprobs, answer.token_ids, strict=True)
-                found.append((answer.token_ids, [row[token].logprob for row, token in rows]))
-    assert len(found[0][0]) == 16 and all(each == found[0] for each in found)

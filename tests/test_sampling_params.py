@@ -1,4 +1,4 @@
-"""Sampling parameters: the defaults, and a sentence for everything that cannot be honoured."""
+"""Sampling parameters: a sentence for everything that cannot be honoured."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.sampling_rules import takes_prompt
 
 NAN, INF = math.nan, math.inf
-
-
-def test_defaults() -> None:
-    params = SamplingParams()
-    off = ("use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_clone")
-    none = ("best_of", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")
-    assert {field.name: getattr(params, field.name) for field in fields(params)} == {
-        **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0.0),
-        **dict.fromkeys(("repetition_penalty", "temperature", "top_p", "length_penalty"), 1.0),
-        **dict.fromkeys((*none, "truncate_prompt_tokens")),
-        **dict.fromkeys(off, False),
-        **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), ()),
-        **{"n": 1, "top_k": 0, "max_tokens": 16, "min_tokens": 0, "logit_bias": {}},
-        **{"skip_special_tokens": True, "detokenize": True, "output_kind": RequestOutputKind.CUMULATIVE},
-    }
 
 
 def one_argument(logits: object) -> object:
