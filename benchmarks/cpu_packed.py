@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> Iterator[Result]:
             yield Result(scheme, rows, in_features, out_features, weight.nbytes, *spreads)  # type: ignore[arg-type]
 
 
-def seconds(product: Callable[[Tensor, object], Tensor], x: Tensor, weights: Sequence[object]) -> float:
+def seconds(product: Callable[[Tensor, Any], Tensor], x: Tensor, weights: Sequence[object]) -> float:
     """Of one product of x [rows, in] with one of the weights, in a pass over all of them."""
 
     def all_copies() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from benchmarks.engine import Work
 from benchmarks.report import mib, print_row
@@ -158,7 +159,8 @@ def show_by_share(found: ByShare) -> None:
 
 
 def _cpu_attention_of(llm: LLM) -> HostBlockAttention:
-    cpu_attention = llm._runner.kv_cache.cpu_attention  # type: ignore[attr-defined]  # no option forces a share
+    kv_cache: Any = llm._runner.kv_cache  # type: ignore[union-attr]  # no option forces a share
+    cpu_attention = kv_cache.cpu_attention
     assert isinstance(cpu_attention, HostBlockAttention)
     return cpu_attention
 
@@ -167,7 +169,7 @@ def _take_turns(
     offloaded: Decoding, cpu_attention: HostBlockAttention, shares: Sequence[float], rounds: int
 ) -> dict[str, list[Turn]]:
     automatic = cpu_attention.policy
-    found: dict[str, list[Turn]] = {f"share {share:g}": [] for share in shares} | {AUTOMATIC: []}
+    found: dict[str, list[Turn]] = {name: [] for name in (*(f"share {share:g}" for share in shares), AUTOMATIC)}
     ways: list[tuple[str, float | None]] = list(zip(found, [*shares, None], strict=True))
     for index in range(rounds + 1):
         for name, share in ways if index % 2 == 0 else reversed(ways):

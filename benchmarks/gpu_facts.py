@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 # Imported by the parts of the GPU check; the last ones are optional.
-NEEDED = ("torch", "triton", "pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors")
-NEEDED += ("tokenizers", "xxhash", "numpy")
+NEEDED = (
+    *("torch", "triton", "pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors"),
+    *("tokenizers", "xxhash", "numpy"),
+)
 USEFUL = ("xdist", "flash_attn", "flash_attn_interface")
 DISTRIBUTIONS = {"xdist": "pytest-xdist"}
 MEMINFO = ("MemTotal", "MemFree", "MemAvailable", "SwapTotal", "HugePages_Total", "Mlocked")

@@ -117,9 +117,9 @@ class KernelChecks:
         ):
             for rows in (1, 40):
                 x = self.random(rows, 128) / 16
-                parts = [weight.data, weight.scales, weight.zeros]
-                on_device = [None if part is None else part.to(self.device) for part in parts]
-                y = triton_packed.packed_linear(x, weight.scheme, *on_device, weight.group_size)
+                data, scales = weight.data.to(self.device), weight.scales.to(self.device)
+                zeros = None if weight.zeros is None else weight.zeros.to(self.device)
+                y = triton_packed.packed_linear(x, weight.scheme, data, scales, zeros, weight.group_size)
                 expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
 
     def kv_in_8_bits(self) -> None:

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +128,7 @@ def measure(sizes: Sizes, device: torch.device) -> list[Figure]:
     of_products = products(sizes, device)
     for rows in sizes.rows:
         x = torch.randn(rows, sizes.in_features, device=device).to(sizes.dtype)
-        torch_seconds = seconds(lambda x=x: F.linear(x, plain), device, sizes.repeats)
+        torch_seconds = seconds(partial(F.linear, x, plain), device, sizes.repeats)
 
         def add(name: str, took: float, error: float, rows: int = rows, torch_seconds: float = torch_seconds) -> None:
             times = torch_seconds / took
@@ -136,12 +137,12 @@ def measure(sizes: Sizes, device: torch.device) -> list[Figure]:
 
         for name, (product, weight, bound) in of_products.items():
             error = check(product(x), x, dequantize(weight).double(), bound)
-            add(name, seconds(lambda x=x, product=product: product(x), device, sizes.repeats), error)
+            add(name, seconds(partial(product, x), device, sizes.repeats), error)
         add_, dense = adapters(sizes, device, rows)
         y = torch.zeros(rows, sizes.out_features, device=device, dtype=sizes.dtype)
         add_(y, x)
         error = check(y, x, dense, BOUND)
-        took = seconds(lambda x=x, y=y, add_=add_: add_(y, x), device, sizes.repeats)
+        took = seconds(partial(add_, y, x), device, sizes.repeats)
         add(f"{sizes.adapters} adapters of rank {sizes.rank}", took, error)
     return figures
 

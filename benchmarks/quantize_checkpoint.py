@@ -116,8 +116,8 @@ def quantization_config(
 def quantized(weight: Tensor, format: str, bits: int, group_size: int, symmetric: bool) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one projection, fp32 [out, in], by the last part of their names."""
     if format in ("fp8", "fp8-channel", "fp8-tensor", "float-quantized"):
-        rows, columns = {"fp8": (BLOCK, BLOCK), "fp8-tensor": weight.shape}.get(format, (1, weight.shape[1]))
-        values, scales = rounded_to_fp8(weight, rows, columns)
+        tile = {"fp8": (BLOCK, BLOCK), "fp8-tensor": tuple(weight.shape)}.get(format, (1, weight.shape[1]))
+        values, scales = rounded_to_fp8(weight, *tile)
         yield "weight", values
         yield ("weight_scale_inv", scales) if format == "fp8" else ("weight_scale", scales)
         return

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ class Smoke:
         found: dict[str, Check] = {"matrix product": self.matrix_product, "pinned memory": self.pinned_memory}
         ways = ("h2d", "d2h", "d2d") if self.device == "cuda" else ("h2h",)
         for way in ways:
-            found[f"strided copy, {way}"] = lambda way=way: self.strided_copy(way)
+            found[f"strided copy, {way}"] = partial(self.strided_copy, way)
         found |= KernelChecks(self.device, self.dtype).checks()
         for backend in self.backends():
-            found[f"attention: {backend.name}"] = lambda backend=backend: self.attention(backend)
+            found[f"attention: {backend.name}"] = partial(self.attention, backend)
         resident = {"num_gpu_blocks": 16}
         few = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 12}
         found |= {

@@ -158,8 +158,8 @@ class Answer:
 
 
 def answer(llm: LLM, task: Task, max_tokens: int) -> Answer:
-    common = {"max_tokens": max_tokens}
-    params = [SamplingParams(temperature=task.temperature, seed=i, **common) for i in range(len(task.prompts))]
+    temperature = task.temperature
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(task.prompts))]
     outputs = llm.generate([*task.prompts], params, use_tqdm=False)
     found = [(output.outputs[0].token_ids, output.metrics) for output in outputs]
     first = max(metrics.first_token_time or 0.0 for _, metrics in found)

@@ -59,8 +59,8 @@ class Ring:
         """One pass; 1e9 bytes per second."""
         engine, layout = self.engine, self.engine.layout
         first = engine.split.resident_blocks
-        uses = [BlockTokens(block, layout.block_size, 0) for block in range(first, first + engine.num_host_blocks)]
-        blocks = in_groups(uses, engine.group_slots)
+        loaded = [BlockTokens(block, layout.block_size, 0) for block in range(first, first + engine.num_host_blocks)]
+        blocks = in_groups(loaded, engine.group_slots)
         runs = [(layer, uses) for layer in range(layout.num_layers) for uses in blocks]
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
