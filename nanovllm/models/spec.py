@@ -311,26 +311,13 @@ class DecoderSpec:
         With the correction biases of the routers. A recurrent layer has its input and output projections in the place
         of q, k, v and o.
         """
-        if self.gemma4 is not None:
-            layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
-            return sum(rows * columns for _, rows, columns in layers) + self._routing_weights()
-        attention = self.num_kv_layers * self.hidden_size * (self.gated_q_size + self.q_size + 2 * self.kv_size)
-        if self.recurrent is not None:
-            inputs = sum(self.recurrent.input_parts.values())
-            attention += self.num_recurrent_layers * self.hidden_size * (inputs + self.recurrent.value_size)
-        dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
-        return attention + dense + self._routing_weights() + self._shared_weights + self._expert_weights
+        matrices = [*self.projections(), *self._own_input_matrices()]
+        return sum(rows * columns for _, rows, columns in matrices) + self._routing_weights() + self._expert_weights
 
     def _routing_weights(self, *, wide: bool = False) -> int:
         """Number of weights that decide about experts in all layers; wide: of those that are fp32 in any case."""
         of_layer = 0 if self.experts is None else self.experts.num_routing_weights(self.hidden_size, wide=wide)
         return self.num_expert_layers * of_layer
-
-    @property
-    def _shared_weights(self) -> int:
-        """Number of weights in the shared experts of all layers."""
-        shared = None if self.experts is None else self.experts.shared
-        return 0 if shared is None else self.num_expert_layers * 3 * self.hidden_size * shared.intermediate_size
 
     @property
     def _expert_weights(self) -> int:
@@ -538,6 +525,12 @@ class DecoderSpec:
         for index in range(self.num_layers):
             for module, rows, columns, _ in self._projections(index):
                 yield module, rows, columns
+
+    def _own_input_matrices(self) -> Iterator[Matrix]:
+        """Of the layers that add an input of their own."""
+        if self.gemma4 is not None:
+            for index in range(self.num_layers):
+                yield from self.gemma4.layer_matrices(index, self.hidden_size)
 
     def _layer_matrices(self, index: int) -> Iterator[Matrix]:
         for module, rows, columns, _ in self._projections(index):
