@@ -143,12 +143,14 @@ def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_di
     context=st.integers(0, 60), query=st.integers(1, 50), windows=st.lists(st.none() | st.integers(1, 70), min_size=1)
 )
 @settings(max_examples=50)
-def test_visible_keys_are_those_of_a_walk(
+def test_operations_of_attention_are_those_of_a_walk(
     spec: DecoderSpec, context: int, query: int, windows: list[int | None]
 ) -> None:
     network = Network(replace(spec, num_layers=len(windows), sliding_windows=tuple(windows)), "float32")
     rows = range(context, context + query)
-    assert network.visible_keys(context, query) == sum(min(p + 1, w or p + 1) for w in windows for p in rows)
+    keys = sum(min(p + 1, w or p + 1) for w in windows for p in rows)
+    spec = network.spec
+    assert network.attention_operations(context, query) == 4 * spec.num_heads * spec.head_dim * keys
     seen = [{k for p in rows for k in range(max(0, p + 1 - (w or p + 1)), p + 1)} for w in windows]
     token_layer = 2 * spec.num_kv_heads * spec.head_dim * 4
     assert network.attended_bytes(context, query) == sum(map(len, seen)) * token_layer

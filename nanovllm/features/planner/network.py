@@ -68,12 +68,6 @@ class Network:
         hidden = all_reduce_bytes(tokens * self.spec.hidden_size * self.itemsize, self.num_ranks)
         return (self.num_all_reduces - self._sums_of_squares) * hidden + squares
 
-    def visible_keys(self, context_len: int, query_len: int) -> int:
-        """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""
-        return sum(
-            layout.num_readers * _keys(context_len, query_len, window) for window, layout in self._kv_groups
-        )
-
     @property
     def _kv_groups(self) -> list[tuple[int | None, KVLayout]]:
         """The window of each KV group, and the layout of its layers."""
@@ -81,7 +75,7 @@ class Network:
         return [(group.window, of_group) for group, of_group in zip(layout.groups, layout.of_groups, strict=True)]
 
     def attention_operations(self, context_len: int, query_len: int) -> int:
-        """Two products over head_dim for every query head and visible key."""
+        """Two products over head_dim for every query head and visible key: position p sees min(p + 1, window) keys."""
         return 4 * self.spec.num_heads * sum(
             layout.head_dim * layout.num_readers * _keys(context_len, query_len, window)
             for window, layout in self._kv_groups
