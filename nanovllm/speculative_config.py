@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.rules import is_whole
+from nanovllm.rules import whole
 
 NAME = "speculative_config"
 DEFAULT_LOOKUP = 5  # tokens of an n-gram
@@ -16,6 +16,15 @@ METHODS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("method", "num_speculative_tokens", "model", "max_model_len"),
     "mtp": ("method", "num_speculative_tokens", "max_model_len"),
+}
+
+
+# Of the fields that count tokens.
+RULES = {
+    "num_speculative_tokens": whole(1, most=MOST_TOKENS),
+    "prompt_lookup_max": whole(1, also=(None,), most=MOST_TOKENS),
+    "prompt_lookup_min": whole(1, also=(None,), most=MOST_TOKENS),
+    "max_model_len": whole(1, also=(None,)),
 }
 
 
@@ -38,41 +47,20 @@ class SpeculativeConfig:
 
 def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """The checked fields of the argument. Raises ConfigError."""
-    method = given.get("method")
+    method, model = given.get("method"), given.get("model")
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(f"{NAME}: method={quoted(method)} must be {' or '.join(METHODS)}: give it one of them")
     names = METHODS[method]
     for name in given:
         if name not in names:
             raise ConfigError(f"{NAME}: unknown field {quoted(name)}: with this method it has {', '.join(names)}")
-    tokens: Any = given.get("num_speculative_tokens")
-    _check_whole("num_speculative_tokens", tokens, MOST_TOKENS)
-    if method != "ngram":
-        return _of_network(given)
-    for name in ("prompt_lookup_max", "prompt_lookup_min"):
-        if given.get(name) is not None:
-            _check_whole(name, given[name], MOST_TOKENS)
+    for name, rule in RULES.items():
+        rule.check(f"{NAME}: {name}", given.get(name), ConfigError)
+    if method == "draft_model" and (not isinstance(model, str) or not model):
+        raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     longest, shortest = longest or shortest or DEFAULT_LOOKUP, shortest or longest or DEFAULT_LOOKUP
     if shortest > longest:
         raise ConfigError(f"{NAME}: prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
-    return SpeculativeConfig(
-        method="ngram", num_speculative_tokens=tokens, prompt_lookup_max=longest, prompt_lookup_min=shortest
-    )
-
-
-def _of_network(given: Mapping[str, Any]) -> SpeculativeConfig:
-    """Of a draft model, or of the model's own head."""
-    method, model, longest = given["method"], given.get("model"), given.get("max_model_len")
-    if method == "draft_model" and (not isinstance(model, str) or not model):
-        raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
-    if longest is not None:
-        _check_whole("max_model_len", longest, None)
-    tokens = given["num_speculative_tokens"]
-    return SpeculativeConfig(method=method, num_speculative_tokens=tokens, model=model or "", max_model_len=longest)
-
-
-def _check_whole(name: str, value: Any, most: int | None) -> None:
-    if not is_whole(value) or value < 1 or (most is not None and value > most):
-        rule = "a positive whole number" if most is None else f"a whole number from 1 to {most}"
-        raise ConfigError(f"{NAME}: {name}={quoted(value)} must be {rule}")
+    others = {name: value for name, value in given.items() if value is not None}
+    return SpeculativeConfig(**others | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest})
