@@ -25,7 +25,8 @@ from nanovllm.formats.config_fields import (
     OTHER_FIELDS,
 )
 from nanovllm.formats.hub import is_gguf
-from nanovllm.models.families import FAMILIES, Family, complete_config, decoder_spec
+from nanovllm.models.families import FAMILIES
+from nanovllm.models.family import Family, complete_config, decoder_spec
 from nanovllm.models.rope_config import rope_specs
 from nanovllm.models.spec import DecoderSpec
 

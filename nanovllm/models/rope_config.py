@@ -11,7 +11,7 @@ from nanovllm.data.json_fields import NULL, OBJECT, checked_fields
 from nanovllm.data.network import RopeSpec
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import ROPE_FIELDS
-from nanovllm.models.families import Family
+from nanovllm.models.family import Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
