@@ -78,4 +78,5 @@ def number(text: str, holds: Callable[[float], bool] = is_number, none: bool = F
 
 
 FLAG = Rule(lambda value: isinstance(value, bool), "must be True or False")
+TEXT = Rule(lambda value: isinstance(value, str), "must be text")
 TEXT_OR_NONE = Rule(lambda value: value is None or isinstance(value, str), "must be None or text")

@@ -152,8 +152,9 @@ def test_imports_go_down_only() -> None:
 
 # What applications may import of the package, besides the names of its root: public modules, which users import too.
 PUBLIC = {
-    *("nanovllm", "nanovllm.config", "nanovllm.errors", "nanovllm.outputs", "nanovllm.sampling_params"),
-    *("nanovllm.vllm_names", "nanovllm.text.prompts", "nanovllm.text.tokenizer", "nanovllm.text.chat_template"),
+    *("nanovllm", "nanovllm.config", "nanovllm.errors", "nanovllm.outputs", "nanovllm.rules"),
+    *("nanovllm.sampling_params", "nanovllm.vllm_names", "nanovllm.text.prompts", "nanovllm.text.tokenizer"),
+    "nanovllm.text.chat_template",
     *("nanovllm.data.progress", "nanovllm.features.progress_bar", "nanovllm.features.planner"),
     "nanovllm.features.kv_disk",
 }

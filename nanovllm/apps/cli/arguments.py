@@ -27,7 +27,7 @@ from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 if TYPE_CHECKING:
     from nanovllm import LLMEngine
 
-ENGINE, SAMPLING = "engine", "sampling"
+ENGINE, SAMPLING, SERVER = "engine", "sampling", "server"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 # output_kind follows from how the answer is shown; the others are for programs.
 NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "skip_clone")
@@ -141,6 +141,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[st
     _add_flags(group, SAMPLING, SamplingParams, names, defaults)
 
 
+def add_server_flags(group: Any, settings: type) -> None:
+    """A flag for every field of the server's settings that has a rule."""
+    _add_flags(group, SERVER, settings, [field.name for field in fields(settings) if "rule" in field.metadata])
+
+
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The engine arguments that were given."""
     return _given(args, ENGINE)
@@ -149,6 +154,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given."""
     return _given(args, SAMPLING)
+
+
+def server_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the server that were given by flags of their names."""
+    return _given(args, SERVER)
 
 
 def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:

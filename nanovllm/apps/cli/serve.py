@@ -9,17 +9,19 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.cli.arguments import (
+    COUNTS,
     add_command,
     add_engine_flags,
+    add_server_flags,
     checked_config,
     engine_arguments,
-    positive,
     read_text,
+    server_arguments,
 )
 from nanovllm.apps.cli.boundary import Interrupt, say
 from nanovllm.apps.cli.engine import NAMED, check_lora_modules, lora_module, lora_requests
@@ -39,59 +41,25 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         "/version and /metrics. SIGTERM and Ctrl-C let running requests end first.",
     )
     parser.set_defaults(run=run)
-    _add_server_flags(parser.add_argument_group("server"))
-    _add_limits(parser.add_argument_group("limits"))
+    _add_server_flags(parser.add_argument_group("server", COUNTS))
     add_engine_flags(parser)
     return parser
 
 
 def _add_server_flags(group: Any) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
+    from nanovllm.apps.server.settings import ServerSettings
+
+    add_server_flags(group, ServerSettings)
     key = f"ask clients for this key; repeat it for several. {KEY_VARIABLE} in the environment is one too"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", metavar="FILE", help="keys, one on each line")
     origin = "let web pages of this origin use the server (CORS); repeat it for several"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
-    trust = "let requests bring chat templates"
-    group.add_argument("--trust-request-chat-template", action="store_true", help=trust)
-    parser = "format of tool calls: hermes (also Qwen's), llama3_json, none; auto: as the chat template shows"
-    group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=parser)
     adapter = f"adapters that requests may name as their model: {NAMED}"
     group.add_argument(
         "--lora-modules", nargs="+", action="extend", default=[], type=lora_module, metavar="NAME=PATH", help=adapter
     )
-    group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at /")
-    group.add_argument("--access-log", action="store_true", help="log the path and status of every request")
-    for name, text in (
-        ("keyfile", "private key for TLS, as PEM"),
-        ("certfile", "certificate for TLS, as PEM"),
-        ("ca-certs", "ask clients for a certificate of one of these CAs"),
-    ):
-        group.add_argument(f"--ssl-{name}", metavar="FILE", help=text)
-    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="of an encrypted private key")
-
-
-def _add_limits(group: Any) -> None:
-    counts = {
-        "max-body-bytes": (32 << 20, "of a request's body"),
-        "max-prompts": (256, "prompts of a request"),
-        "max-queue": (1024, "prompts that wait for the engine; more are refused with status 429"),
-        "max-connections": (1024, "open connections; more are refused with status 503"),
-    }
-    for name, (default, text) in counts.items():
-        group.add_argument(
-            f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-    times = {
-        "header-timeout": (10.0, "until a request's header is complete"),
-        "idle-timeout": (30.0, "between parts of a body, and between requests of a connection"),
-        "shutdown-timeout": (60.0, "for running requests after SIGTERM"),
-    }
-    for name, (seconds, text) in times.items():
-        text = f"seconds {text} (default: {seconds:g})"
-        group.add_argument(f"--{name}", type=float, default=seconds, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     config = checked_config(args)
     names = _names(config.served_model_name, args.model)
     check_lora_modules(args.lora_modules, config, names)
-    given = {each.name: getattr(args, each.name) for each in fields(ServerSettings) if each.name in vars(args)}
     settings = ServerSettings(
-        **given | {"chat_template": read_text("--chat-template", args.chat_template)},
+        **server_arguments(args),
+        chat_template=read_text("--chat-template", args.chat_template),
         allowed_origins=tuple(args.allow_origin),
         served_model_names=names,
         api_keys=_api_keys(args.api_key, args.api_key_file),

@@ -3,70 +3,70 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
+from nanovllm import LoRARequest
 from nanovllm.errors import ConfigError, quoted
-
-if TYPE_CHECKING:  # for annotations only: torch comes with it
-    from nanovllm import LoRARequest
+from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, number, one_of, whole
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+COUNT = whole(1)
+SECONDS = number("must be a number of seconds above 0", lambda seconds: seconds > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What `build_app` and `nanovllm serve` take. Times are in seconds, sizes in bytes.
+    """What `build_app` and `nanovllm serve` take. Times are in seconds, sizes in bytes. Fields with a rule are flags.
 
     served_model_names: the names that requests may use; the first one is in answers. lora_requests: adapters that
     requests use by naming them as their model. api_keys: accepted keys; none
     means that no key is asked for. allowed_origins: web pages of these origins may use the server (CORS).
-    max_body_bytes: of a request's body. max_prompts: of one request. max_queue: requests that wait for the engine;
-    more are refused with status 429. max_connections: more are refused with status 503.
-    header_timeout: until a request's header is complete. idle_timeout: between two parts of a request's body, and
-    between two requests of a connection. shutdown_timeout: for running requests, after SIGTERM.
-    chat_template: the text of a template to use instead of the tokenizer's. trust_request_chat_template: requests may
-    bring templates. tool_call_parser: the format of tool calls in the model's text; "auto" reads it off the chat
-    template. ui: the page at `/`. ssl_*: PEM files for TLS; with ssl_ca_certs, clients need a certificate of these CAs.
+    chat_template: the text of a template to use instead of the tokenizer's.
     """
 
     served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 32 << 20
-    max_prompts: int = 256
-    max_queue: int = 1024
-    max_connections: int = 1024
-    header_timeout: float = 10.0
-    idle_timeout: float = 30.0
-    shutdown_timeout: float = 60.0
     chat_template: str | None = None
-    trust_request_chat_template: bool = False
-    tool_call_parser: str = "auto"
-    ui: bool = True
-    access_log: bool = False
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile_password: str | None = None
-    ssl_ca_certs: str | None = None
     lora_requests: tuple[LoRARequest, ...] = ()
+    host: str = argument("127.0.0.1", TEXT, "address to listen on; 127.0.0.1 is this machine")
+    port: int = argument(8000, whole(0, most=65535), "0 takes a free one")
+    trust_request_chat_template: bool = argument(False, FLAG, "let requests bring chat templates")
+    tool_call_parser: str = argument(
+        "auto",
+        one_of(*TOOL_CALL_PARSERS),
+        "format of tool calls: hermes (also Qwen's), llama3_json, none; auto: as the chat template shows",
+    )
+    ui: bool = argument(True, FLAG, "the page at /")
+    access_log: bool = argument(False, FLAG, "log the path and status of every request")
+    ssl_keyfile: str | None = argument(None, TEXT_OR_NONE, "private key for TLS, a file in PEM")
+    ssl_certfile: str | None = argument(None, TEXT_OR_NONE, "certificate for TLS, a file in PEM")
+    ssl_ca_certs: str | None = argument(None, TEXT_OR_NONE, "ask clients for a certificate of one of these CAs")
+    ssl_keyfile_password: str | None = argument(None, TEXT_OR_NONE, "of an encrypted private key")
+    max_body_bytes: int = argument(32 << 20, COUNT, "of a request's body")
+    max_prompts: int = argument(256, COUNT, "prompts of a request")
+    max_queue: int = argument(1024, COUNT, "prompts that wait for the engine; more are refused with status 429")
+    max_connections: int = argument(1024, COUNT, "open connections; more are refused with status 503")
+    header_timeout: float = argument(10.0, SECONDS, "seconds until a request's header is complete")
+    idle_timeout: float = argument(
+        30.0, SECONDS, "seconds between parts of a body, and between requests of a connection"
+    )
+    shutdown_timeout: float = argument(
+        60.0,
+        number("must be a number of seconds of at least 0", lambda seconds: seconds >= 0),
+        "seconds for running requests after SIGTERM",
+    )
 
     def __post_init__(self) -> None:
-        _require(bool(self.served_model_names), "served_model_names", "must hold at least one name", ())
+        for each in fields(self):
+            if "rule" in each.metadata:
+                each.metadata["rule"].check(each.name, getattr(self, each.name), ConfigError)
+        if not self.served_model_names:
+            raise ConfigError("served_model_names=(): must hold at least one name")
         adapters = [adapter.lora_name for adapter in self.lora_requests]
-        are_distinct = len({*adapters, *self.served_model_names}) == len(adapters) + len({*self.served_model_names})
-        _require(are_distinct, "lora_requests", "each needs a name of its own", adapters)
-        _require(0 <= self.port <= 65535, "port", "must be from 0 to 65535; 0 takes a free one", self.port)
-        for name in ("max_body_bytes", "max_prompts", "max_queue", "max_connections"):
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("header_timeout", "idle_timeout"):
-            _require(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
-        _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must be at least 0", self.shutdown_timeout)
-        rule = f"must be one of {', '.join(TOOL_CALL_PARSERS)}"
-        _require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", rule, self.tool_call_parser)
+        if len({*adapters, *self.served_model_names}) < len(adapters) + len({*self.served_model_names}):
+            raise ConfigError(f"lora_requests={quoted(adapters)}: each needs a name of its own")
         if any(not key.isascii() or not key or key != key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty, or has spaces around it or characters beyond ASCII: use another")
         self._check_tls()
@@ -114,8 +114,3 @@ class ServerSettings:
     def is_public(self) -> bool:
         """Whether the server listens beyond this machine."""
         return self.host not in LOOPBACK
-
-
-def _require(condition: bool, name: str, rule: str, value: object) -> None:
-    if not condition:
-        raise ConfigError(f"{name}={quoted(value)}: {rule}")
