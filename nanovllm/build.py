@@ -257,7 +257,7 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
 
 def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     """The model's own head with a resident KV cache, for which `_plan_memory` has left room."""
-    from nanovllm.features.speculation import DraftLimits, MTPDrafter
+    from nanovllm.features.speculation import MTPDrafter
     from nanovllm.features.speculation.hidden_states import HiddenStates
 
     assert config.speculative_config is not None
@@ -277,18 +277,14 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     chunked = ChunkedPass(head, kv_cache, None, hidden=hidden.of_step)
     own = ModelRunner(device, head, kv_cache, [chunked], sizing, plan, num_swap_blocks=0)
     own.keep_rows, runner.keep_rows = hidden.keep_drafted, hidden.keep
-    groups = sizing.layout.groups
-    manager = BlockManager(plan.split.resident_blocks, 0, groups, engine.enable_prefix_caching, chunk=engine.chunk)
-    sizes = (head.spec.vocab_size, head.spec.vocab_size)
-    limits = DraftLimits(sizes, engine.chunk, min(longest, plan.max_model_len), recomputes=True)
-    return MTPDrafter(own, manager, limits, hidden)
+    return MTPDrafter(own, longest, hidden)
 
 
 def _draft_model(
     config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, tokenizer: Tokenizer | None
 ) -> Drafter:
     """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
-    from nanovllm.features.speculation import DraftLimits, DraftModel
+    from nanovllm.features.speculation import DraftModel
     from nanovllm.features.speculation.checks import check_vocabulary
 
     engine = draft_engine(config, asked)
@@ -303,11 +299,7 @@ def _draft_model(
     engine, longest = sized_draft_engine(engine, model.spec, asked, config.max_model_len or spec.max_model_len)
     logger.info("the draft model of speculative_config, %s:", asked.model)
     runner = build_runner(engine, model.spec)
-    groups, plan = runner.sizing.layout.groups, runner.plan
-    manager = BlockManager(plan.split.resident_blocks, 0, groups, engine.enable_prefix_caching, chunk=engine.chunk)
-    sizes, longest = (model.spec.vocab_size, spec.vocab_size), min(longest, plan.max_model_len)
-    limits = DraftLimits(sizes, engine.chunk, longest, recomputes=spec.recurrent is not None)
-    return DraftModel(runner, manager, limits)
+    return DraftModel(runner, longest, spec.vocab_size, recomputes=spec.recurrent is not None)
 
 
 # ---- what build_runner assembles

@@ -8,36 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.features.speculation.acceptance import Acceptance
 from nanovllm.features.speculation.lengths import PassCosts, draft_length
 from nanovllm.sampling_params import SamplingParams
 
 FORGET = 0.8  # weight of what a pass took one pass earlier
-
-
-class DraftRunner(Protocol):
-    """Computes the passes of the draft model."""
-
-    def execute(self, batch: Batch) -> StepResult: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """vocab_sizes: of the draft model and of the other. chunk: most tokens of a pass. longest: tokens of a sequence
-    that has drafts. recomputes: as of `draft_length`.
-    """
-
-    vocab_sizes: tuple[int, int]
-    chunk: int
-    longest: int
-    recomputes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +48,17 @@ class DraftModel:
     they give it similar probabilities, at any temperature.
     """
 
-    def __init__(self, runner: DraftRunner, manager: BlockManager, limits: DraftLimits) -> None:
-        """manager: of the blocks of `runner`, all of them on its device."""
+    def __init__(self, runner: ModelRunner, longest: int, vocab_size: int, recomputes: bool = False) -> None:
+        """runner: of the draft model, with all of its blocks on the device. longest: tokens of a sequence that has
+        drafts; vocab_size: of the other model; recomputes: as of `draft_length`.
+        """
+        config, plan, groups = runner.sizing.config, runner.plan, runner.sizing.layout.groups
+        caching, self._chunk = config.enable_prefix_caching, config.chunk
+        self._manager = BlockManager(plan.split.resident_blocks, 0, groups, caching, chunk=self._chunk)
         self._runner = runner
-        self._manager = manager
-        self._limits = limits
+        self._longest = min(longest, plan.max_model_len)
+        self._vocab_sizes = runner.spec.vocab_size, vocab_size  # of the draft model, and of the other
+        self._recomputes = recomputes
         self._costs = PassCosts()
         self._pass_seconds = 0.0  # of drafting one token of each sequence
         self._followed: dict[int, Followed] = {}  # by seq_id
@@ -85,7 +71,7 @@ class DraftModel:
         for seq, most in wanted:
             each = self._followed.setdefault(seq.seq_id, Followed(seq))
             each.drafts = []
-            if length := self._length(each, min(most, self._limits.longest - len(seq)), len(wanted), rows, tokens):
+            if length := self._length(each, min(most, self._longest - len(seq)), len(wanted), rows, tokens):
                 asked.append((each, length))
         try:
             self._draft_all([*asked, *((each, 0) for each in self._behind([each for each, _ in asked]))])
@@ -114,13 +100,13 @@ class DraftModel:
     def _length(self, each: Followed, most: int, sequences: int, rows: int, tokens: int) -> int:
         """How many tokens of a sequence to draft; a pass of the draft model is shared by all of them."""
         new, each.num_read = each.seq.token_ids[each.num_read :], len(each.seq)
-        if most < 1 or max(new, default=0) >= self._limits.vocab_sizes[0]:
+        if most < 1 or max(new, default=0) >= self._vocab_sizes[0]:
             each.can_follow = False  # it only grows
             self._let_go(each)
         if not each.can_follow or each.acceptance.is_paused():
             return 0
         cost = self._pass_seconds / sequences / self._costs.fixed if self._costs.fixed else 0.0
-        share, again = self._costs.share, self._limits.recomputes
+        share, again = self._costs.share, self._recomputes
         length = draft_length(each.acceptance.share, most, rows, tokens, share, cost, again)
         if not length:
             each.acceptance.begin_pause()
@@ -213,7 +199,7 @@ class DraftModel:
 
         asked: how many drafts of each sequence are wanted, which may be none.
         """
-        left, sequences = self._limits.chunk, [each for each, _ in asked]
+        left, sequences = self._chunk, [each for each, _ in asked]
         drafting: list[tuple[Followed, int]] = []
         scheduled: list[tuple[Followed, ScheduledSequence]] = []
         for each, length in asked:
@@ -280,5 +266,5 @@ class DraftModel:
         result = self._runner.execute(Batch([part for _, part in parts], self._manager.take_moves()))
         for index, (each, _) in enumerate(parts):
             for sample in result.samples[index] if index not in result.errors else ():
-                if sample.token_id < self._limits.vocab_sizes[1]:
+                if sample.token_id < self._vocab_sizes[1]:
                     each.drafts.append(sample.token_id)

@@ -30,9 +30,9 @@ class HeldRows:
 
 
 class HiddenStates:
-    """Holds rows by sequence. The model's runner calls `keep`, the head's `of_step` and `keep_drafted`.
+    """Holds rows by sequence and position, until the head has read them; the drafter says whose rows stay.
 
-    See `features.speculation.mtp.HeldHiddenStates`, by which the drafter says whose rows stay.
+    The model's runner calls `keep`, the head's `of_step` and `keep_drafted`.
     """
 
     def __init__(self) -> None:

@@ -13,36 +13,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Sequence
-from nanovllm.features.speculation.draft_model import DraftLimits, DraftModel, DraftRunner, Followed
+from nanovllm.features.speculation.draft_model import DraftModel, Followed
+from nanovllm.features.speculation.hidden_states import HiddenStates
 
 MOST_HELD = 64  # hidden states of a sequence that wait for drafts to be wanted; then the head reads them in any case
 ANY_SEQUENCE = -1  # in a salt: a shadow with all tokens is that of every sequence with them
 
 
-class HeldHiddenStates(Protocol):
-    """Holds hidden states of sequences, by position, from the model's steps until the head has read them."""
-
-    def add(self, seq_id: int, begin: int, end: int) -> bool: ...
-    def end_step(self) -> None: ...
-    def held(self, seq_id: int) -> range: ...
-    def count_from(self, seq_id: int, first: int) -> None: ...
-    def skip(self, seq_id: int, count: int) -> None: ...
-    def drop(self, seq_id: int) -> None: ...
-    def clear(self) -> None: ...
-
-
 class MTPDrafter(DraftModel):
     """Drafts with the model's head, for all sequences at once. See `engine.scheduler.Drafter`."""
 
-    def __init__(
-        self, runner: DraftRunner, manager: BlockManager, limits: DraftLimits, hidden: HeldHiddenStates
-    ) -> None:
-        """runner: of the head, which reads `hidden`; manager: of its blocks, all of them on its device."""
-        super().__init__(runner, manager, limits)
+    def __init__(self, runner: ModelRunner, longest: int, hidden: HiddenStates) -> None:
+        """runner: of the head, which reads `hidden`. longest: as of `DraftModel`."""
+        super().__init__(runner, longest, runner.spec.vocab_size, recomputes=True)
         self._hidden = hidden
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
@@ -53,7 +39,7 @@ class MTPDrafter(DraftModel):
         if not seq.request.takes_drafts:
             return
         each = self._followed.setdefault(seq.seq_id, Followed(seq))
-        each.can_follow &= len(seq) < self._limits.longest
+        each.can_follow &= len(seq) < self._longest
         if not each.can_follow:
             self._let_go(each)
         elif self._hidden.add(seq.seq_id, begin, end):
