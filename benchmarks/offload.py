@@ -18,7 +18,7 @@ from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
-from nanovllm.engine.scheduler import LayerwiseScheduling
+from nanovllm.engine.layerwise_prefill import LayerwiseScheduler
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, prefill_steps
@@ -56,7 +56,7 @@ class Variant:
     llm: LLM
     layerwise_memory: LayerwiseMemory  # for layer-by-layer prefill
     kv_cache_dtype: str
-    layerwise: LayerwiseScheduling | None  # the engine's own
+    layerwise: LayerwiseScheduler | None  # the engine's own
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)

@@ -20,9 +20,9 @@ from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
-from nanovllm.engine.scheduler import Drafter, LayerwiseScheduling, SchedulerLimits
+from nanovllm.engine.scheduler import Drafter
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
@@ -104,9 +104,6 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         store=store,
     )
     features = EngineFeatures(
-        request_factory=request_factory,
-        preemption=SwapPreemption(manager, config.preemption_mode),
-        layerwise=_layerwise_scheduling(config, manager, limits),
         grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
         adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
@@ -197,16 +194,6 @@ def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     if tokenizer is None and config.tokenizer is not None:
         raise ConfigError(f"tokenizer={quoted(config.tokenizer)}: the directory holds no tokenizer files")
     return tokenizer
-
-
-def _layerwise_scheduling(
-    config: EngineConfig, manager: BlockManager, limits: SchedulerLimits
-) -> LayerwiseScheduling | None:
-    if not config.enable_cpu_offload:
-        return None
-    from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
-
-    return LayerwiseScheduler(manager, limits)
 
 
 def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:

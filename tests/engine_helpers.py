@@ -10,14 +10,13 @@ from block_helpers import check_blocks
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.batch import Adapter, Adapters, Batch, ScheduledSequence, StepResult
+from nanovllm.data.batch import Adapter, Batch, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
-from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
-from nanovllm.features.sequence_groups import SwapPreemption, request_factory
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -74,16 +73,6 @@ def adapter_salt(adapter: int | None) -> bytes:
     return b"" if adapter is None else f"adapter {adapter}".encode()
 
 
-def features(manager: BlockManager, limits: SchedulerLimits, adapters: Adapters | None = None) -> EngineFeatures:
-    """What `build.build_engine` gives an engine, as far as it needs no tokenizer."""
-    return EngineFeatures(
-        request_factory,
-        SwapPreemption(manager, limits.preemption_mode),
-        LayerwiseScheduler(manager, limits),
-        adapters=adapters,
-    )
-
-
 class Bench:
     """An engine with named requests and recorded steps."""
 
@@ -122,7 +111,7 @@ class Bench:
             ModelFacts(VOCAB),
             self.manager,
             self.executor,
-            features(self.manager, self.limits, NumberedAdapters() if max_loras else None),
+            EngineFeatures(adapters=NumberedAdapters() if max_loras else None),
             tokenizer,
             seed=seed,
         )

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from engines import beam_reference, offloaded, random_prompt
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.features.sequence_groups.beams import BeamSearch
+from nanovllm.engine.beams import BeamSearch
 
 BLOCK, VOCAB = 16, 61
 ENGINES: dict[str, dict[str, Any]] = {

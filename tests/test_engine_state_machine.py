@@ -20,7 +20,6 @@ from content_model import (
     sampled_token,
 )
 from content_store import ContentStore
-from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -28,13 +27,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import kv_groups
+from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.scheduler import SchedulerLimits
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -237,7 +236,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
-        parts = features(self.manager, limits)
+        parts = EngineFeatures()
         if drafts and (slots is None or not any(windows)):
             limits = replace(limits, num_speculative_tokens=drafts)
             parts = replace(parts, drafter=Guesses(wrong))

@@ -13,8 +13,8 @@ from engine_helpers import BLOCK, Bench, prompt_of
 from nanovllm.data.kv_groups import KVCapacity
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.request import Request
 from nanovllm.errors import RequestError
-from nanovllm.features.sequence_groups.requests import GroupRequest
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -152,8 +152,9 @@ def test_the_grid_of_admission(total: int) -> None:
 )
 def test_the_most_blocks_that_a_group_can_hold(prompt_len: int, max_tokens: int | None, n: int, blocks: int) -> None:
     params = SamplingParams(n=n, max_tokens=max_tokens)
-    group = GroupRequest("r", prompt_of(prompt_len), params, number=0, seq_ids=count(), seed=0, arrival_time=0.0)
-    assert group.blocks_at_most(32, KVCapacity(one_group(BLOCK), None, 0, 0)) == blocks
+    group = Request("r", prompt_of(prompt_len), params, number=0, seq_ids=count(), seed=0, arrival_time=0.0)
+    longest = 32 if max_tokens is None else min(prompt_len + max_tokens, 32)
+    assert group.most_blocks(longest, KVCapacity(one_group(BLOCK), None, 0, 0)) == blocks
     bench = Bench(blocks, max_num_seqs=8, caching=False, max_model_len=min(32, blocks * BLOCK))
     if max_tokens is not None:
         bench.add("fits", prompt_of(prompt_len), max_tokens, temperature=1.0, n=n)

@@ -13,7 +13,8 @@ from content_model import VOCAB, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 

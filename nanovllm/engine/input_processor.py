@@ -8,19 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from nanovllm.data.batch import Adapter, Adapters
+from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
-from nanovllm.engine.scheduler import SchedulerLimits
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
-
-# (request_id, params, limits, vocab_size) -> what makes a request of several sequences from the arguments of `Request`.
-# Raises RequestError for more sequences than fit in one step.
-RequestFactory = Callable[[str, SamplingParams, SchedulerLimits, int], Callable[..., Request]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,7 @@ class ModelFacts:
 class InputProcessor:
     """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input.
 
-    advise: returns advice for a prompt of more tokens than max_model_len. request_factory: for requests of several
-    sequences. adapters: None refuses every lora_request.
+    advise: returns advice for a prompt of more tokens than max_model_len. adapters: None refuses every lora_request.
     """
 
     limits: SchedulerLimits
@@ -50,7 +47,6 @@ class InputProcessor:
     sampling: SamplingFacts
     seed: int
     advise: Callable[[int], Advice]
-    request_factory: RequestFactory
     adapters: Adapters | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -77,9 +73,10 @@ class InputProcessor:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds as of time.time()")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt={quoted(salt)}: must be None or a string that is not empty")
+        check_num_sequences(request_id, params.num_sequences, self.limits)
         make_request: Callable[..., Request] = Request
-        if params.num_sequences > 1:
-            make_request = self.request_factory(request_id, params, self.limits, self.facts.vocab_size)
+        if params.use_beam_search:
+            make_request = partial(BeamRequest, self.limits, self.facts.vocab_size)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
         adapter = self.adapter(lora_request)
@@ -179,6 +176,17 @@ class InputProcessor:
         if above is None or prompt_len > above or above >= self.limits.max_model_len:
             return None
         return RopeSwitch(above, self._cache_salt(above + 1, salt, adapter))
+
+
+def check_num_sequences(request_id: str, count: int, limits: SchedulerLimits) -> None:
+    """Raise RequestError for more sequences than fit in one step. Needs no request, which would hold them all."""
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        limit = getattr(limits, name)
+        if count > limit:
+            raise RequestError(
+                f"request {request_id!r} asks for {count} sequences, which run together, and {name} is {limit}: "
+                f"lower n or best_of, or raise {name}"
+            )
 
 
 def salt_of_content(cache_salt: bytes, adapter: bytes) -> bytes:

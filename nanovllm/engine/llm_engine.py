@@ -14,11 +14,12 @@ from nanovllm.data.batch import Adapters, Batch, StepResult
 from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
-from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestFactory
+from nanovllm.engine.input_processor import InputProcessor, ModelFacts
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
-from nanovllm.engine.scheduler import Drafter, LayerwiseScheduling, Preemption, Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Drafter, Scheduler
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -173,16 +174,12 @@ class MetricsReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFeatures:
-    """What an engine has besides requests of one sequence that are computed chunk by chunk.
+    """What an engine may have besides.
 
-    request_factory, preemption: of requests of several sequences. layerwise: None prefills all prompts chunk by chunk.
     grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. close_store: ends the
     block manager's store when the engine is closed. drafter: of speculative decoding.
     """
 
-    request_factory: RequestFactory
-    preemption: Preemption
-    layerwise: LayerwiseScheduling | None = None
     grammars: GrammarCompiler | None = None
     adapters: Adapters | None = None
     metrics: MetricsReader | None = None
@@ -222,7 +219,7 @@ class LLMEngine:
         """model: its name for `model_config`; sampling_defaults: the sampling parameters that it recommends."""
         self.limits = limits
         self.facts = facts
-        self.scheduler = Scheduler(limits, block_manager, features.preemption, features.layerwise, features.drafter)
+        self.scheduler = Scheduler(limits, block_manager, features.drafter)
         self.executor = executor
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults or {}
@@ -231,9 +228,7 @@ class LLMEngine:
         self.closed = False
         self._features = features
         sampling = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs, features.grammars)
-        self._inputs = InputProcessor(
-            limits, facts, sampling, seed, executor.advise, features.request_factory, features.adapters
-        )
+        self._inputs = InputProcessor(limits, facts, sampling, seed, executor.advise, features.adapters)
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id

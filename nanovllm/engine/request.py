@@ -1,12 +1,13 @@
 """Requests and their sequences: the state that the engine keeps between steps.
 
-A `Request` has one sequence. `nanovllm.features.sequence_groups` has requests of several; the rest of the engine treats
-both alike.
+A `Request` has one sequence, or several that share a prompt (n, best_of). The first one computes the prompt for all;
+then they fork, and from there on sample in the same steps. `engine.beams` has those of beam search.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
@@ -27,6 +28,7 @@ from nanovllm.data.batch import (
 )
 from nanovllm.data.kv_groups import HOLE, KVCapacity
 from nanovllm.engine.resolved_sampling import ResolvedSampling
+from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -75,13 +77,14 @@ class RopeSwitch:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, its sampling parameters, and the sequence that answers it.
+    """A prompt, its sampling parameters, and the sequences that answer it.
 
     `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
     it ended with finish_reason "error"; `step_failed`: a failed step ended it. `prompt_logprobs`: from the second
     prompt token on, as far as computed.
     `rope_switch`: for models that use other angles for long sequences, while the request is not long.
     `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
+    `forked`: whether the sequences have the prompt's blocks in common; the only one of a request always does.
     """
 
     request_id: str
@@ -110,6 +113,7 @@ class Request:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
         self.sequences = self.new_sequences()
+        self.forked = len(self.sequences) == 1
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -147,16 +151,16 @@ class Request:
         for seq in self.live:
             seq.block_hashes, seq.found_prefix, seq.prefix_age = [], [], -1
 
-    # ---- what requests of several sequences override, see `features.sequence_groups`
+    # ---- what the scheduler asks; beam search overrides some of it
 
     def new_sequences(self) -> list[Sequence]:
         """The sequences to begin with."""
-        return [Sequence(self, next(self.seq_ids))]
+        return [Sequence(self, next(self.seq_ids), index) for index in range(self.params.num_sequences)]
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that the next step computes."""
-        return self.live
+        """The sequences that the next step computes: the first live one before the fork, all live ones after it."""
+        return self.live if self.forked else self.live[:1]
 
     @property
     def num_seqs(self) -> int:
@@ -166,52 +170,124 @@ class Request:
     def chunks(self, tokens: int, longest: int) -> list[tuple[Sequence, int]]:
         """The sequences to compute in a step that has `tokens` tokens left, and how many tokens of each.
 
-        longest: most tokens of one sequence. Empty if the request does not fit the step.
+        longest: most tokens of one sequence. Empty if the request does not fit the step. After a recompute each of
+        several sequences stops before its last token until all of them have caught up.
         """
-        (seq,) = self.computing
-        chunk = min(seq.num_to_snapshot, tokens, longest)
-        return [(seq, chunk)] if chunk else []
+        sequences = self.computing
+        if len(sequences) > 1 and not self.is_prefill:
+            return [(seq, 1) for seq in sequences] if len(sequences) <= tokens else []
+        held_back = len(sequences) > 1
+        chunks: list[tuple[Sequence, int]] = []
+        for seq in sequences:
+            chunk = min(seq.num_remaining - held_back, seq.num_to_snapshot, tokens, longest)
+            if chunk > 0:
+                chunks.append((seq, chunk))
+                tokens -= chunk
+        return chunks
 
     def num_extra_blocks(self, capacity: KVCapacity) -> int:
-        """Blocks that a waiting request needs in addition to those of `computing[0]`."""
-        return 0
+        """Blocks that a waiting request needs in addition to those of `computing[0]`.
+
+        None for a new request. After a recompute, those of what each sequence has generated.
+        """
+        if self.forked:
+            return 0
+        generated = [len(seq) for seq in self.live if seq.num_output_tokens]
+        held = capacity.most_shared_blocks(self.prompt_len, generated)
+        return max(0, held - capacity.most_blocks(self.prompt_len))
 
     def check_fits(self, max_model_len: int, capacity: KVCapacity) -> None:
         """Raise RequestError if a cache cannot hold its sequences until they end.
 
         A single sequence always fits: the scheduler refuses a larger max_model_len.
         """
+        count, max_tokens = self.params.num_sequences, self.params.max_tokens
+        longest = max_model_len if max_tokens is None else min(self.prompt_len + max_tokens, max_model_len)
+        if count == 1 or (needed := self.most_blocks(longest, capacity)) <= capacity.available:
+            return
+        lengths = range(self.prompt_len + 2, longest)
+        held = bisect_right(lengths, capacity.available, key=lambda length: self.most_blocks(length, capacity))
+        raise RequestError(
+            f"request {self.request_id!r} asks for {count} sequences of up to {longest} tokens, which can need "
+            f"{needed} KV blocks of {capacity.groups.block_sizes} tokens; the cache has {capacity.num_blocks} and "
+            f"keeps {capacity.watermark} free: lower max_tokens to {held + 1}, or n or best_of, or raise "
+            "num_gpu_blocks or num_cpu_blocks"
+        )
+
+    def most_blocks(self, length: int, capacity: KVCapacity) -> int:
+        """Most KV blocks that its sequences, of `length` tokens with the prompt, hold at once: they share full prompt
+        blocks."""
+        computed = max(length - 1, self.prompt_len)  # K/V of a sequence's last token is never computed
+        if computed == self.prompt_len:  # one token each: the sequences end before they fork
+            return capacity.most_blocks(computed)
+        return capacity.most_shared_blocks(self.prompt_len, [computed] * self.params.num_sequences)
 
     @property
     def takes_drafts(self) -> bool:
         """Whether its next tokens may be drafted. A logits processor may keep a state, and must see each token once."""
         return len(self.sequences) == 1 and not self.sampling.processors
 
+    # ---- sampling
+
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities that its samples must have."""
-        return self.sampling.num_logprobs
+        """Log-probabilities that its samples must have; ranking the sequences needs those of their tokens."""
+        asked = self.sampling.num_logprobs
+        return (asked or 0) if self.is_ranked else asked
 
     def sampled_from(self, seq: Sequence) -> Seq[Sequence]:
-        """The sequences that sample their next token from the last row of `seq`."""
-        return [] if self.params.max_tokens == 0 else [seq]
+        """The sequences that sample their next token from the last row of `seq`.
+
+        Before the fork all of them, unless they did before a preemption.
+        """
+        if self.params.max_tokens == 0:
+            return []
+        if self.forked:
+            return [seq]
+        return [] if seq.num_output_tokens else self.live
 
     def append_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         """Append the samples of a step: none, or one per live sequence."""
+        self.fork(blocks)
         if samples:
             for seq, sample in zip(self.live, samples, strict=True):
                 seq.append(sample)
 
+    def fork(self, blocks: Blocks) -> None:
+        """Share the blocks of the prompt with all sequences, once it is computed."""
+        if not self.forked and self.computing[0].num_remaining == 0:
+            first, *others = self.live
+            for seq in others:
+                blocks.fork(first, seq)
+            self.forked = True
+
+    # ---- preemption and end
+
     def rewind(self) -> None:
-        """Recompute from the beginning, after all blocks have been freed."""
+        """Recompute from the beginning, the prompt once for all sequences, after all blocks have been freed."""
+        self.forked = len(self.live) == 1
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the sequences to return are chosen at the end."""
+        return self.params.num_sequences > self.params.n
 
     @property
     def outputs(self) -> list[Sequence]:
-        """The sequences to report now."""
-        return self.sequences
+        """The sequences to report now; none of a ranked request until it has finished."""
+        return self.sequences if self.finished or not self.is_ranked else []
 
     def finish(self) -> None:
+        """Mark the request finished, and of ranked sequences keep the `n` best, the best one first."""
         self.status = RequestStatus.FINISHED
+        if self.is_ranked:
+            self.sequences = self.ranked()[: self.params.n]
+            for index, seq in enumerate(self.sequences):
+                seq.index = index
+
+    def ranked(self) -> list[Sequence]:
+        """The sequences, best first."""
+        return sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)
 
 
 @dataclass(slots=True, eq=False)
@@ -239,14 +315,15 @@ class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
     K/V of positions `[0, num_computed)` is in the cache. K/V of the last token is computed in the step that samples the
-    next one. `index` is the sequence's number within its request. `seed` determines its samples.
+    next one. `index` is the sequence's number within its request. `seed` determines its samples: the first sequence has
+    the request's, the others have seeds of their own.
     """
 
-    def __init__(self, request: Request, seq_id: int) -> None:
+    def __init__(self, request: Request, seq_id: int, index: int = 0) -> None:
         self.request = request
         self.seq_id = seq_id
-        self.index = 0
-        self.seed = request.seed
+        self.index = index
+        self.seed = hash((request.seed, index)) if index else request.seed
         self.token_ids = list(request.prompt_token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -294,8 +371,8 @@ class Sequence:
 
     @property
     def end(self) -> int:
-        """Tokens to compute before the sequence samples."""
-        return len(self.token_ids)
+        """Tokens to compute before the sequence samples; before the fork only those of the prompt."""
+        return len(self.token_ids) if self.request.forked else self.prompt_len
 
     @property
     def num_remaining(self) -> int:

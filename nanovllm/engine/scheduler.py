@@ -9,194 +9,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanovllm.config import PreemptionMode
-from nanovllm.data.batch import Batch, LayerwiseStep, Sample, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.layerwise_prefill import LayerwiseScheduler
+from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.errors import ConfigError, RequestError, told
-from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.memory.layerwise import NO_LAYERWISE
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of one step, and what ends a sequence.
-
-    long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
-    preemption_mode: None swaps requests of several sequences and recomputes the others.
-    layerwise_memory: device memory for layer-by-layer prefill.
-    max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
-    num_speculative_tokens: most drafted tokens of a sequence in a step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    eos_token_ids: frozenset[int] = frozenset()
-    long_prefill_token_threshold: int = 0
-    preemption_mode: PreemptionMode | None = None
-    num_layers: int = 1
-    layerwise_memory: LayerwiseMemory = NO_LAYERWISE
-    max_loras: int = 0
-    num_speculative_tokens: int = 0
-
-    @property
-    def chunk(self) -> int:
-        """Most tokens of one prompt in a step."""
-        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
-
-
-class SchedulingBudget:
-    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far.
-
-    left: tokens not yet scheduled. free_seqs: free sequence slots. chunks: (sequence, number of tokens to compute), in
-    batch order. long_prefill: the long prefill of this step, for which tokens are reserved.
-    """
-
-    def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
-        """running: all requests that hold sequence slots, those that are loading among them."""
-        self.left = limits.max_num_batched_tokens
-        self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)
-        self.chunks: list[tuple[Sequence, int]] = []
-        self.long_prefill: Request | None = None
-        self._limits = limits
-        self._reserved = 0  # tokens
-        self._adapters = {request.adapter.number for request in running if request.adapter is not None}
-        self._awaits_adapter: Request | None = None  # the first one
-
-    # ---- requests that begin to run
-
-    def has_adapter_slot(self, request: Request) -> bool:
-        """Whether the adapter of the request, if it has one, is in use or can be loaded beside the others."""
-        adapter = request.adapter
-        return adapter is None or adapter.number in self._adapters or len(self._adapters) < self._limits.max_loras
-
-    def awaits_adapter(self, request: Request) -> bool:
-        """Whether a waiting request has to wait until another adapter is not in use any more.
-
-        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
-        ever. Requests without an adapter always do: they do not keep an adapter in use.
-        """
-        if request.adapter is None:
-            return False
-        first = self._awaits_adapter
-        if self.has_adapter_slot(request) and (first is None or first.num_overtaken < self._limits.max_num_seqs):
-            return False
-        self._awaits_adapter = first or request
-        return True
-
-    def count_started(self, request: Request) -> None:
-        """Count the sequences and the adapter of a request that begins to run."""
-        self.free_seqs -= request.num_seqs
-        if request.adapter is not None:
-            self._adapters.add(request.adapter.number)
-            if self._awaits_adapter is not None:
-                self._awaits_adapter.num_overtaken += 1
-
-    # ---- tokens
-
-    def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
-        """What the step would compute of the request; empty if it does not fit."""
-        return request.chunks(self.left, self._limits.chunk)
-
-    def add_chunks(self, request: Request) -> None:
-        """Compute as much of the request in this step as fits."""
-        chunks = self.chunks_of(request)
-        self.chunks += chunks
-        self.left -= sum(chunk for _, chunk in chunks)
-
-    def reserve_for(self, request: Request) -> None:
-        """Make `request` the long prefill of this step, and reserve half of the tokens that are left for it."""
-        self.long_prefill = request
-        self._reserved = self.left // 2
-        self.left -= self._reserved
-
-    def add_long_prefill(self) -> None:
-        """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
-        self.left, self._reserved = self.left + self._reserved, 0
-        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
-            self.add_chunks(self.long_prefill)
-
-
-@dataclass(slots=True)
-class PreemptionStats:
-    """Totals since the engine was created; shared tokens and blocks count once."""
-
-    recomputed: int = 0  # preemptions by recompute
-    swapped: int = 0  # preemptions by swap
-    tokens_lost: int = 0  # computed tokens whose blocks were freed; the prefix cache may still hold some of them
-    blocks_swapped_out: int = 0
-    blocks_swapped_in: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.recomputed + self.swapped
-
-
-class Preemption:
-    """Preempts requests: their blocks are freed, and they are recomputed as far as they leave the prefix cache.
-
-    `features.sequence_groups` extends this class by swapping.
-    """
-
-    def __init__(self, manager: BlockManager) -> None:
-        self.stats = PreemptionStats()
-        self.manager = manager
-
-    def preempt(self, request: Request) -> None:
-        """Free the request's blocks. Its status becomes WAITING, or SWAPPED if its blocks were swapped out."""
-        self.recompute(request)
-        request.metrics.preemptions += 1
-
-    def resume(self, swapped: Seq[Request], budget: SchedulingBudget) -> Request | None:
-        """Swap in the first of the `swapped` requests, if it can run in this step."""
-        return None
-
-    def recompute(self, request: Request) -> None:
-        """Free all blocks. The request will compute its prompt and its generated tokens again."""
-        lost = _computed_tokens(request)
-        blocks = len({block_id for seq in request.live for block_id in seq.blocks})
-        self.restart(request)
-        self.stats.recomputed += 1
-        self.stats.tokens_lost += lost
-        logger.warning(
-            "preempted request %r to free %d KV blocks: %d computed tokens are recomputed as far as they leave the "
-            "prefix cache (preemption %d)",
-            request.request_id,
-            blocks,
-            lost,
-            self.stats.total,
-        )
-
-    def restart(self, request: Request) -> None:
-        """Free all blocks, and let the request wait to be computed from its first token."""
-        for seq in request.live:
-            self.manager.free(seq)
-        request.rewind()
-        request.status = RequestStatus.WAITING
-
-
-def _computed_tokens(request: Request) -> int:
-    """Tokens of the request in the KV cache; a shared prompt counts once."""
-    first, *others = request.live
-    return first.num_computed + sum(max(0, seq.num_computed - seq.prompt_len) for seq in others)
-
-
-class LayerwiseScheduling(Protocol):
-    """Prefills long prompts layer by layer where that moves less KV."""
-
-    def plan(self, seq: Sequence) -> None:
-        """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
-        ...
-
-    def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
-        """A step's share of `seq.layerwise`, which costs as much as `tokens` through all layers."""
-        ...
-
-    def advance(self, seq: Sequence, done: LayerwiseStep) -> int:
-        """Record what a step has run. Returns the tokens that are computed in all layers now."""
-        ...
 
 
 class Drafter(Protocol):
@@ -258,14 +80,9 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         block_manager: BlockManager,
-        preemption: Preemption | None = None,
-        layerwise: LayerwiseScheduling | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """preemption: by recomputation if it is None; layerwise: None prefills every prompt chunk by chunk.
-
-        drafter: None computes one token of a sequence in a step.
-        """
+        """drafter: None computes one token of a sequence in a step."""
         longest = block_manager.capacity.max_sequence_tokens
         if limits.max_model_len > longest:  # such a sequence could never be resumed
             raise ConfigError(
@@ -274,8 +91,10 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        self.preemption = Preemption(block_manager) if preemption is None else preemption
-        self.layerwise = layerwise
+        self.preemption = Preemption(block_manager, limits.preemption_mode)
+        goes_layerwise = limits.layerwise_memory != NO_LAYERWISE
+        # None prefills every prompt chunk by chunk.
+        self.layerwise = LayerwiseScheduler(block_manager, limits) if goes_layerwise else None
         self.drafter = drafter
         self.draft_stats = DraftStats()
         self._drafted: dict[int, list[Sample]] = {}  # by seq_id: samples of the last step that are not yet applied

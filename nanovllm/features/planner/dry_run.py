@@ -12,8 +12,8 @@ from nanovllm.data.batch import BlockMove, LayerwisePrefill, Sample, ScheduledSe
 from nanovllm.data.kv_groups import HOLE, KVGroup
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
-from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan, StateSlots
@@ -52,8 +52,7 @@ def dry_run(
     slots = None if states is None else (states.device, states.host)
     caching = config.enable_prefix_caching
     manager = BlockManager(*tiers, layout.groups, caching, num_state_slots=slots, chunk=limits.chunk)
-    layerwise = LayerwiseScheduler(manager, limits) if config.enable_cpu_offload else None
-    scheduler = Scheduler(limits, manager, layerwise=layerwise)
+    scheduler = Scheduler(limits, manager)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     scheduler.add(Request("plan", [0] * prompt_len, params, number=0, seq_ids=count(), seed=0, arrival_time=0.0))
     while scheduler.has_unfinished():

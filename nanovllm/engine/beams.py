@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanovllm.data.batch import Sample, TokenLogprobs
-from nanovllm.engine.request import Blocks, Sequence
-from nanovllm.engine.scheduler import SchedulerLimits
+from nanovllm.engine.request import Blocks, Request, Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError
-from nanovllm.features.sequence_groups.requests import GroupRequest, GroupSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class BeamSearch:
         return [beam for _, beam in sorted([*self.results, *cut_off], key=lambda result: -result[0])]
 
 
-class BeamRequest(GroupRequest):
+class BeamRequest(Request):
     """A request answered by beam search. Its sequences are the beams of the last step; it begins with one."""
 
     decodes_at_end = True
@@ -129,7 +128,7 @@ class BeamRequest(GroupRequest):
         )
 
     def new_sequences(self) -> list[Sequence]:
-        return [GroupSequence(self, next(self.seq_ids), 0)]
+        return [Sequence(self, next(self.seq_ids))]
 
     @property
     def takes_drafts(self) -> bool:
@@ -191,7 +190,7 @@ class BeamRequest(GroupRequest):
 
     def _forked(self, beam: Sequence) -> Sequence:
         """A new sequence with the same tokens and no blocks."""
-        child = GroupSequence(self, next(self.seq_ids), beam.index)
+        child = Sequence(self, next(self.seq_ids), beam.index)
         child.token_ids = list(beam.token_ids)
         child.cumulative_logprob, child.logprobs = beam.cumulative_logprob, list(beam.logprobs)
         return child

@@ -1,4 +1,6 @@
-"""Layer-by-layer prefill on the engine's side: which tokens go that way, and how much of it each step runs. No torch.
+"""Layer-by-layer prefill on the engine's side: which tokens go that way, and how much of it each step runs.
+
+`features/layerwise_prefill` computes it.
 
 A step's budget is max_num_batched_tokens tokens through all layers. What other sequences leave of it is counted in
 tokens times layers, and rounded to layer chunks, at least one: the prefill advances in every step.
@@ -12,12 +14,12 @@ from nanovllm.data.batch import LayerwiseStep, ScheduledSequence, Tier
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
-from nanovllm.engine.scheduler import SchedulerLimits
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.memory.layerwise import longest_prefill, plan_prefill, step_end
 
 
 class LayerwiseScheduler:
-    """Implements `engine.scheduler.LayerwiseScheduling`."""
+    """Prefills long prompts layer by layer where that moves less KV."""
 
     def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
         self._manager = manager

@@ -1,0 +1,110 @@
+"""The limits of a step, and what a step that is being scheduled can still take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from nanovllm.config import PreemptionMode
+from nanovllm.engine.request import Request, Sequence
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of one step, and what ends a sequence.
+
+    long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
+    preemption_mode: None swaps requests of several sequences and recomputes the others.
+    layerwise_memory: device memory for layer-by-layer prefill.
+    max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
+    num_speculative_tokens: most drafted tokens of a sequence in a step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    long_prefill_token_threshold: int = 0
+    preemption_mode: PreemptionMode | None = None
+    num_layers: int = 1
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE
+    max_loras: int = 0
+    num_speculative_tokens: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of one prompt in a step."""
+        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+
+
+class SchedulingBudget:
+    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far.
+
+    left: tokens not yet scheduled. free_seqs: free sequence slots. chunks: (sequence, number of tokens to compute), in
+    batch order. long_prefill: the long prefill of this step, for which tokens are reserved.
+    """
+
+    def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
+        """running: all requests that hold sequence slots, those that are loading among them."""
+        self.left = limits.max_num_batched_tokens
+        self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)
+        self.chunks: list[tuple[Sequence, int]] = []
+        self.long_prefill: Request | None = None
+        self._limits = limits
+        self._reserved = 0  # tokens
+        self._adapters = {request.adapter.number for request in running if request.adapter is not None}
+        self._awaits_adapter: Request | None = None  # the first one
+
+    # ---- requests that begin to run
+
+    def has_adapter_slot(self, request: Request) -> bool:
+        """Whether the adapter of the request, if it has one, is in use or can be loaded beside the others."""
+        adapter = request.adapter
+        return adapter is None or adapter.number in self._adapters or len(self._adapters) < self._limits.max_loras
+
+    def awaits_adapter(self, request: Request) -> bool:
+        """Whether a waiting request has to wait until another adapter is not in use any more.
+
+        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
+        ever. Requests without an adapter always do: they do not keep an adapter in use.
+        """
+        if request.adapter is None:
+            return False
+        first = self._awaits_adapter
+        if self.has_adapter_slot(request) and (first is None or first.num_overtaken < self._limits.max_num_seqs):
+            return False
+        self._awaits_adapter = first or request
+        return True
+
+    def count_started(self, request: Request) -> None:
+        """Count the sequences and the adapter of a request that begins to run."""
+        self.free_seqs -= request.num_seqs
+        if request.adapter is not None:
+            self._adapters.add(request.adapter.number)
+            if self._awaits_adapter is not None:
+                self._awaits_adapter.num_overtaken += 1
+
+    # ---- tokens
+
+    def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
+        """What the step would compute of the request; empty if it does not fit."""
+        return request.chunks(self.left, self._limits.chunk)
+
+    def add_chunks(self, request: Request) -> None:
+        """Compute as much of the request in this step as fits."""
+        chunks = self.chunks_of(request)
+        self.chunks += chunks
+        self.left -= sum(chunk for _, chunk in chunks)
+
+    def reserve_for(self, request: Request) -> None:
+        """Make `request` the long prefill of this step, and reserve half of the tokens that are left for it."""
+        self.long_prefill = request
+        self._reserved = self.left // 2
+        self.left -= self._reserved
+
+    def add_long_prefill(self) -> None:
+        """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
+        self.left, self._reserved = self.left + self._reserved, 0
+        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+            self.add_chunks(self.long_prefill)
