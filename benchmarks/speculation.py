@@ -1,42 +1,47 @@
 """Speculative decoding by n-grams: what a pass costs by its rows, and decode with and without it on a real model.
 
-    python -m benchmarks.speculation rows --model MODEL [--contexts 2048 8192]
+    python -m benchmarks.speculation rows --model MODEL [--contexts 2048 8192] [--num-layers N]
     python -m benchmarks.speculation tasks --model MODEL [--settings resident streamed] [--transformers]
 
 `rows` verifies drafts of a given number, whether right or wrong, which is what the choice of their number rests on.
 `tasks` continues texts that quote a document (a section rewritten with one name changed, its sentences, a table, a
 file of code), free text, and 32 free texts at once. Two engines, with and without drafts, answer each in turns, after
 a turn that does not count; decode is the time from the first token to the last. Answers must be the same: exit status 1
-if one is not. `--transformers` answers them with Transformers too, greedily and with its prompt lookup, and counts the
-tokens that are the same.
+if one is not. `--transformers` and `--llama-cpp` answer the greedy tasks by other engines too, with their prompt lookup
+and without, and count the tokens that are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
+from benchmarks.speculation_peers import Lookup, llama_cpp_lookup, transformers_lookup
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import Sequence as Running
 
 NAME = "python -m benchmarks.speculation"
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
-BLOCK, DEVICE_BLOCKS = 256, 6  # tokens in a KV block; blocks on the device of a streamed engine
+BLOCK, DEVICE_BLOCKS = 256, 2  # tokens in a KV block; blocks on the device of a streamed engine: ring and one more
 SETTINGS = ("resident", "streamed", "streamed int8", "streamed, CPU attention")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
 TEXT = Path(__file__).parent.parent / "nanovllm/apps/real_models/alice.txt"
-CODE = Path(__file__).parent.parent / "nanovllm/features/speculation/lengths.py"
+CODE = Path(__file__).parent.parent / "nanovllm/features/speculation/ngrams.py"
+PLACES = ("boiler room", "north stairs", "loading dock", "archive", "roof terrace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +54,32 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    text, code = TEXT.read_text(), CODE.read_text()
-    document, section = text[:8000], text[600:4000]
-    renamed, new_code = section.replace("Alice", "Mary"), code.replace("best", "chosen")
-    rows = "\n".join(f"| {i} | shelf {i // 3} | {7 * i} kg | room {i % 4}, second floor |" for i in range(1, 60))
-    asks = f"{document}\n\nThe middle of this text again, with the name Mary instead of Alice:\n\n{renamed[:500]}"
-    quotes = f"{document}\n\nSentences of this text, word for word:\n\n{section[:300]}"
-    file = f"```python\n{code}```\n\nThe same file, with `best` renamed to `chosen`:\n\n```python\n{new_code[:500]}"
+    """Answers begin where a paragraph, a sentence or a line does: a model does not go on with half a word."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in TEXT.read_text().split("\n\n") if paragraph.strip()]
+    document, code = "\n\n".join(paragraphs[2:22]), CODE.read_text()
+    sentences = [each for each in re.findall(r"\S[^.!?]*[.!?]+'?\)?", document) if len(each) > 60]
+    renamed = _beginning(document.replace("Alice", "Mary"), 600, ". ").rstrip()
+    new_code = _beginning(code.replace("_found", "_place"), 1400, "\n").rstrip()
+    rows = "\n".join(f"| {8 + i // 5}:00 | {PLACES[i % 5]} | door closed, lights off | no remarks |" for i in range(40))
+    rewrite = f"{document}\n\nThe same text again, with the name Mary instead of Alice:\n\n{renamed}"
+    quoted = "\n- ".join(sentences[:6])
+    extract = f"{document}\n\nThe long sentences of this text, word for word:\n\n- {quoted}\n-"
+    table = f"| time | place | state | remarks |\n|---|---|---|---|\n{rows}\n|"
+    fix = f"```python\n{code}```\n\nThe same file, with `_found` renamed to `_place`:\n\n```python\n{new_code}"
     free = [f"{opening} {number} years ago" for number in range(2, 18) for opening in ("My uncle met her", "It began")]
     return [
-        Task("rewrite a section", [asks], 0.0),
-        Task("extract sentences", [quotes], 0.0),
-        Task("continue a table", [f"| number | shelf | weight | place |\n|---|---|---|---|\n{rows}\n|"], 0.0),
-        Task("fix code", [file], 0.0),
+        Task("rewrite a section", [rewrite], 0.0),
+        Task("extract sentences", [extract], 0.0),
+        Task("continue a table", [table], 0.0),
+        Task("fix code", [fix], 0.0),
         Task("free text", [f"{document[:6000]}\n\nAn essay on something else: the history of the railway."], 0.8),
         Task("32 at once", free, 0.8),
     ]
+
+
+def _beginning(text: str, characters: int, end: str) -> str:
+    """At least so many characters of a text, up to the next `end`."""
+    return text[: text.index(end, characters) + len(end)]
 
 
 def engine(model: str, setting: str, tokens: int, **more: Any) -> LLM:
@@ -108,12 +123,15 @@ class Forced:
         pass
 
 
-def costs_by_rows(model: str, setting: str, context: int, rounds: int) -> dict[int, Spread]:
-    """Milliseconds of a step by its rows, which take turns on one sequence."""
+def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: int | None) -> dict[int, Spread]:
+    """Milliseconds of a step by its rows, which take turns on one sequence. layers: so many, of random weights."""
     config = {"method": "ngram", "num_speculative_tokens": max(ROWS) - 1}
     output = max(ROWS) * len(ROWS) * (rounds + 2)
     longest = context + output
-    more = {"max_model_len": longest, "hf_overrides": {"max_position_embeddings": longest}}
+    overrides = {"max_position_embeddings": longest}
+    more: dict[str, Any] = {"max_model_len": longest, "hf_overrides": overrides}
+    if layers is not None:
+        more |= {"hf_overrides": overrides | {"num_hidden_layers": layers}, "load_format": "dummy"}
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
     random, forced = Random(context), Forced()
     with engine(model, setting, longest, speculative_config=config, **more) as llm:
@@ -135,7 +153,7 @@ def run_rows(args: argparse.Namespace) -> int:
     results = []
     for context in args.contexts:
         for setting in args.settings:
-            costs = costs_by_rows(args.model, setting, context, args.rounds)
+            costs = costs_by_rows(args.model, setting, context, args.rounds, args.num_layers)
             results.append({"context": context, "setting": setting, "ms_by_rows": costs})
             one = costs[1].median
             line = ", ".join(f"{rows}: {cost.median / one:.2f}" for rows, cost in costs.items())
@@ -214,38 +232,29 @@ def run_tasks(args: argparse.Namespace) -> int:
                 found = summary(task, setting, *in_turns(sides, args.rounds))
                 results.append(found)
                 is_exact &= found["outputs_equal"] == found["outputs"]
-    if args.transformers:
-        results += transformers_lookup(args, [task for task in chosen if task.temperature == 0.0])
+    results += others(args, [task for task in chosen if task.temperature == 0.0])
     write_json(args.output_json, args, machine_facts("cpu"), results=results, exact=is_exact)
     return 0 if is_exact else 1
 
 
-def transformers_lookup(args: argparse.Namespace, chosen: Sequence[Task]) -> list[dict[str, Any]]:
-    """The same greedy tasks by Transformers, which prefills in every turn: the time of one token is taken off."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def others(args: argparse.Namespace, chosen: Sequence[Task]) -> Iterator[dict[str, Any]]:
+    """The same greedy tasks by the other engines that were asked for."""
+    drafts, ngram, model = NGRAM["num_speculative_tokens"], NGRAM["prompt_lookup_max"], args.model
+    if args.transformers:
+        yield from by_other("Transformers", transformers_lookup(model, drafts), args, chosen)
+    if args.llama_cpp is not None:
+        settings = {"drafts": drafts, "ngram": ngram, "threads": torch.get_num_threads(), "max_len": 4096}
+        with llama_cpp_lookup(*args.llama_cpp, model, settings) as lookup:
+            yield from by_other("llama.cpp", lookup, args, chosen)
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
 
-    def generate(task: Task, tokens: int, **how: Any) -> tuple[list[int], float]:
-        ids = tokenizer(task.prompts[0], return_tensors="pt").input_ids
-        ones, begin = torch.ones_like(ids), time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=ones, max_new_tokens=tokens, do_sample=False, **how)
-        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - begin
+def by_other(who: str, lookup: Lookup, args: argparse.Namespace, chosen: Sequence[Task]) -> Iterator[dict[str, Any]]:
+    def one(task: Task, is_drafting: bool) -> Answer:
+        tokens, seconds = lookup(task.prompts[0], args.max_tokens, is_drafting)
+        return Answer([tokens], seconds)
 
-    def one(task: Task, **how: Any) -> Answer:
-        _, prefill = generate(task, 1)
-        tokens, seconds = generate(task, args.max_tokens, **how)
-        return Answer([tokens], seconds - prefill)
-
-    lookup = {"prompt_lookup_num_tokens": NGRAM["num_speculative_tokens"]}
-    ways: tuple[dict[str, Any], ...] = ({}, lookup)
-    return [
-        summary(task, "Transformers", *in_turns([partial(one, task, **way) for way in ways], args.rounds))
-        for task in chosen
-    ]
+    for task in chosen:
+        yield summary(task, who, *in_turns([partial(one, task, False), partial(one, task, True)], args.rounds))
 
 
 def _spread(values: Any) -> Spread:
@@ -258,11 +267,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     by_rows = commands.add_parser("rows", help="what a pass costs by its rows")
     by_rows.add_argument("--contexts", type=positive, nargs="+", default=[2048, 8192], help="in tokens")
+    by_rows.add_argument("--num-layers", type=positive, help="so many, with random weights (default: the model's)")
     by_task = commands.add_parser("tasks", help="decode with and without drafts")
     names = [task.name for task in tasks()]
     by_task.add_argument("--tasks", nargs="+", choices=names, help="(default: all)")
     by_task.add_argument("--max-tokens", type=positive, default=256, help="of an answer (default: %(default)s)")
     by_task.add_argument("--transformers", action="store_true", help="the greedy tasks by Transformers too")
+    told = "and by llama.cpp: the Python of an environment with llama-cpp-python, and the model as GGUF"
+    by_task.add_argument("--llama-cpp", type=Path, nargs=2, metavar=("PYTHON", "GGUF"), help=told)
     for command in (by_rows, by_task):
         command.add_argument("--model", required=True, help="directory of the checkpoint")
         command.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS[:3], help="(default: first 3)")
