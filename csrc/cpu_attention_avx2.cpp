@@ -42,7 +42,7 @@ struct Fp32Words : SingleWords<Avx2> {
 template <class Element>
 struct Widened : Fp32Words {
     using T = Element;
-    static constexpr int kDirectRows = sizeof(T) == 4 ? 2 : 6;  // few KV caches are in fp32
+    static constexpr int kDirectRows = 6;
     static constexpr int kExpand = 1;
 
     static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {

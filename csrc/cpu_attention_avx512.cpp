@@ -44,7 +44,7 @@ struct Fp32Words : SingleWords<Avx512> {
 template <class Element>
 struct Widened : Fp32Words {
     using T = Element;
-    static constexpr int kDirectRows = sizeof(T) == 4 ? 2 : 6;  // few KV caches are in fp32
+    static constexpr int kDirectRows = 6;
     static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
     static constexpr int kExpand = kPairs ? 2 : 1;
 
