@@ -115,11 +115,12 @@ class KernelChecks:
             PackedWeight("int4", codes, scales, zeros, 32, 128),
             PackedWeight("fp8", fp8, torch.rand(96, 1), None, 128, 128),
         ):
+            assert weight.scales is not None
+            points = None if weight.zeros is None else weight.zeros.to(self.device)
             for rows in (1, 40):
                 x = self.random(rows, 128) / 16
                 data, scales = weight.data.to(self.device), weight.scales.to(self.device)
-                zeros = None if weight.zeros is None else weight.zeros.to(self.device)
-                y = triton_packed.packed_linear(x, weight.scheme, data, scales, zeros, weight.group_size)
+                y = triton_packed.packed_linear(x, weight.scheme, data, scales, points, weight.group_size)
                 expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
 
     def kv_in_8_bits(self) -> None:
