@@ -38,7 +38,8 @@ NAME = "python -m benchmarks.speculation"
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 BLOCK, DEVICE_BLOCKS = 256, 2  # tokens in a KV block; blocks on the device of a streamed engine: ring and one more
 SETTINGS = ("resident", "streamed", "streamed int8", "streamed, CPU attention")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+LOOKUP = {"num_speculative_tokens": 15, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
+NGRAM = {"method": "ngram", **LOOKUP}
 TEXT = Path(__file__).parent.parent / "nanovllm/apps/real_models/alice.txt"
 CODE = Path(__file__).parent.parent / "nanovllm/features/speculation/ngrams.py"
 PLACES = ("boiler room", "north stairs", "loading dock", "archive", "roof terrace")
@@ -239,12 +240,13 @@ def run_tasks(args: argparse.Namespace) -> int:
 
 def others(args: argparse.Namespace, chosen: Sequence[Task]) -> Iterator[dict[str, Any]]:
     """The same greedy tasks by the other engines that were asked for."""
-    drafts, ngram, model = NGRAM["num_speculative_tokens"], NGRAM["prompt_lookup_max"], args.model
+    drafts, ngram, model = LOOKUP["num_speculative_tokens"], LOOKUP["prompt_lookup_max"], args.model
     if args.transformers:
         yield from by_other("Transformers", transformers_lookup(model, drafts), args, chosen)
     if args.llama_cpp is not None:
         settings = {"drafts": drafts, "ngram": ngram, "threads": torch.get_num_threads(), "max_len": 4096}
-        with llama_cpp_lookup(*args.llama_cpp, model, settings) as lookup:
+        python, gguf = args.llama_cpp
+        with llama_cpp_lookup(python, gguf, model, settings) as lookup:
             yield from by_other("llama.cpp", lookup, args, chosen)
 
 
