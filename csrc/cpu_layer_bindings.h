@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -114,6 +115,43 @@ struct Norms {
     float eps;
 };
 
+// The heads of a projection to q, k and v: each head of q may be followed by its gate, and of each head of q and k the
+// first rotary_dim features are rotated, in pairs half of that apart.
+struct HeadLayout {
+    int64_t head_dim, rotary_dim;
+    bool gated;
+
+    bool in_place() const { return !gated && rotary_dim == head_dim; }  // as rows::place_heads takes them
+    int64_t width(int64_t q_heads, int64_t kv_heads) const {
+        return ((gated ? 2 : 1) * q_heads + 2 * kv_heads) * head_dim;
+    }
+
+    // A row's heads as rows::place_heads takes them to `to`, and the gates to `gate`.
+    template <class T>
+    void arrange(const T* from, T* to, T* gate, int64_t q_heads, int64_t kv_heads) const {
+        for (int64_t head = 0; head < q_heads + kv_heads; ++head) {
+            to = copy_pairs(from, to);
+            from += head_dim;
+            if (!gated || head >= q_heads) continue;
+            gate = std::copy_n(from, head_dim, gate);
+            from += head_dim;
+        }
+        std::copy_n(from, kv_heads * head_dim, to);
+    }
+
+  private:
+    // The features of a head in the order in which those of a pair are half a head apart, rotated pairs first.
+    template <class T>
+    T* copy_pairs(const T* head, T* to) const {
+        const int64_t rotated = rotary_dim / 2, others = head_dim / 2 - rotated;
+        for (int64_t half = 0; half < 2; ++half) {
+            to = std::copy_n(head + half * rotated, rotated, to);
+            to = std::copy_n(head + rotary_dim + half * others, others, to);
+        }
+        return to;
+    }
+};
+
 // What a layer with the gated delta rule has besides its projections, as delta::Inputs and delta::GatedNorm have it.
 struct DeltaWeights {
     DeltaSizes sizes;
@@ -123,24 +161,35 @@ struct DeltaWeights {
 class Layer {
   public:
     Layer(const std::string& isa, const std::string& packed_isa, std::string dtype, Norms norms, Linear qkv, Linear o,
-          Linear gate_up, Linear down, int64_t head_dim, const std::string& activation)
+          Linear gate_up, Linear down, const HeadLayout& heads, const std::string& activation)
         : isa_(nanovllm::isa_of(isa)), packed_isa_(nanovllm::isa_of(packed_isa)), dtype_(std::move(dtype)),
           norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)), gate_up_(std::move(gate_up)), down_(std::move(down)),
-          head_dim_(head_dim), activation_(nanovllm::activation_of(activation)) {}
+          heads_(heads), activation_(nanovllm::activation_of(activation)) {}
 
+    // `gate` is written where queries have gates.
     void project(const Address& x, const Address& cos, const Address& sin, const Address& q, const Address& k,
-                 const Address& v, int64_t count, int64_t q_heads, int64_t kv_heads, int threads) const {
+                 const Address& v, const Address& gate, int64_t count, int64_t q_heads, int64_t kv_heads,
+                 int threads) const {
+        if (qkv_.out != heads_.width(q_heads, kv_heads))
+            throw std::invalid_argument("The input projection must give the heads of q, with their gates, k and v.");
         if (count == 0) return;
         const py::gil_scoped_release release;
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
-            const Scratch<T> normed(count, qkv_.in), heads(count, qkv_.out);
+            const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out),
+                arranged(heads_.in_place() ? 0 : count, qkv_.out);
             rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, norm_weight<T>(norms_.input), normed, count, qkv_.in,
                                norms_.eps}, threads);
-            qkv_.run<T>(kernels(threads), normed, heads, count);
+            qkv_.run<T>(kernels(threads), normed, projected, count);
+            const rows::Rows<const T> heads = heads_.in_place() ? projected : arranged;
+            if (!heads_.in_place()) {
+                const rows::Rows<T> from = projected, to = arranged, gates = rows_at<T>(gate);
+                for (int64_t row = 0; row < count; ++row)
+                    heads_.arrange<T>(from.at(row), to.at(row), gates.at(row), q_heads, kv_heads);
+            }
             rows::place_heads<T>({heads, norm_weight<T>(norms_.heads), rows_at<const float>(cos),
                                   rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), count,
-                                  q_heads, kv_heads, head_dim_, norms_.eps}, threads);
+                                  q_heads, kv_heads, heads_.head_dim, norms_.eps}, threads);
         });
     }
 
@@ -203,7 +252,7 @@ class Layer {
     std::string dtype_;
     Norms norms_;
     Linear qkv_, o_, gate_up_, down_;
-    int64_t head_dim_;
+    HeadLayout heads_;
     rows::Activation activation_;
 
     Kernels kernels(int threads) const {
@@ -232,6 +281,12 @@ void define_layer(py::module_& m) {
                  return Norms{input, heads, mlp, attention_output, mlp_output, eps};
              }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
              py::arg("mlp_output"), py::arg("eps"));
+    py::class_<HeadLayout>(m, "HeadLayout")
+        .def(py::init([](int64_t head_dim, int64_t rotary_dim, bool gated) {
+                 if (head_dim % 2 || rotary_dim % 2 || rotary_dim < 0 || rotary_dim > head_dim)
+                     throw std::invalid_argument("Rotated features are an even number of those of a head.");
+                 return HeadLayout{head_dim, rotary_dim, gated};
+             }), py::kw_only(), py::arg("head_dim"), py::arg("rotary_dim"), py::arg("gated"));
     py::class_<DeltaWeights>(m, "DeltaWeights")
         .def(py::init([](const DeltaSizes& sizes, uintptr_t conv, uintptr_t rate, uintptr_t dt_bias, uintptr_t norm) {
                  return DeltaWeights{sizes, conv, rate, dt_bias, norm};
@@ -239,10 +294,10 @@ void define_layer(py::module_& m) {
              py::arg("norm"));
     py::class_<Layer>(m, "Layer")
         .def(py::init<const std::string&, const std::string&, std::string, Norms, Linear, Linear, Linear, Linear,
-                      int64_t, const std::string&>(),
+                      const HeadLayout&, const std::string&>(),
              py::kw_only(), py::arg("isa"), py::arg("packed_isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
-             py::arg("gate_up"), py::arg("down"), py::arg("head_dim"), py::arg("activation"))
-        .def("project", &Layer::project, "The rows' q, k and v.")
+             py::arg("gate_up"), py::arg("down"), py::arg("heads"), py::arg("activation"))
+        .def("project", &Layer::project, "The rows' q, k and v, and the gates of q.")
         .def("recur", &Layer::recur, "What the output projection of a recurrent layer reads; advances the states.")
         .def("finish", &Layer::finish, "Adds what comes of the attended rows to the residual stream.");
 }

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.linear import linear
+from nanovllm.layers.rotary import rotated_order
 from nanovllm.ops import cpu_delta
 from nanovllm.ops.cpu_kernels import (
     MAX_LAYER_ROWS,
     FewRowLayer,
+    HeadLayout,
     LayerNorms,
     add_rms_norm_,
     few_row_layer,
@@ -29,6 +31,7 @@ from nanovllm.ops.packed_weights import kernel_weight, packed_linear
 from nanovllm.ops.row_kernels import GATED_UNITS
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
+PLAIN = HeadLayout(HEAD_DIM, HEAD_DIM)
 Tensors = dict[str, Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -37,12 +40,14 @@ def bf16(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def weights(seed: int, *, bias: bool, qk_norm: bool, output_norms: bool = False) -> tuple[LayerNorms, tuple]:
+def weights(
+    seed: int, *, bias: bool, qk_norm: bool, output_norms: bool = False, gated: bool = False
+) -> tuple[LayerNorms, tuple]:
     heads = bf16(seed + 1, HEADS + KV_HEADS, HEAD_DIM) if qk_norm else None
     outputs = [bf16(seed + 20 + i, HIDDEN) if output_norms else None for i in range(2)]
     norms = LayerNorms(bf16(seed, HIDDEN), heads, bf16(seed + 2, HIDDEN), *outputs, EPS)
     shapes = (
-        ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+        ((HEADS * (1 + gated) + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
         (HIDDEN, HEADS * HEAD_DIM),
         (2 * INTERMEDIATE, HIDDEN),
         (HIDDEN, INTERMEDIATE),
@@ -134,7 +139,7 @@ def test_bits_are_those_of_the_operators(
     norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm, output_norms=output_norms))
     if wide_norms:
         norms = in_dtype(torch.float32, norms)
-    layer = few_row_layer(norms, in_parts(products), dtype, HEAD_DIM, activation)
+    layer = few_row_layer(norms, in_parts(products), dtype, PLAIN, activation)
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
     rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
@@ -144,6 +149,49 @@ def test_bits_are_those_of_the_operators(
         assert same_bits(ours, theirs)
 
 
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.sampled_from([2, 8, 30, HEAD_DIM]), st.booleans(),
+    st.booleans(), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_gated_and_partly_rotated_heads_have_the_bits_of_the_operators(
+    seed: int, tokens: int, rotary_dim: int, gated: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=True, gated=gated))
+    norms, rows = in_dtype(torch.float32, norms), rows_of(seed + 20, tokens)
+    layer = few_row_layer(norms, in_parts(products), dtype, HeadLayout(HEAD_DIM, rotary_dim, gated), "silu")
+    assert layer is not None
+    x, angles = rows["x"].to(dtype), (rows["cos"], rows["sin"])
+    ours, theirs = (empty({"x": x}) for _ in "ab")
+    gates = x.new_full((tokens, HEADS * HEAD_DIM + 16), 9.0)[:, : HEADS * HEAD_DIM] if gated else None
+    layer.project(x, *angles, *ours, gates)
+
+    heads = linear(rms_norm(x, norms.input, EPS), *products[0]).unflatten(1, (-1, HEAD_DIM))
+    of_q, of_k_and_v = heads.split((HEADS * (1 + gated), 2 * KV_HEADS), dim=1)
+    q, *gate = of_q.unflatten(1, (HEADS, -1)).unbind(2)
+    heads = torch.cat((q, of_k_and_v), dim=1)
+    turned = heads[:, : HEADS + KV_HEADS]
+    turned.copy_(turned[..., rotated_order(rotary_dim, HEAD_DIM, x.device)])
+    place_heads(heads, norms.heads, EPS, *angles, *theirs)
+    for one, other in zip((*ours, *([] if gates is None else [gates])), (*theirs, *gate), strict=True):
+        assert same_bits(one, other.reshape(one.shape))
+
+
+def test_gates_and_their_memory_come_together() -> None:
+    for gated in (False, True):
+        norms, products = weights(0, bias=False, qk_norm=False, gated=gated)
+        rows = rows_of(1, 2)
+        x, gates = rows["x"], None if gated else torch.empty(2, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+        layer = few_row_layer(norms, in_parts(products), x.dtype, HeadLayout(HEAD_DIM, HEAD_DIM, gated), "silu")
+        assert layer is not None
+        with pytest.raises(ValueError, match=f"gates are written where .* gated={gated}"):
+            layer.project(x, rows["cos"], rows["sin"], *empty(rows), gates)
+        other = few_row_layer(norms, in_parts(products), x.dtype, HeadLayout(HEAD_DIM, HEAD_DIM, not gated), "silu")
+        assert other is not None
+        with pytest.raises(ValueError, match="must give the heads of q"):
+            other.project(x, rows["cos"], rows["sin"], *empty(rows), gates)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instruction_set: str) -> None:
     """Two sequences, of which one has several tokens, in slots that lie apart."""
@@ -151,7 +199,7 @@ def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instructio
     norms, products = in_dtype(dtype, weights(3, bias=False, qk_norm=False))
     widths = list(spec.input_parts.values())
     products = ((bf16(40, sum(widths), HIDDEN).to(dtype), None), *products[1:])
-    layer = few_row_layer(norms, in_parts(products), dtype, HEAD_DIM, "silu")
+    layer = few_row_layer(norms, in_parts(products), dtype, PLAIN, "silu")
     assert layer is not None
     conv, norm = (bf16(41 + i, *shape).to(dtype) for i, shape in enumerate([(4, spec.channels), (spec.value_dim,)]))
     decay = DecayWeights(bf16(43, spec.num_value_heads).float().exp(), bf16(44, spec.num_value_heads).float())
@@ -169,7 +217,7 @@ def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instructio
 
 def test_weights_that_are_written_later_count_and_other_rows_are_not_taken() -> None:
     norms, products = weights(0, bias=False, qk_norm=True)
-    layer = few_row_layer(norms, in_parts(products), torch.bfloat16, HEAD_DIM, "silu")
+    layer = few_row_layer(norms, in_parts(products), torch.bfloat16, PLAIN, "silu")
     assert layer is not None
     rows = rows_of(1, 3)
     before = in_two_calls(layer, rows)
@@ -184,9 +232,9 @@ def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
     for cast in (lambda weight: weight.double(), lambda weight: weight.to("meta")):
         casted = tuple((cast(weight), bias) for weight, bias in products)
-        assert few_row_layer(norms, in_parts(casted), torch.bfloat16, HEAD_DIM, "silu") is None
+        assert few_row_layer(norms, in_parts(casted), torch.bfloat16, PLAIN, "silu") is None
     without = [*in_parts(products)[:3], (None, None)]
-    assert few_row_layer(norms, without, torch.bfloat16, HEAD_DIM, "silu") is None
+    assert few_row_layer(norms, without, torch.bfloat16, PLAIN, "silu") is None
 
 
 PACKED = ("q4_k", "q6_k", "q8_0", "q5_0", "q5_1", "int4 zeros", "fp8 channel")
@@ -206,7 +254,7 @@ def test_packed_weights_give_the_bits_of_the_operators(seed: int, tokens: int, b
     first = packed[0].rows(slice(0, split)).in_panels()
     parts[0] = [kernel_weight(first), products[0][0][split:]]
     given = [(of, b) for of, (_, b) in zip(parts, products, strict=True)]
-    layer = few_row_layer(norms, given, dtype, HEAD_DIM, "silu")
+    layer = few_row_layer(norms, given, dtype, PLAIN, "silu")
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
     rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}

@@ -20,7 +20,7 @@ from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
-from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
+from nanovllm.ops.cpu_kernels import FewRowLayer, HeadLayout, LayerNorms, few_row_layer
 from nanovllm.ops.delta_inputs import StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.row_kernels import kernels_on, widened
@@ -91,7 +91,9 @@ class DecoderLayer(ABC):
         output_norms = (self.attention_output_norm, self.mlp_output_norm)
         norms = LayerNorms(self.input_norm, self.qk_norm, self.mlp_norm, *output_norms, self.spec.rms_norm_eps)
         products = [(each.weight.kernel_parts(), each.bias) for each in self.linears]
-        return few_row_layer(norms, products, self.dtype, self.spec.head_dim, self.spec.activation)
+        head_dim, rotary_dim = self.spec.head_dim, self.spec.ropes[self.rope].rotary_dim
+        heads = HeadLayout(head_dim, rotary_dim or head_dim, self.spec.attention_gate)
+        return few_row_layer(norms, products, self.dtype, heads, self.spec.activation)
 
     def finish_loading(self) -> None:
         """Called when the weights have the form in which their kernels read them."""
@@ -187,9 +189,9 @@ class AttentionLayer(DecoderLayer):
 
         gate: where the gates of the output go [rows, heads * head_dim], if the family has any.
         """
-        plain = self.rotated is None and self.joint_norms is None and not self.spec.attention_gate
-        if adapters is None and plain and self.few_rows is not None and self.few_rows.takes(x):
-            self.few_rows.project(x, cos, sin, q, k, v)
+        few_rows = self.few_rows if adapters is None and self.joint_norms is None else None
+        if few_rows is not None and few_rows.takes(x):
+            few_rows.project(x, cos, sin, q, k, v, gate)
             return
         eps = self.spec.rms_norm_eps
         projected = self.qkv(self._normed(x, self.input_norm), adapters)

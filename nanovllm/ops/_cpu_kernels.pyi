@@ -209,6 +209,10 @@ class Norms:
         eps: float,
     ) -> None: ...
 
+class HeadLayout:
+    def __init__(self, *, head_dim: int, rotary_dim: int, gated: bool) -> None:
+        """ValueError for odd sizes, and for more rotated features than a head has."""
+
 class DeltaWeights:
     def __init__(self, *, sizes: DeltaSizes, conv: int, rate: int, dt_bias: int, norm: int) -> None:
         """rate and dt_bias are fp32, the others in the dtype of the layer."""
@@ -225,7 +229,7 @@ class Layer:
         o: Linear,
         gate_up: Linear,
         down: Linear,
-        head_dim: int,
+        heads: HeadLayout,
         activation: str,
     ) -> None: ...
     def recur(
@@ -247,6 +251,7 @@ class Layer:
         q: _Address,
         k: _Address,
         v: _Address,
+        gate: _Address,
         count: int,
         q_heads: int,
         kv_heads: int,

@@ -412,6 +412,14 @@ class LayerNorms(NamedTuple):
         return {name: (_address(w), w is not None and w.dtype == torch.float32) for name, w in weights.items()}
 
 
+class HeadLayout(NamedTuple):
+    """How the heads stand in a projection to q, k and v."""
+
+    head_dim: int
+    rotary_dim: int  # features of a head of q and k that are rotated, the first ones, in pairs half of that apart
+    gated: bool = False  # each head of q is followed by the gate of its output
+
+
 class FewRowLayer:
     """A decoder layer without its attention for few rows: two calls instead of ten for the single operators.
 
@@ -420,12 +428,13 @@ class FewRowLayer:
     """
 
     def __init__(
-        self, norms: LayerNorms, products: Sequence[Product], dtype: torch.dtype, head_dim: int, activation: str
+        self, norms: LayerNorms, products: Sequence[Product], dtype: torch.dtype, heads: HeadLayout, activation: str
     ) -> None:
-        """products: qkv, o, gate and up, down. All tensors are dense, and but for the norms of `dtype`."""
+        """products: qkv, o, gate and up, down; heads: of qkv. All tensors are dense, and of `dtype` but for norms."""
         self._tensors = (norms, products)
         self._hidden = norms.input.shape[0]
         self._dtype = dtype
+        self._gated = heads.gated
         linears = [
             _cpu_kernels.Linear(parts=[_matrix(part) for part in parts], bias=_address(bias))
             for parts, bias in products
@@ -436,7 +445,7 @@ class FewRowLayer:
             dtype=KERNEL_DTYPES[dtype],
             norms=_cpu_kernels.Norms(**norms.addresses(), eps=norms.eps),
             **dict(zip(("qkv", "o", "gate_up", "down"), linears, strict=True)),
-            head_dim=head_dim,
+            heads=_cpu_kernels.HeadLayout(**heads._asdict()),
             activation=activation,
         )
 
@@ -445,11 +454,20 @@ class FewRowLayer:
         fits = x.shape[0] <= MAX_LAYER_ROWS and x.dtype == self._dtype
         return fits and takes(x, 2) and x.shape[1] == self._hidden
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the rows' q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim], with RoPE applied."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None
+    ) -> None:
+        """Write the rows' q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim], with RoPE applied.
+
+        gate: where the gates go [rows, heads * head_dim], if q has any.
+        """
+        if (gate is not None) != self._gated:
+            given = "no memory for gates" if gate is None else "memory for gates"
+            raise ValueError(f"gates are written where queries have them; got {given} for gated={self._gated}.")
         threads, q_heads, kv_heads = torch.get_num_threads(), q.shape[1], k.shape[1]
         x_at, cos_at, sin_at, q_at, k_at, v_at = (address(tensor) for tensor in (x, cos, sin, q, k, v))
-        self._layer.project(x_at, cos_at, sin_at, q_at, k_at, v_at, x.shape[0], q_heads, kv_heads, threads)
+        gate_at = (0, 0) if gate is None else address(gate)
+        self._layer.project(x_at, cos_at, sin_at, q_at, k_at, v_at, gate_at, x.shape[0], q_heads, kv_heads, threads)
 
     def recur(
         self,
@@ -473,7 +491,7 @@ def few_row_layer(
     norms: LayerNorms,
     products: Sequence[tuple[Sequence[WeightPart] | None, Tensor | None]],
     dtype: torch.dtype,
-    head_dim: int,
+    heads: HeadLayout,
     activation: str,
 ) -> FewRowLayer | None:
     """The layer of these tensors, or None if a weight is None, or they are not on the CPU or not of `dtype`."""
@@ -484,7 +502,7 @@ def few_row_layer(
         if parts is None or any(isinstance(p, Tensor) and not (p.is_cpu and p.dtype == dtype) for p in parts):
             return None
         supported.append((parts, bias))
-    return FewRowLayer(norms, supported, dtype, head_dim, activation)
+    return FewRowLayer(norms, supported, dtype, heads, activation)
 
 
 def interleaved_part(weight: Tensor) -> WeightPart:
