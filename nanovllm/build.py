@@ -182,7 +182,11 @@ def _start_runner(config: EngineConfig, spec: DecoderSpec) -> ModelRunner | Tens
         return build_runner(config, spec)
     from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed
 
-    return TensorParallelExecutor(config, spec, build_runner)
+    if config.kv_cache_dir is None:
+        return TensorParallelExecutor(config, spec, build_runner)
+    from nanovllm.features.kv_disk.engine import make_part
+
+    return TensorParallelExecutor(config, spec, build_runner, make_part)
 
 
 def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
@@ -206,11 +210,12 @@ def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:
 
 def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecutor) -> DiskStore | None:
     """The KV blocks on disk that the arguments ask for."""
-    if config.kv_cache_dir is None or not isinstance(runner, ModelRunner):
+    if config.kv_cache_dir is None:
         return None
-    from nanovllm.features.kv_disk.engine import open_store_of
+    from nanovllm.features.kv_disk.engine import OwnPart, open_store
 
-    return open_store_of(config, runner)
+    parts = OwnPart(config, runner) if isinstance(runner, ModelRunner) else runner
+    return open_store(config, parts, runner.sizing.layout.groups)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

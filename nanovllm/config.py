@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanovllm.speculative_config import speculative_config
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 MOST_GIB = 2**30  # more than any machine has
+DIR_SECONDS = 5.0  # that a file system has to say what a path is
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 
@@ -60,10 +62,21 @@ def _can_be_file(path: Any) -> bool:
 
 
 def _can_be_dir(path: object) -> bool:
-    try:
-        return path is None or (isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
-    except (OSError, ValueError):
-        return False
+    """True also if the file system does not answer: who uses the directory notices that, and can do without."""
+    found: list[bool] = []
+
+    def look() -> None:
+        try:
+            found.append(isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
+        except (OSError, ValueError):
+            found.append(False)
+
+    if path is None:
+        return True
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(DIR_SECONDS)
+    return found[0] if found else True
 
 
 _MODEL = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
@@ -286,8 +299,6 @@ class EngineConfig:
         yield "kv_cache_dir_space", self.kv_cache_dir_space is not None and not stored, "needs kv_cache_dir"
         cached = "needs enable_prefix_caching=True: what is read from the directory is found through the prefix cache"
         yield "kv_cache_dir", stored and not self.enable_prefix_caching, cached
-        whole_only = "is not used by several ranks yet: leave it out, or use tensor_parallel_size=1"
-        yield "kv_cache_dir", stored and ranks > 1, whole_only
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             is_unused = not self.enable_lora and getattr(self, name) != getattr(EngineConfig, name)
             yield name, is_unused, "needs enable_lora=True: without it requests have no adapters"

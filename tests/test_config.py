@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm import config as config_module
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from tools.arguments import DOCS, PAGES, page
@@ -75,6 +77,24 @@ REFUSED: dict[str, list[Any]] = {
     "speculative_config": ["ngram", 3, {1: 2}],
     "trace": ["/", "/no/such/directory/trace.json", 3],
 }
+
+
+def test_a_file_system_that_does_not_answer_is_left_to_who_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, is_dir = threading.Event(), Path.is_dir
+
+    def hang(self: Path) -> bool:
+        if self.name == "dead" and not answers.wait(60):
+            raise OSError("nobody went on meanwhile")
+        return is_dir(self)
+
+    monkeypatch.setattr(config_module, "DIR_SECONDS", 0.05)
+    monkeypatch.setattr(Path, "is_dir", hang)
+    try:
+        assert engine_config(tmp_path, {"kv_cache_dir": "dead"}).kv_cache_dir == "dead"
+    finally:
+        answers.set()
 
 
 def test_every_argument_has_a_rule() -> None:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import ordering
 from nanovllm.device.ordering import OrderingError
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.features.kv_disk import kept_in, loading, store, verify
+from nanovllm.features.kv_disk import kept_in, loading, part, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
+from nanovllm.features.kv_disk import writing as writing_module
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
 from nanovllm.features.kv_disk.store import DiskStore
@@ -409,6 +410,13 @@ def test_failing_files_are_misses(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
+def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(under_way, "PATIENCE_SECONDS", seconds)
+    monkeypatch.setattr(part, "PULSE_SECONDS", seconds / 10)
+    monkeypatch.setattr(loading, "CLOSE_SECONDS", seconds)
+    monkeypatch.setattr(writing_module, "STALL_SECONDS", seconds)
+
+
 @pytest.mark.parametrize("call", ["preadv", "open", "utime", "writev"])
 def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
     model: Path,
@@ -427,9 +435,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
             assert answers.wait(60)
         return known(*arguments, **options)
 
-    monkeypatch.setattr(loading, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(loading, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(store, "STALL_SECONDS", 0.05)
+    set_patience(monkeypatch, 0.05)
     found = []
     with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
         monkeypatch.setattr(segments_module.os, call, hang)
@@ -440,6 +446,36 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
     assert found[0].metrics.cached_tokens_disk == (0 if call in ("preadv", "open") else 768)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("has not answered" in each for each in warnings) == (call in ("preadv", "open"))
+
+
+@contextmanager
+def unanswered(path: Path) -> Iterator[None]:
+    """Who opens the file waits until the context ends: it is a pipe meanwhile."""
+    aside = path.with_name("aside")
+    path.rename(aside)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDWR))
+        aside.rename(path)
+
+
+def test_a_disk_that_does_not_answer_at_the_start_is_not_used(
+    model: Path,
+    written: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shutil.copytree(written[0], tmp_path / "kv")
+    with monkeypatch.context() as patch, unanswered(segments(tmp_path / "kv")[0]):
+        set_patience(patch, 0.5)
+        found = run(model, tmp_path / "kv")
+    assert (found.metrics.cached_tokens_disk, numbers(found)) == (0, written[1])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "is not used: the disk has not answered for" in warning
+    assert run(model, tmp_path / "kv").metrics.cached_tokens_disk == 768
 
 
 def test_a_directory_that_cannot_be_made_or_vanishes(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
@@ -524,11 +560,11 @@ def test_space_is_bounded_by_deleting_what_was_used_least_recently(tmp_path: Pat
     directory.mkdir()
     writer, reader = SegmentWriter(directory, 8000), SegmentReader(directory)
     for number in range(40):
-        assert writer.append(number.to_bytes(32, "little"), 0, bytes([number]) * 900) is not None
+        assert writer.append((number.to_bytes(32, "little"), 0), bytes([number]) * 900) is not None
         assert sum(path.stat().st_size for path in segments(tmp_path)) <= 8000
         for path in segments(tmp_path):  # times of files may be coarse
             os.utime(path, ns=(int(path.name.split("-")[0]),) * 2)
-    assert writer.append(bytes(32), 1, bytes(9000)) is None
+    assert writer.append((bytes(32), 1), bytes(9000)) is None
     writer.close()
     reader.scan()
     kept = [number for number in range(40) if (number.to_bytes(32, "little"), 0) in reader]
@@ -555,7 +591,6 @@ def test_the_command_lists_verifies_and_removes(
     [
         {"kv_cache_dir_space": 1.0},
         {"kv_cache_dir": "kv", "enable_prefix_caching": False},
-        {"kv_cache_dir": "kv", "tensor_parallel_size": 2},
         {"kv_cache_dir": __file__},
     ],
 )

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.last_used)) if each.last_used else "never"
         damaged = f", {each.damaged:,} of them damaged" if each.damaged else ""
         size = f"{each.tokens:,} tokens, {each.size:,} bytes{damaged}"
-        print(f"{each.model}: {size}, last used {used} ({each.path.name[:16]})")
+        rank = f", rank {each.rank} of {each.ranks}" if each.ranks > 1 else ""
+        print(f"{each.model}{rank}: {size}, last used {used} ({each.path.name[:16]})")
     if not found:
         print("no KV blocks")
     return 1 if any(each.damaged for each in found) else 0

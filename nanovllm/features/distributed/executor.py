@@ -13,6 +13,7 @@ import pickle
 import selectors
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,11 +32,14 @@ from nanovllm.features.distributed.rank import (
     Done,
     Execute,
     Failure,
+    MakePart,
     MakeRunner,
     Process,
     Processed,
     Progress,
     Ready,
+    Reported,
+    Tell,
 )
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
@@ -57,10 +61,12 @@ class RankTraceback(Exception):
 class TensorParallelExecutor:
     """As `ModelRunner`, with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None = None
+    ) -> None:
         """Start the ranks and wait until they have loaded the model.
 
-        spec: of the whole model; make_runner: assembles the runner of each rank.
+        spec: of the whole model; make_runner: assembles the runner of each rank; make_part: what a feature does in it.
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
@@ -68,11 +74,13 @@ class TensorParallelExecutor:
         self._patience = config.distributed_timeout_seconds
         self._kept: list[LogitsProcessors] = []  # of the step
         self._interrupted = False  # while a step runs, and after an exception until its result was received
+        self._untold: list[Any] = []  # commands that came while a step was interrupted
+        self._reported: deque[tuple[int, Any]] = deque()  # with the rank's number
         self._is_ready = False
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        self._ranks, store = launch.start_ranks(config, spec, make_runner)
+        self._ranks, store = launch.start_ranks(config, spec, make_runner, make_part)
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:
             self._selector.register(rank.channel.connection.fileno(), selectors.EVENT_READ, (rank, False))
@@ -92,10 +100,7 @@ class TensorParallelExecutor:
         self._check_open()
         if self._interrupted:
             self._result(is_wanted=False)
-        message = Execute(self._packed(batch), self._on_layer is not None)
-        for rank in self._ranks:
-            with suppress(OSError):  # its end is noticed when its answer is awaited
-                rank.channel.send(message)
+        self._send_all(Execute(self._packed(batch), self._on_layer is not None))
         self._interrupted = True
         return self._result(is_wanted=True)
 
@@ -135,7 +140,41 @@ class TensorParallelExecutor:
                     rank.process.join(max(0.0, deadline - time.monotonic()))
         self._end()
 
+    # ---- what a feature does in every rank
+
+    @property
+    def num_parts(self) -> int:
+        return self._size
+
+    def tell(self, command: Any) -> None:
+        """Let the feature's part of every rank carry out a command, after all so far and before the next step."""
+        if self._interrupted:  # a rank may wait for another message
+            self._untold.append(command)
+        elif self._error is None:
+            self._send_all(Tell(command))
+
+    def reports(self, seconds: float) -> Iterator[tuple[int, Any]]:
+        """What the parts have reported, each with the number of its rank. Waits at most so long for the first.
+
+        Raises EngineError if a rank fails.
+        """
+        self._check_open()
+        while True:
+            for rank, message in self._arrived(0.0 if self._reported else seconds):
+                self._handle(rank, message, is_wanted=False)
+            if not self._reported:
+                return
+            seconds = 0.0
+            while self._reported:
+                yield self._reported.popleft()
+
     # ---- messages
+
+    def _send_all(self, message: Any) -> None:
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank in self._ranks:
+            with suppress(OSError):  # its end is noticed when its answer is awaited
+                rank.channel.send_packed(packed)
 
     def _packed(self, batch: Batch) -> bytes:
         """The batch as the ranks unpickle it, without logits processors, which are kept here."""
@@ -158,6 +197,8 @@ class TensorParallelExecutor:
                 raise self._failed(rank, message)
             if isinstance(message, logging.LogRecord):
                 logging.getLogger(message.name).handle(message)
+            elif isinstance(message, Reported):
+                self._reported.append((rank.index, message.report))
             else:
                 yield rank, message
 
@@ -186,13 +227,22 @@ class TensorParallelExecutor:
         """Wait for the result of the step in progress. is_wanted: False if the step was interrupted."""
         while True:
             for rank, message in self._arrived():
-                if isinstance(message, Done):
-                    self._stats, self._busy, self._interrupted = message.stats, message.busy, False
-                    return message.result
-                if isinstance(message, Progress) and is_wanted:
-                    self._report(message)
-                elif isinstance(message, Process):
-                    self._process(rank, message, is_wanted)
+                if (result := self._handle(rank, message, is_wanted)) is not None:
+                    return result
+
+    def _handle(self, rank: Rank, message: Any, is_wanted: bool) -> StepResult | None:
+        """A message of the step in progress; the last one has its result."""
+        if isinstance(message, Done):
+            self._stats, self._busy, self._interrupted = message.stats, message.busy, False
+            untold, self._untold = self._untold, []
+            for command in untold:
+                self.tell(command)
+            return message.result
+        if isinstance(message, Progress) and is_wanted:
+            self._report(message)
+        elif isinstance(message, Process):
+            self._process(rank, message, is_wanted)
+        return None
 
     def _process(self, rank: Rank, message: Process, is_wanted: bool) -> None:
         """Apply logits processors and answer the rank, also if the caller's function is interrupted."""

@@ -18,7 +18,7 @@ from torch.multiprocessing import get_context
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, told
-from nanovllm.features.distributed.rank import LOOPBACK, Channel, MakeRunner, RankSetup, run_rank
+from nanovllm.features.distributed.rank import LOOPBACK, Channel, MakePart, MakeRunner, RankSetup, run_rank
 from nanovllm.models.spec import DecoderSpec
 
 START_SECONDS = 300.0  # until ranks on other machines have come
@@ -36,7 +36,7 @@ class Rank:
 
 
 def start_ranks(
-    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner
+    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None
 ) -> tuple[list[Rank], list[dist.TCPStore]]:
     """All ranks, in order, and the store that they need while they run.
 
@@ -46,10 +46,12 @@ def start_ranks(
     size = config.tensor_parallel_size
     if config.distributed_executor_backend == "external_launcher":
         _check_torchrun(size)
-        connections, store = _start_with_torchrun(config, spec, make_runner)
+        connections, store = _start_with_torchrun(config, spec, make_runner, make_part)
     else:
         store, port = local_store()
-        setups = [RankSetup(config, spec, make_runner, rank, rank, size, LOOPBACK, port) for rank in range(size)]
+        setups = [
+            RankSetup(config, spec, make_runner, rank, rank, size, LOOPBACK, port, make_part) for rank in range(size)
+        ]
         connections = [_spawn(setup) for setup in setups]
     ranks = [Rank(index, Channel(connection), process) for index, (connection, process) in enumerate(connections)]
     return ranks, [store]
@@ -99,7 +101,7 @@ def _check_torchrun(size: int) -> None:
 
 
 def _start_with_torchrun(
-    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner
+    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None
 ) -> tuple[list[tuple[Connection, BaseProcess | None]], dist.TCPStore]:
     given = os.environ
     rank, host, port = int(given["RANK"]), given["MASTER_ADDR"], int(given["MASTER_PORT"])
@@ -114,7 +116,7 @@ def _start_with_torchrun(
         raise ConfigError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: the ranks' store cannot be {what} there: {told(error)}; {advice}"
         ) from error
-    setup = RankSetup(config, spec, make_runner, rank, local_rank, local_size, host, port)
+    setup = RankSetup(config, spec, make_runner, rank, local_rank, local_size, host, port, make_part)
     if rank != 0:
         _become_rank(store, setup)
     key = secrets.token_bytes(32)

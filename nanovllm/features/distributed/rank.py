@@ -13,11 +13,12 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,30 @@ LOAD_TIME = timedelta(days=1)  # most, until all ranks have loaded their weights
 MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner]  # can be pickled
 
 
+class RankPart(Protocol):
+    """What a feature does in every rank. It reports to the engine from any thread."""
+
+    def handle(self, command: Any) -> None:
+        """Carry out what the engine tells all ranks. Called between steps, by their thread."""
+        ...
+
+    def close(self) -> None:
+        """End all work. Safe to call twice."""
+        ...
+
+
+# From the rank's number, whether it is the first of its machine, and what takes reports. Can be pickled.
+MakePart = Callable[[EngineConfig, ModelRunner, int, bool, Callable[[Any], None]], RankPart]
+
+
 @dataclass(frozen=True, slots=True)
 class RankSetup:
     """What a rank has to know before it can talk to the others.
 
     spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
-    thousand modules, some 80 MB in every rank. make_runner: assembles the runner of a rank. store_host, store_port: of
-    the TCPStore through which the ranks find each other. Of the process that starts the rank: threads, which the ranks
-    of a machine divide, and cpu_kernels, a `KernelChoice.setting`.
+    thousand modules, some 80 MB in every rank. make_runner: assembles the runner of a rank; make_part: what a feature
+    does in it. store_host, store_port: of the TCPStore through which the ranks find each other. Of the process that
+    starts the rank: threads, which the ranks of a machine divide, and cpu_kernels, a `KernelChoice.setting`.
     """
 
     config: EngineConfig
@@ -61,6 +78,7 @@ class RankSetup:
     local_size: int
     store_host: str
     store_port: int
+    make_part: MakePart | None = None
     threads: int = field(default_factory=torch.get_num_threads)
     cpu_kernels: str = field(default_factory=lambda: cpu_kernel_choice().setting)
     log_level: int = field(default_factory=lambda: logging.getLogger("nanovllm").getEffectiveLevel())
@@ -90,6 +108,20 @@ class Execute:
 
     batch: bytes
     watched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A command for the rank's part."""
+
+    command: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What the rank's part reports."""
+
+    report: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +293,14 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
     join(config, setup)
     runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
+    part = _make_part(config, runner, channel, setup)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
     while (message := channel.receive()) is not None:
+        if isinstance(message, Tell):
+            assert part is not None, "only a feature that has parts tells them something"
+            part.handle(message.command)
+            continue
         batch = BatchUnpickler(message.batch, channel).load()
         if setup.rank == 0:
             report = (lambda share: channel.send(Progress(share, runner.kv_stats()))) if message.watched else None
@@ -271,9 +308,21 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
         result = runner.execute(batch)
         if setup.rank == 0:
             channel.send(Done(result, runner.kv_stats(), runner.link_busy()))
+    if part is not None:
+        part.close()
     logging.getLogger("nanovllm").handlers.clear()
     runner.close()
     dist.destroy_process_group()
+
+
+def _make_part(config: EngineConfig, runner: ModelRunner, channel: Channel, setup: RankSetup) -> RankPart | None:
+    def report(content: Any) -> None:
+        with suppress(OSError):  # the engine has ended, and so will this process
+            channel.send(Reported(content))
+
+    if setup.make_part is None:
+        return None
+    return setup.make_part(config, runner, setup.rank, setup.local_rank == 0, report)
 
 
 def with_device(setup: RankSetup) -> EngineConfig:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Mapping
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.memory_checks import gib
+from nanovllm.data.kv_groups import KVGroups
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
+from nanovllm.features.kv_disk.messages import Command, Report
+from nanovllm.features.kv_disk.part import PartSetup, StorePart
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.features.kv_disk.records import MAGIC
-from nanovllm.features.kv_disk.segments import all_segments
-from nanovllm.features.kv_disk.store import DiskStore
+from nanovllm.features.kv_disk.store import DiskStore, Parts
 from nanovllm.features.kv_disk.units import UnitCopier
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
@@ -29,24 +30,51 @@ KEY_TILE = 128  # of the CPU's attention, counted from a block's start: kTileKey
 logger = logging.getLogger(__name__)
 
 
-def open_store_of(config: EngineConfig, runner: ModelRunner) -> DiskStore | None:
-    """The store in `config.kv_cache_dir`, which is made if need be; None, with a warning, if it cannot be used.
-
-    The first engine of a model reads all its weights for their digest.
-    """
+def make_part(
+    config: EngineConfig, runner: ModelRunner, rank: int, is_first: bool, report: Callable[[Report], None]
+) -> StorePart:
+    """The part of a rank. is_first: of the ranks of a machine; it reads the files that all of them have in common."""
     assert config.kv_cache_dir is not None
-    root = Path(config.kv_cache_dir)
-    try:
-        root.mkdir(0o700, parents=True, exist_ok=True)
-        digests = FileDigests(root)
-        identity = digest(
-            digest_of_fields(_facts(config, runner)), digests.of(model_files(config.model)), digests.of(code_files())
-        )
-        space = _space(root, config.kv_cache_dir_space)
-        return DiskStore(root, identity, config.model_name, space, UnitCopier(runner.device, runner.kv_cache.pools))
-    except OSError as error:
-        logger.warning("kv_cache_dir=%r is not used: %s", str(root), error)
-        return None
+    setup = PartSetup(
+        Path(config.kv_cache_dir),
+        config.model_name,
+        Path(config.model) if is_first else None,
+        _facts(config, runner),
+        config.kv_cache_dir_space,
+        rank,
+        config.tensor_parallel_size,
+    )
+    return StorePart(setup, UnitCopier(runner.device, runner.kv_cache.pools), report)
+
+
+class OwnPart:
+    """Implements `store.Parts` for the one rank that runs in the engine's process."""
+
+    num_parts = 1
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._part = make_part(config, runner, 0, True, self._reports.put)
+
+    def tell(self, command: Command) -> None:
+        self._part.handle(command)
+
+    def reports(self, seconds: float) -> Iterator[tuple[int, Report]]:
+        with suppress(queue.Empty):
+            while True:
+                yield 0, self._reports.get(timeout=seconds)
+                seconds = 0.0
+
+
+def open_store(config: EngineConfig, parts: Parts, groups: KVGroups) -> DiskStore | None:
+    """The store in `config.kv_cache_dir`, which is made if need be; None, with a warning, if it cannot be used."""
+    store = DiskStore(parts, groups)
+    why = store.open()
+    if why is None:
+        return store
+    logger.warning("kv_cache_dir=%r is not used: %s", str(config.kv_cache_dir), why)
+    store.close()
+    return None
 
 
 def _tile(block_size: int, backend: AttentionBackend, device: torch.device) -> int:
@@ -80,13 +108,3 @@ def _facts(config: EngineConfig, runner: ModelRunner) -> Mapping[str, Any]:
     if device.type == "cuda":
         facts["device"] = (torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     return facts
-
-
-def _space(root: Path, asked: float | None) -> int:
-    """Bytes that the directory may take; asked: GiB, None for half of what is free and taken already."""
-    if asked is not None:
-        return int(asked * 2**30)
-    taken = sum(found.st_size for _, found in all_segments(root))
-    space = (shutil.disk_usage(root).free + taken) // 2
-    logger.info("kv_cache_dir_space: %s, half of what is free in %s", gib(space), root)
-    return space

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.features.kv_disk.inspect import DIGESTS
 from nanovllm.features.kv_disk.records import KEY_BYTES
 
-READ_BYTES = 8 << 20
+READ_BYTES = 1 << 20
 WEIGHTS = (".safetensors", ".gguf")
 CODE = ("ops", "layers", "models", "kvcache", "features", "device", "comm")  # of the package: what computes K and V
 
@@ -59,17 +59,23 @@ def code_files() -> list[Path]:
     return sorted(path for path in files if path.is_file())
 
 
-def file_digest(path: Path) -> bytes:
-    """Of the file's bytes. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=KEY_BYTES)).digest()
+def file_digest(path: Path, goes_on: Callable[[], None] = lambda: None) -> bytes:
+    """Of the file's bytes. goes_on: called now and then. Raises OSError."""
+    found, buffer = hashlib.blake2b(digest_size=KEY_BYTES), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while number := file.readinto(buffer):
+            found.update(buffer[:number])
+            goes_on()
+    return found.digest()
 
 
 class FileDigests:
     """Digests of large files, kept in `root` by path, size and times, so that a file is read once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, goes_on: Callable[[], None] = lambda: None) -> None:
+        """goes_on: called now and then."""
         self._path = root / DIGESTS
+        self._goes_on = goes_on
 
     def of(self, paths: Iterable[Path]) -> bytes:
         """One digest of all these files' names and bytes. Raises OSError."""
@@ -80,7 +86,7 @@ class FileDigests:
             times = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
             key = f"{path.resolve()}:{':'.join(map(str, times))}"
             if key not in known:
-                known[key] = file_digest(path).hex()
+                known[key] = file_digest(path, self._goes_on).hex()
             parts += (path.name.encode(), bytes.fromhex(known[key]))
         if known != before:
             self._keep(known)

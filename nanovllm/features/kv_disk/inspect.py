@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.kv_disk.policy import UNIT
@@ -19,7 +20,7 @@ DIGESTS = "digests.json"  # in the root: of the files of models
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of one model as one kind of engine computes it.
+    """What is kept of one model as one kind of engine computes it, by one of its ranks.
 
     tokens: in the KV group that has most records. size: bytes. last_used: seconds since the epoch, 0 if never.
     damaged: bytes that are no whole record with its checksum; None if contents were not read.
@@ -31,6 +32,8 @@ class Kept:
     size: int
     last_used: float
     damaged: int | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 def kept_in(root: str | Path) -> list[Kept]:
@@ -81,11 +84,13 @@ def _kept(directory: Path, is_read: bool) -> Kept:
         finally:
             os.close(fd)
     tokens = max(counts.values(), default=0) * UNIT
-    return Kept(directory, _model_of(directory), tokens, size, last_used, damaged if is_read else None)
+    kept = Kept(directory, "unknown", tokens, size, last_used, damaged if is_read else None)
+    return replace(kept, **_about(directory))
 
 
-def _model_of(directory: Path) -> str:
+def _about(directory: Path) -> dict[str, Any]:
     try:
-        return str(json.loads((directory / ABOUT).read_text())["model"])
+        found = json.loads((directory / ABOUT).read_text())
+        return {"model": str(found["model"]), "rank": int(found["rank"]), "ranks": int(found["ranks"])}
     except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
+        return {}

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from nanovllm.device.base import Busy
 from nanovllm.device.busy import BusyMeter
+from nanovllm.features.kv_disk.messages import Name
 
 THREADS = 4  # each with one record under way, of some MiB
-PATIENCE_SECONDS = 10.0  # for one record; after that nothing is read until the disk answers
 CLOSE_SECONDS = 1.0  # for threads that are idle
 
 
@@ -36,47 +36,39 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record to read, and where to. key, group: its name in the index."""
+    """A record to read, and where to."""
 
-    key: bytes
-    group: int
+    name: Name
     target: Target
     num_bytes: int
 
 
 class Load:
-    """The records that one sequence waits for. Implements `engine.request.Loading`.
+    """The records that one sequence waits for.
 
-    wrong: the first record that could not be read, and why; no record if the disk does not answer.
+    wrong: the first record that could not be read, and why.
     """
 
-    def __init__(self, records: Sequence[Record], reads: Reads, at_end: Callable[[Load], None]) -> None:
-        """at_end: called by the engine's thread when it learns that the read has ended."""
+    def __init__(
+        self, records: Sequence[Record], reads: Reads, progressed: Callable[[], None], ended: Callable[[Load], None]
+    ) -> None:
+        """Called by the readers' threads: progressed, when a record has ended and others have not; ended, after the
+        last one.
+        """
         self.records = records
-        self.wrong: tuple[Record | None, str] | None = None
+        self.wrong: tuple[Record, str] | None = None
         self._reads = reads
-        self._at_end = at_end
+        self._progressed = progressed
+        self._ended = ended
         self._left = len(records)
         self._copying = 0  # records
         self._is_cancelled = False
 
-    @property
-    def has_ended(self) -> bool:
-        return self._left == 0 or self._reads.are_stuck
-
-    def succeeds(self) -> bool:
-        if self._left:
-            self.cancel()
-            self.wrong = self.wrong or (None, f"the disk has not answered for {PATIENCE_SECONDS:g} s")
-        self._at_end(self)
-        return self.wrong is None
-
     def cancel(self) -> None:
-        """See `engine.request.Loading`. Waits for copies in memory, not for the disk."""
+        """When this returns, nothing is written into blocks any more. Waits for copies in memory, not for the disk."""
         with self._reads.changed:
             self._is_cancelled = True
             self._reads.changed.wait_for(lambda: self._copying == 0)
-        self._reads.forget(self)
 
     # ---- the readers' threads
 
@@ -102,30 +94,32 @@ class Load:
             self._left -= 1
             if wrong is not None and self.wrong is None:
                 self.wrong = (record, wrong)
-            self._reads.changed.notify_all()
+            is_last = self._left == 0
+        if is_last:
+            self._ended(self)
+        else:
+            self._progressed()
 
 
 class Reads:
-    """The threads, which start with the first read, and the reads under way.
+    """The threads, which start with the first work for them.
 
-    read: reads a record into memory and returns what is wrong with it, or None.
+    read: reads a record into memory and returns what is wrong with it, or None. begin_thread: called in each thread.
     """
 
-    def __init__(self, read: Callable[[bytes, int, Sequence[memoryview]], str | None]) -> None:
+    def __init__(
+        self, read: Callable[[Name, Sequence[memoryview]], str | None], begin_thread: Callable[[], None]
+    ) -> None:
         self.changed = threading.Condition()
         self._read = read
+        self._begin_thread = begin_thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._loads: list[Load] = []
         self._meter = BusyMeter()
-        self._begun: dict[int, float] = {}  # when each thread began with what it does, by its id
 
-    def start(self, records: Sequence[Record], at_end: Callable[[Load], None]) -> Load:
-        load = Load(records, self, at_end)
-        self._loads.append(load)
-        for record in records:
+    def start(self, load: Load) -> None:
+        for record in load.records:
             self.submit(partial(self._read_record, load, record))
-        return load
 
     def submit(self, work: Callable[[], None]) -> None:
         """Let a thread do other work with the disk too. It raises nothing."""
@@ -136,32 +130,12 @@ class Reads:
             self._threads.append(thread)
             thread.start()
 
-    @property
-    def are_stuck(self) -> bool:
-        """Whether a thread has waited for the disk for too long. It may answer later."""
-        earliest = min(self._begun.copy().values(), default=None)
-        return earliest is not None and time.monotonic() - earliest > PATIENCE_SECONDS
-
     def busy(self) -> Busy:
         """Bytes read so far, and the time during which something was read."""
         return self._meter.read()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until a read has ended, at most so long."""
-        with self.changed:
-            self.changed.wait_for(lambda: any(load.has_ended for load in self._loads), seconds)
-
-    def forget(self, load: Load) -> None:
-        if load in self._loads:
-            self._loads.remove(load)
-
-    def cancel_all(self) -> None:
-        for load in list(self._loads):
-            load.cancel()
-
     def close(self) -> None:
-        """Cancel all reads, and end the threads. Safe to call twice."""
-        self.cancel_all()
+        """End the threads. Safe to call twice."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._queue.put(None)
@@ -170,17 +144,16 @@ class Reads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
+        self._begin_thread()
         while (work := self._queue.get()) is not None:
-            self._begun[threading.get_ident()] = time.monotonic()
             work()
-            del self._begun[threading.get_ident()]
 
     def _read_record(self, load: Load, record: Record) -> None:
         wrong = None
         try:
             if load.is_wanted:
                 with self._meter.running(record.num_bytes):
-                    wrong = self._read(record.key, record.group, record.target.views())
+                    wrong = self._read(record.name, record.target.views())
                 if wrong is None:
                     load.take(record)
         except Exception as error:

@@ -11,10 +11,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanovllm.features.kv_disk.messages import Name
 from nanovllm.features.kv_disk.records import HEADER_BYTES, Header, checksum_of, pack, unpack
 
 SUFFIX = ".kv"
@@ -67,48 +68,53 @@ def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
 
 @dataclass
 class SegmentReader:
-    """The index of one model's segments, and the reading of records.
-
-    Used by the engine's thread, `add` by the writer's too, all but `discard` by those that read.
-    """
+    """The index of one directory's segments, and the reading of records. Any thread may use it; one at a time scans."""
 
     directory: Path
-    _index: dict[tuple[bytes, int], Place] = field(default_factory=dict)
+    _index: dict[Name, Place] = field(default_factory=dict)
     _scanned: dict[Path, int] = field(default_factory=dict)  # bytes of each segment
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __contains__(self, key: tuple[bytes, int]) -> bool:
-        return key in self._index
+    def __contains__(self, name: Name) -> bool:
+        return name in self._index
 
-    def scan(self) -> None:
-        """Find what has been written since the last scan, by this process or others. Raises OSError."""
-        present = set()
+    def scan(self, goes_on: Callable[[], None] = lambda: None) -> tuple[list[Name], list[Name]]:
+        """Find what has been written and deleted since the last scan, by this process or others. Raises OSError.
+
+        Returns the records that are new, and before those the ones that are gone. goes_on: called now and then.
+        """
+        present, added, gone = set[Path](), list[Name](), list[Name]()
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             present.add(path)
+            goes_on()
             try:
-                self._scan_segment(path)
+                self._scan_segment(path, goes_on, added, gone)
             except FileNotFoundError:
                 present.discard(path)
         with self._lock:
             for path in self._scanned.keys() - present:
                 del self._scanned[path]
-                self._forget(path)
+                gone += self._forget(path)
+        return added, gone
 
-    def _scan_segment(self, path: Path) -> None:
+    def _scan_segment(self, path: Path, goes_on: Callable[[], None], added: list[Name], gone: list[Name]) -> None:
         begin, size = self._scanned.get(path, 0), path.stat().st_size
         if size < begin:  # cut since
             with self._lock:
-                self._forget(path)
+                gone += self._forget(path)
             begin = 0
         if size == begin and path in self._scanned:
             return
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd, found = os.open(path, os.O_RDONLY | os.O_CLOEXEC), list[tuple[int, Header]]()
         try:
-            found = list(read_headers(fd, begin, size))
+            for record in read_headers(fd, begin, size):
+                found.append(record)
+                goes_on()
         finally:
             os.close(fd)
         for at, header in found:
             self.add(header, path, at)
+            added.append((header.key, header.group))
             begin = at + HEADER_BYTES + header.size
         self._scanned[path] = begin
 
@@ -116,20 +122,23 @@ class SegmentReader:
         with self._lock:
             self._index[header.key, header.group] = (path, at, header)  # the latest: an earlier one may be damaged
 
-    def _forget(self, path: Path) -> None:
-        self._index = {key: place for key, place in self._index.items() if place[0] != path}
+    def _forget(self, path: Path) -> list[Name]:
+        gone = [name for name, place in self._index.items() if place[0] == path]
+        for name in gone:
+            del self._index[name]
+        return gone
 
-    def discard(self, key: bytes, group: int) -> None:
+    def discard(self, name: Name) -> None:
         """Do not find a record again: it cannot be read."""
         with self._lock:
-            self._index.pop((key, group), None)
+            self._index.pop(name, None)
 
-    def read(self, key: bytes, group: int, into: Sequence[memoryview]) -> str | None:
-        """Read a record's content into these pieces of memory, in their order. Any thread may call it.
+    def read(self, name: Name, into: Sequence[memoryview]) -> str | None:
+        """Read a record's content into these pieces of memory, in their order.
 
         Returns what is wrong with the record, or None; then the pieces hold its bytes.
         """
-        place = self._index.get((key, group))
+        place = self._index.get(name)
         if place is None:
             return "it was deleted meanwhile"
         path, at, expected = place
@@ -148,10 +157,10 @@ class SegmentReader:
         is_whole = number == HEADER_BYTES + size and unpack(bytes(header)) == expected
         return None if is_whole and checksum_of(*into) == expected.checksum else f"{path.name} is damaged at {at}"
 
-    def used(self, keys: Sequence[tuple[bytes, int]]) -> None:
+    def used(self, names: Iterable[Name]) -> None:
         """Note the use of records for eviction, by the time of their segments."""
         index = self._index
-        for path in {place[0] for key in keys if (place := index.get(key)) is not None}:
+        for path in {place[0] for name in names if (place := index.get(name)) is not None}:
             try:
                 os.utime(path)
             except OSError:  # another user's file, a file system without writing: it is evicted earlier
@@ -164,17 +173,18 @@ class SegmentWriter:
     Methods raise OSError. Least recently used segments are deleted to make room, whoever wrote them.
     """
 
-    def __init__(self, directory: Path, space: int) -> None:
+    def __init__(self, directory: Path, space: int, num_writers: int = 1) -> None:
+        """num_writers: ranks of an engine, which share the space."""
         self.directory = directory
         self.space = space
-        self.segment_bytes = min(SEGMENT_BYTES, space // SEGMENTS)
+        self.segment_bytes = min(SEGMENT_BYTES, space // (SEGMENTS * num_writers))
         self._fd = -1
         self._path = directory
         self._size = 0
 
-    def append(self, key: bytes, group: int, content: bytes | memoryview) -> tuple[Header, Path, int] | None:
+    def append(self, name: Name, content: bytes | memoryview) -> tuple[Header, Path, int] | None:
         """Write a record; returns where it is. None if it is larger than the space."""
-        header = Header(key, group, len(content), checksum_of(content))
+        header = Header(*name, len(content), checksum_of(content))
         size = HEADER_BYTES + len(content)
         if size > self.space:
             return None

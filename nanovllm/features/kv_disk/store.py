@@ -1,114 +1,267 @@
-"""The store of an engine: prompts' units on disk, read and written behind the steps."""
+"""The engine's half of the store: what is found on disk, what is read and what is written. The parts do it.
+
+A record is found if every part has it, and a read has failed if it has failed in one of them.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import queue
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-
-from torch import Tensor
+from typing import Protocol
 
 from nanovllm.data.batch import Adapter, BlockMove, StateMove
-from nanovllm.data.kv_groups import KVGroups
+from nanovllm.data.kv_groups import KVGroup, KVGroups
 from nanovllm.device.base import Busy
 from nanovllm.engine.input_processor import salt_of_content
 from nanovllm.engine.request import Sequence as TokenSequence
+from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk.identity import digest, file_digest
-from nanovllm.features.kv_disk.inspect import ABOUT
-from nanovllm.features.kv_disk.loading import Load, Reads, Record
+from nanovllm.features.kv_disk.messages import (
+    OPENING,
+    Begin,
+    Cancel,
+    CancelAll,
+    Close,
+    Closed,
+    Command,
+    Described,
+    Ended,
+    Found,
+    Keep,
+    KeptState,
+    Look,
+    Name,
+    Progressed,
+    Read,
+    Report,
+    StatePlace,
+    UnitPlace,
+    Warned,
+    WriteHeld,
+    WritesNoMore,
+)
 from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, longest_end, needed_units, wanted_units
-from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
-from nanovllm.features.kv_disk.units import StateTarget, UnitCopier, UnitTarget, bytes_of
+from nanovllm.features.kv_disk.under_way import PATIENCE_SECONDS, UnderWay
 from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
-CLOSE_SECONDS = 60.0  # for what is in the queue at the end
-STALL_SECONDS = 5.0  # of these, without a record written
 SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits, and the most that one is waited for
+CLOSE_SECONDS = 10.0  # without news of parts that end their work
+
+
+class Parts(Protocol):
+    """Where tensors and files are: a `StorePart` for every rank."""
+
+    @property
+    def num_parts(self) -> int: ...
+
+    def tell(self, command: Command) -> None:
+        """Let every part carry out a command after the steps and commands so far, and before later ones."""
+        ...
+
+    def reports(self, seconds: float) -> Iterable[tuple[int, Report]]:
+        """What the parts have reported, each with its number. Waits at most so long for the first.
+
+        Raises EngineError if a rank has failed.
+        """
+        ...
 
 
 @dataclass(slots=True)
 class _Chain:
     """The keys of a sequence's units, as far as they were asked for.
 
-    root: what comes before the tokens. was_sought: whether it was looked for on disk. last_state: of recurrent layers,
-    in the output, with its key. reads: whether it is faster to read than to compute; None until something is found.
+    root: what comes before the tokens. was_sought: whether it was looked for on disk. has_held: whether the parts hold
+    a state of its output. reads: whether it is faster to read than to compute; None until something is found.
     """
 
     root: bytes
     keys: list[bytes]
     was_sought: bool = False
-    last_state: tuple[bytes, Tensor] | None = None
+    has_held: bool = False
     reads: bool | None = None
+
+
+class Load:
+    """What one sequence waits for. Implements `engine.request.Loading`.
+
+    wrong: why it has failed in a part.
+    """
+
+    def __init__(self, store: DiskStore, work: int) -> None:
+        self.work = work
+        self.wrong: str | None = None
+        self._store = store
+
+    @property
+    def has_ended(self) -> bool:
+        self._store.hear()
+        return self._store.has_ended(self)
+
+    def succeeds(self) -> bool:
+        if self._store.is_under_way(self.work) and self.wrong is None:
+            self.wrong = f"the disk has not answered for {PATIENCE_SECONDS:g} s"
+        self._store.end_load(self)
+        return self.wrong is None
+
+    def cancel(self) -> None:
+        """See `engine.request.Loading`. Parts cancel it before they carry out anything else."""
+        self._store.cancel(self)
 
 
 class DiskStore:
     """Implements `engine.stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
-    Used by the engine's thread, which never waits for the disk after the start; those that read and write are its own.
+    Used by the engine's thread, which never waits for the disk after `open` but in `close`.
     """
 
     unit = UNIT
 
-    def __init__(self, root: Path, identity: bytes, model: str, space: int, copier: UnitCopier) -> None:
-        """identity: of what decides bits besides the tokens; space: bytes of all models. Raises OSError."""
-        self.directory = root / identity.hex()
-        self.directory.mkdir(0o700, parents=True, exist_ok=True)
-        self._identity = identity
-        self._copier = copier
-        self._groups: KVGroups = copier.pools.layout.groups
-        self._states = len(self._groups)  # the group of records of states
-        self._reader = SegmentReader(self.directory)
+    def __init__(self, parts: Parts, groups: KVGroups) -> None:
+        self.choice = ReadOrCompute()
+        self._parts = parts
+        self._groups = groups
+        self._states = len(groups)  # the group of records of states
+        self._numbers = count(OPENING + 1)  # of work
+        self._under_way = UnderWay(parts.num_parts)
+        self._under_way.begin(OPENING)
+        self._why_not: str | None = None  # it cannot be opened
+        self._loads: dict[int, Load] = {}  # by work
+        self._described: dict[int, Described] = {}  # by part
+        self._identity = bytes(0)  # of what all parts describe, and these sums
+        self._unit_bytes: Sequence[int] = ()
+        self._state_bytes = 0
+        self._closed = set[int]()  # parts
+        self._everywhere = (1 << parts.num_parts) - 1
+        self._index: dict[Name, int] = {}  # the parts that have a record, as bits
         self._chains: weakref.WeakKeyDictionary[TokenSequence, _Chain] = weakref.WeakKeyDictionary()
         self._adapters: dict[int, bytes | None] = {}  # digests by number
-        self._warned: set[str] = set()
-        self._reads = Reads(self._reader.read)
-        self._measured = Busy()  # of the reads
-        self.choice = ReadOrCompute()
-        self._writer = _WriterThread(SegmentWriter(self.directory, space), self._reader, model)
-        self._scanned = threading.Event()  # set but while a look at the directory is under way
-        self._scanned_at = time.monotonic()
-        self._scan()
+        self._warned = set[str]()
+        self._writes = True
+        self._busy = [Busy()] * parts.num_parts  # of the reads of each, as of the last report
+        self._measured = list(self._busy)  # as of the last load that ended
+        self._looks = 0  # the work of the last look
+        self._looked_at = 0.0
+
+    def open(self) -> str | None:
+        """Wait until the parts know what the directory holds. Returns why they cannot, or None."""
+        if (why := self._await(OPENING)) is not None:
+            return why
+        described = [self._described[part] for part in range(self._parts.num_parts)]
+        self._identity = digest(*(each.digest for each in described))
+        self._unit_bytes = [sum(sizes) for sizes in zip(*(each.unit_bytes for each in described), strict=True)]
+        self._state_bytes = sum(each.state_bytes for each in described)
+        self._looks, self._looked_at = self._new_work(), time.monotonic()
+        self._parts.tell(Begin(self._looks, self._identity))
+        return self._await(self._looks)
+
+    # ---- reports
+
+    def hear(self, seconds: float = 0.0) -> bool:
+        """Take in what the parts have reported. Waits at most so long for something; returns whether there was any."""
+        has_heard = False
+        for part, report in self._parts.reports(seconds):
+            has_heard = True
+            self._take(part, report)
+        return has_heard
+
+    def _take(self, part: int, report: Report) -> None:
+        match report:
+            case Described():
+                self._described[part] = report
+            case Found(added, gone):
+                self._update_index(part, added, gone)
+            case Progressed(work):
+                self._under_way.progressed(part, work)
+            case Ended(work, wrong, busy):
+                self._under_way.ended(part, work)
+                self._busy[part] = max(busy, self._busy[part], key=lambda each: each.seconds)
+                if wrong is not None:
+                    self._fail(work, wrong)
+            case Warned(what, why):
+                self._warn(what, why)
+            case WritesNoMore(why):
+                self._writes = False
+                self._warn("nothing more is written by this engine", why)
+            case Closed():
+                self._closed.add(part)
+
+    def _update_index(self, part: int, added: Sequence[Name], gone: Sequence[Name]) -> None:
+        bit = 1 << part
+        for name in gone:
+            if left := self._index.pop(name, 0) & ~bit:
+                self._index[name] = left
+        for name in added:
+            self._index[name] = self._index.get(name, 0) | bit
+
+    def _fail(self, work: int, why: str) -> None:
+        if work in self._loads:
+            self._loads[work].wrong = self._loads[work].wrong or why
+        else:
+            self._why_not = self._why_not or why
+
+    def _new_work(self) -> int:
+        work = next(self._numbers)
+        self._under_way.begin(work)
+        return work
+
+    def is_under_way(self, work: int) -> bool:
+        return work in self._under_way
+
+    def _await(self, work: int) -> str | None:
+        """Wait for work at the start. Returns why it has failed, or None."""
+        while work in self._under_way and self._why_not is None:
+            if self._under_way.is_stuck:
+                return f"the disk has not answered for {PATIENCE_SECONDS:g} s"
+            self.hear(0.1)
+        return self._why_not
+
+    def _warn(self, what: str, why: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("kv_cache_dir: %s: %s (said once)", what, why)
 
     # ---- reading
 
     def reach(self, seq: TokenSequence, begin: int) -> int:
         """Up to which token the sequence could go on if what is on disk were read; `begin` if that does not help."""
+        self.hear()
         limit = seq.num_cacheable
-        if limit // UNIT * UNIT <= begin or self._reads.are_stuck or (chain := self._chain(seq)) is None:
+        if limit // UNIT * UNIT <= begin or self._under_way.is_stuck or (chain := self._chain(seq)) is None:
             return begin
         end = self._longest(seq, chain, begin, limit)
-        is_due = not chain.was_sought or time.monotonic() - self._scanned_at > SCAN_SECONDS
+        is_due = not chain.was_sought or time.monotonic() - self._looked_at > SCAN_SECONDS
         if end < limit // UNIT * UNIT and is_due:  # others may have written since
             self._look_again()
             end = self._longest(seq, chain, begin, limit)
         chain.was_sought = True
         if end > begin and chain.reads is None:
-            num_bytes = sum(self._copier.num_bytes(group) for _, group in self._needed(begin, end))
-            chain.reads = self.choice.reads(end - begin, num_bytes + self._copier.state_bytes)
+            num_bytes = sum(self._unit_bytes[group] for _, group in self._needed(begin, end))
+            chain.reads = self.choice.reads(end - begin, num_bytes + self._state_bytes)
         return end if chain.reads else begin
 
     def _longest(self, seq: TokenSequence, chain: _Chain, begin: int, limit: int) -> int:
         def is_stored(unit: int, group: int) -> bool:
-            return (self._key(seq, chain, unit), group) in self._reader
+            return self._is_everywhere((self._key(seq, chain, unit), group))
 
         end = longest_end(self._groups, begin, limit, is_stored)
-        while self._copier.state_bytes and end > begin:
+        while self._state_bytes and end > begin:
             with_state = next((at for at in range(end, begin, -UNIT) if is_stored(at // UNIT - 1, self._states)), begin)
             if with_state == end:
                 break
             end = longest_end(self._groups, begin, with_state, is_stored)  # a window may lack what is needed there
         return end
+
+    def _is_everywhere(self, name: Name) -> bool:
+        return self._index.get(name) == self._everywhere
 
     def load(
         self,
@@ -126,43 +279,45 @@ class DiskStore:
         """
         chain = self._chain(seq)
         assert chain is not None, "`reach` has found something"
-        settled = self._copier.begin(moves, state_moves)
-        records = [
-            Record(
-                self._key(seq, chain, unit),
-                group,
-                UnitTarget(self._copier, unit, group, begin, tables[group], settled),
-                self._copier.num_bytes(group),
-            )
+        records: list[tuple[bytes, UnitPlace | StatePlace]] = [
+            (self._key(seq, chain, unit), _place(self._groups[group], group, unit, begin, tables[group]))
             for unit, group in self._needed(begin, end)
         ]
         if state_slot is not None:
-            key, target = self._key(seq, chain, end // UNIT - 1), StateTarget(self._copier, state_slot, settled)
-            records.insert(0, Record(key, self._states, target, self._copier.state_bytes))
-        return self._reads.start(records, self._end_load)
+            records.insert(0, (self._key(seq, chain, end // UNIT - 1), StatePlace(state_slot)))
+        load = Load(self, self._new_work())
+        self._loads[load.work] = load
+        self._parts.tell(Read(load.work, records, moves, state_moves))
+        return load
 
-    def _end_load(self, load: Load) -> None:
-        self._reads.forget(load)
-        busy = self._reads.busy()
-        self.choice.reading.add(busy.num_bytes - self._measured.num_bytes, busy.seconds - self._measured.seconds)
-        self._measured = busy
-        if load.wrong is None:
-            used = [(record.key, record.group) for record in load.records]
-            self._reads.submit(lambda: self._reader.used(used))
-            return
-        record, why = load.wrong
-        if record is not None:
-            self._reader.discard(record.key, record.group)
-        self._warn("a record cannot be read, and its tokens are computed", why)
+    def has_ended(self, load: Load) -> bool:
+        return load.wrong is not None or load.work not in self._under_way or self._under_way.is_stuck
+
+    def end_load(self, load: Load) -> None:
+        """A load has ended, in all parts or because of one of them."""
+        self.cancel(load)
+        read = [now - before for now, before in zip(self._busy, self._measured, strict=True)]
+        self.choice.reading.add(sum(each.num_bytes for each in read), max(each.seconds for each in read))
+        self._measured = list(self._busy)
+        if load.wrong is not None:
+            self._warn("a record cannot be read, and its tokens are computed", load.wrong)
+
+    def cancel(self, load: Load) -> None:
+        self._loads.pop(load.work, None)
+        if load.work in self._under_way:
+            self._parts.tell(Cancel(load.work))
 
     def measured(self, prompt_tokens: float, seconds: float) -> None:
         self.choice.prefill.add(prompt_tokens, seconds)
 
     def await_loading(self, seconds: float) -> None:
-        self._reads.wait(seconds)
+        deadline = time.monotonic() + seconds
+        while not any(map(self.has_ended, self._loads.values())) and (left := deadline - time.monotonic()) > 0:
+            self.hear(left)
 
     def cancel_all(self) -> None:
-        self._reads.cancel_all()
+        self._loads.clear()
+        self._parts.tell(CancelAll())
 
     def _needed(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         for index, group in enumerate(self._groups):
@@ -171,20 +326,13 @@ class DiskStore:
 
     def _look_again(self) -> None:
         """Look into the directory. A look that takes longer than SCAN_SECONDS is not waited for, and counts later."""
-        self._scanned_at = time.monotonic()
-        if not self._scanned.is_set():  # one is under way
+        self._looked_at = time.monotonic()
+        if self._looks in self._under_way:
             return
-        self._scanned.clear()
-        self._reads.submit(self._scan)
-        self._scanned.wait(SCAN_SECONDS)
-
-    def _scan(self) -> None:
-        try:
-            self._reader.scan()
-        except OSError as error:
-            self._warn("the directory cannot be read", f"{self.directory}: {error.strerror}")
-        finally:
-            self._scanned.set()
+        self._looks, deadline = self._new_work(), self._looked_at + SCAN_SECONDS
+        self._parts.tell(Look(self._looks))
+        while self._looks in self._under_way and (left := deadline - time.monotonic()) > 0:
+            self.hear(left)
 
     # ---- writing
 
@@ -193,47 +341,49 @@ class DiskStore:
     ) -> None:
         """Hand over what the sequence has computed since token `begin`. Never waits for the disk.
 
-        tables: physical ids; state_slot: of the state after these tokens, if it is worth keeping. What the queue has no
+        tables: physical ids; state_slot: of the state after these tokens, if it is worth keeping. What a part has no
         room for is left out.
         """
-        if self._writer.has_failed:
+        self.hear()
+        if not self._writes or (chain := self._chain(seq)) is None:
             return
-        chain, settled = self._chain(seq), None
-        for index, group in enumerate(self._groups if chain is not None else ()):
+        units = []
+        for index, group in enumerate(self._groups):
             for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed):
-                assert chain is not None
-                key = self._key(seq, chain, unit)
-                if (key, index) in self._reader or not self._writer.has_room:
-                    continue
-                settled = settled or self._copier.begin()
-                if (content := self._copier.copy_out(unit, index, tables[index], settled)) is not None:
-                    self._writer.put(key, index, content)
-        if chain is not None and state_slot is not None and seq.num_computed % UNIT == 0:
-            self._keep_state(seq, chain, state_slot)
+                if not self._is_everywhere(((key := self._key(seq, chain, unit)), index)):
+                    units.append((key, _place(group, index, unit, 0, tables[index])))
+        state = None
+        if state_slot is not None and seq.num_computed % UNIT == 0:
+            state = self._kept_state(seq, chain, state_slot)
+        if units or state is not None:
+            self._parts.tell(Keep(units, state))
 
-    def _keep_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> None:
+    def _kept_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> KeptState | None:
         """Of a prompt its states are written; of an output the last one, when the sequence ends."""
         key = self._key(seq, chain, seq.num_computed // UNIT - 1)
-        if (key, self._states) in self._reader or not self._writer.has_room:
-            return
-        content = self._copier.copy_state_out(slot, self._copier.begin())
-        if seq.num_computed > seq.prompt_len:
-            chain.last_state = (key, content)
-        else:
-            self._writer.put(key, self._states, content)
+        if self._is_everywhere((key, self._states)):
+            return None
+        is_output = seq.num_computed > seq.prompt_len
+        chain.has_held |= is_output
+        return KeptState(key, StatePlace(slot), seq.seq_id if is_output else None)
 
     def release(self, seq: TokenSequence) -> None:
         """The sequence ends, or is computed anew later."""
         chain = self._chains.get(seq)
-        if chain is not None and chain.last_state is not None:
-            (key, content), chain.last_state = chain.last_state, None
-            if self._writer.has_room:
-                self._writer.put(key, self._states, content)
+        if chain is not None and chain.has_held:
+            chain.has_held = False
+            self._parts.tell(WriteHeld(seq.seq_id))
 
     def close(self) -> None:
-        """End reading, write what was handed over, and end the threads. Safe to call twice."""
-        self._reads.close()
-        self._writer.close()
+        """End reading, and write what was handed over, as long as the parts get on with it. Safe to call twice."""
+        if len(self._closed) == self._parts.num_parts:
+            return
+        self._parts.tell(Close())
+        heard = time.monotonic()
+        with suppress(EngineError):  # of a rank that has failed
+            while len(self._closed) < self._parts.num_parts and time.monotonic() - heard < CLOSE_SECONDS:
+                if self.hear(0.1):
+                    heard = time.monotonic()
 
     # ---- keys
 
@@ -260,10 +410,11 @@ class DiskStore:
             chain.keys.append(digest(chain.keys[-1] if chain.keys else chain.root, tokens))
         return chain.keys[unit]
 
-    def _warn(self, what: str, why: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("kv_cache_dir: %s: %s (said once)", what, why)
+
+def _place(group: KVGroup, index: int, unit: int, begin: int, table: Sequence[int]) -> UnitPlace:
+    """Where a unit's tokens from position `begin` on are. index: of the group; table: physical ids."""
+    first, last = max(unit * UNIT, begin) // group.block_size, ((unit + 1) * UNIT - 1) // group.block_size
+    return UnitPlace(unit, index, begin, tuple(table[first : last + 1]))
 
 
 def adapter_digest(adapter: Adapter) -> bytes | None:
@@ -274,61 +425,3 @@ def adapter_digest(adapter: Adapter) -> bytes | None:
         return found if stamp_of(directory) == adapter.stamp else None
     except Exception:  # whatever is wrong with the files, the request itself will say
         return None
-
-
-class _WriterThread:
-    """Writes what is put, in order, in a thread of its own that starts with the first of it."""
-
-    def __init__(self, writer: SegmentWriter, reader: SegmentReader, model: str) -> None:
-        self.has_failed = False
-        self._writer, self._reader, self._model = writer, reader, model
-        self._queue: queue.SimpleQueue[tuple[bytes, int, Tensor] | None] = queue.SimpleQueue()
-        self._bytes = 0  # in the queue
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def has_room(self) -> bool:
-        return self._bytes < QUEUE_BYTES and not self.has_failed
-
-    def put(self, key: bytes, group: int, content: Tensor) -> None:
-        with self._lock:
-            self._bytes += content.nbytes
-        self._queue.put((key, group, content))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-disk-writer", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            key, group, content = item
-            try:
-                if not self.has_failed and (key, group) not in self._reader:
-                    self._write(key, group, bytes_of(content))
-            except Exception as error:
-                self.has_failed = True
-                logger.warning("kv_cache_dir: nothing more is written by this engine: %s", error)
-            with self._lock:
-                self._bytes -= content.nbytes
-        self._writer.close()
-
-    def _write(self, key: bytes, group: int, content: memoryview) -> None:
-        about = self._writer.directory / ABOUT
-        if not about.exists():
-            fd = os.open(about, os.O_WRONLY | os.O_CREAT, 0o600)
-            with open(fd, "w") as file:
-                json.dump({"model": self._model}, file)
-        place = self._writer.append(key, group, content)
-        if place is not None:
-            self._reader.add(*place)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            self._queue.put(None)
-            left, deadline = -1, time.monotonic() + CLOSE_SECONDS
-            while thread.is_alive() and self._bytes != left and time.monotonic() < deadline:
-                left = self._bytes
-                thread.join(STALL_SECONDS)
-            if thread.is_alive():
-                logger.warning("kv_cache_dir: %d bytes are not written: the disk is too slow", self._bytes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.device import CopyKind, Device, Event, PitchedCopy, Stream
+from nanovllm.features.kv_disk.messages import StatePlace, UnitPlace
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.pools import KVPools
 from nanovllm.kvcache.states import MOVE_KINDS
@@ -36,6 +37,11 @@ class UnitCopier:
     device: Device
     pools: KVPools
 
+    def begin_thread(self) -> None:
+        """The calling thread, which did not make the device, works with it from now on."""
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.set_device(self.device.torch_device)
+
     def new_buffer(self, group: int) -> Tensor:
         return self._empty(self._shape(group))
 
@@ -54,30 +60,28 @@ class UnitCopier:
         return (layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes)
 
     def begin(self, moves: Sequence[BlockMove] = (), state_moves: Sequence[StateMove] = ()) -> Event:
-        """Carry out moves that were planned before. Between steps, by the engine's thread."""
+        """Carry out moves that were planned before. Between steps, by the thread that runs them."""
         if moves or state_moves:
             with self.device.compute():
                 self.pools.move_blocks(moves, state_moves)
         return self.pools.order.before_store_copies()
 
-    def copy_out(self, unit: int, group: int, table: Sequence[int], settled: Event) -> Tensor | None:
-        """A new buffer with the tokens of the unit; None if blocks of it are holes. table: physical ids."""
-        buffer, spans = self.new_buffer(group), list(self.spans(unit, group, 0, table))
-        if len(spans) == 0 or any(physical_id == HOLE for physical_id, _, _, _ in spans):
+    def copy_out(self, place: UnitPlace, settled: Event) -> Tensor | None:
+        """A new buffer with the tokens of the unit; None if blocks of it are holes."""
+        if HOLE in place.blocks:
             return None
+        buffer = self.new_buffer(place.group)
         with self.pools.order.store_copies(settled) as stream:
-            for span in spans:
-                self._copy(buffer, group, *span, stream, out=True)
+            for span in self.spans(place):
+                self._copy(buffer, place.group, *span, stream, out=True)
         return buffer
 
-    def copy_in(
-        self, buffer: Tensor, unit: int, group: int, begin: int, table: Sequence[int], settled: Event
-    ) -> None:
-        """Write the tokens of the unit from position `begin` on into the blocks of the table, but for its holes."""
+    def copy_in(self, buffer: Tensor, place: UnitPlace, settled: Event) -> None:
+        """Write the tokens of the unit into the blocks, but for holes."""
         with self.pools.order.store_copies(settled) as stream:
-            for span in self.spans(unit, group, begin, table):
+            for span in self.spans(place):
                 if span[0] != HOLE:  # released: behind a window that begins within the unit
-                    self._copy(buffer, group, *span, stream, out=False)
+                    self._copy(buffer, place.group, *span, stream, out=False)
 
     def _copy(
         self, buffer: Tensor, group: int, physical_id: int, first: int, at: int, count: int, stream: Stream, out: bool
@@ -129,51 +133,43 @@ class UnitCopier:
         with self.pools.order.store_copies(settled) as stream:
             self._submit((PitchedCopy(part, of, size, size, size, 1, kind) for part, of, size in each), stream, out)
 
-    def spans(self, unit: int, group: int, begin: int, table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    def spans(self, place: UnitPlace) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
-        size = self.pools.layout.groups[group].block_size
-        position, end = max(unit * UNIT, begin), (unit + 1) * UNIT
-        while position < end:
-            index, first = divmod(position, size)
+        size = self.pools.layout.groups[place.group].block_size
+        position, end = max(place.unit * UNIT, place.begin), (place.unit + 1) * UNIT
+        for physical_id in place.blocks:
+            first = position % size
             count = min(size - first, end - position)
-            yield table[index], first, position - unit * UNIT, count
+            yield physical_id, first, position - place.unit * UNIT, count
             position += count
 
 
-class UnitTarget:
-    """Implements `loading.Target`: the blocks of a unit."""
+class BlockTarget:
+    """Implements `loading.Target`: the blocks of a unit, or the slot of a state. A record is one read."""
 
-    def __init__(
-        self, copier: UnitCopier, unit: int, group: int, begin: int, table: Sequence[int], settled: Event
-    ) -> None:
-        """The tokens of the unit from position `begin` on are written; table: physical ids; settled: of `begin`."""
+    def __init__(self, copier: UnitCopier, place: UnitPlace | StatePlace, settled: Event) -> None:
+        """settled: of `UnitCopier.begin`."""
         self._copier = copier
-        self._place = (unit, group, begin, table, settled)
+        self._place = place
+        self._settled = settled
         self._buffer: Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        copier, place = self._copier, self._place
+        return copier.state_bytes if isinstance(place, StatePlace) else copier.num_bytes(place.group)
+
     def views(self) -> Sequence[memoryview]:
-        self._buffer = self._copier.new_buffer(self._place[1])
+        if isinstance(self._place, StatePlace):
+            self._buffer = self._copier.new_state_buffer()
+        else:
+            self._buffer = self._copier.new_buffer(self._place.group)
         return [bytes_of(self._buffer)]
 
     def take(self) -> None:
         assert self._buffer is not None
-        self._copier.copy_in(self._buffer, *self._place)
-        self._buffer = None
-
-
-class StateTarget:
-    """Implements `loading.Target`: the slot of a state. A state is one read."""
-
-    def __init__(self, copier: UnitCopier, slot: int, settled: Event) -> None:
-        self._copier = copier
-        self._place = (slot, settled)
-        self._buffer: Tensor | None = None
-
-    def views(self) -> Sequence[memoryview]:
-        self._buffer = self._copier.new_state_buffer()
-        return [bytes_of(self._buffer)]
-
-    def take(self) -> None:
-        assert self._buffer is not None
-        self._copier.copy_state_in(self._buffer, *self._place)
+        if isinstance(self._place, StatePlace):
+            self._copier.copy_state_in(self._buffer, self._place.slot, self._settled)
+        else:
+            self._copier.copy_in(self._buffer, self._place, self._settled)
         self._buffer = None

@@ -1,0 +1,280 @@
+"""The store's part in the process of one rank: tensors and files. It carries out commands, and reports what happens.
+
+Only threads of its own wait for the disk, and `close`, for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.data.memory_checks import gib
+from nanovllm.errors import told
+from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
+from nanovllm.features.kv_disk.loading import Load, Reads, Record
+from nanovllm.features.kv_disk.messages import (
+    OPENING,
+    Begin,
+    Cancel,
+    CancelAll,
+    Close,
+    Closed,
+    Command,
+    Described,
+    Ended,
+    Found,
+    Keep,
+    KeptState,
+    Look,
+    Name,
+    Progressed,
+    Read,
+    Report,
+    StatePlace,
+    Warned,
+    WriteHeld,
+    WritesNoMore,
+)
+from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter, all_segments
+from nanovllm.features.kv_disk.units import BlockTarget, UnitCopier
+from nanovllm.features.kv_disk.writing import WriterThread
+
+logger = logging.getLogger(__name__)
+
+PULSE_SECONDS = 1.0  # between two reports that some work goes on
+
+
+@dataclass(frozen=True)
+class PartSetup:
+    """What a part is of.
+
+    facts: all that bits depend on besides files and tokens. model_path: None leaves the files to another rank of the
+    machine. space: GiB that the directory may take; None: half of what is free and taken.
+    """
+
+    root: Path
+    model_name: str
+    model_path: Path | None
+    facts: Mapping[str, Any]
+    space: float | None
+    rank: int
+    num_ranks: int
+
+
+class Pulse:
+    """Reports now and then that some work goes on."""
+
+    def __init__(self, work: int, report: Callable[[Report], None]) -> None:
+        self._work = work
+        self._report = report
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last > PULSE_SECONDS:
+            self._last = time.monotonic()
+            self._report(Progressed(self._work))
+
+
+class StorePart:
+    """Commands come from the thread that runs the steps, between them; `report` is called by any thread.
+
+    Names in commands and reports are those of the engine, which are the same for all ranks. On disk every rank has its
+    own, so that a segment in the wrong directory is one with unknown records.
+    """
+
+    def __init__(self, setup: PartSetup, copier: UnitCopier, report: Callable[[Report], None]) -> None:
+        self._setup = setup
+        self._copier = copier
+        self._report = report
+        self._states = len(copier.pools.layout.groups)  # the group of records of states
+        self._reads = Reads(self._read, copier.begin_thread)
+        self._loads: dict[int, Load] = {}
+        self._held: dict[int, tuple[Name, Tensor]] = {}  # states, by sequence
+        self._space = 0
+        self._mask = 0
+        self._reader = SegmentReader(setup.root)  # until it has a directory
+        self._writer: WriterThread | None = None
+        self._submit(OPENING, self._open)
+
+    def handle(self, command: Command) -> None:
+        match command:
+            case Begin():
+                self._begin(command)
+            case Look(work):
+                self._submit(work, self._look)
+            case Read():
+                self._start(command)
+            case Cancel(work):
+                if (load := self._loads.get(work)) is not None:
+                    load.cancel()
+            case CancelAll():
+                self._cancel_all()
+            case Keep():
+                self._keep(command)
+            case WriteHeld(sequence):
+                if (held := self._held.pop(sequence, None)) is not None and self._has_room:
+                    self._put(*held)
+            case Close():
+                self.close()
+
+    def close(self) -> None:
+        """End reading, write what was handed over, and end the threads. Safe to call twice."""
+        self._cancel_all()
+        self._reads.close()
+        left = 0 if self._writer is None else self._writer.close()
+        if left:
+            self._report(Warned(f"{left} bytes are not written", "the disk is too slow"))
+        self._report(Closed())
+
+    # ---- the directory, in the readers' threads
+
+    def _submit(self, work: int, do: Callable[[Pulse], None]) -> None:
+        """Let a thread do it, and report the end."""
+
+        def run() -> None:
+            wrong = None
+            try:
+                do(Pulse(work, self._report))
+            except Exception as error:  # of the disk, most likely
+                wrong = str(error) if isinstance(error, OSError) else told(error)
+            self._report(Ended(work, wrong))
+
+        self._reads.submit(run)
+
+    def _open(self, goes_on: Pulse) -> None:
+        """Describe this rank. The first engine of a model reads all its weights for their digest."""
+        setup, copier = self._setup, self._copier
+        setup.root.mkdir(0o700, parents=True, exist_ok=True)
+        parts = [digest_of_fields(setup.facts)]
+        if setup.model_path is not None:
+            digests = FileDigests(setup.root, goes_on)
+            parts += [digests.of(model_files(setup.model_path)), digests.of(code_files())]
+        self._space = _space(setup.root, setup.space)
+        unit_bytes = [copier.num_bytes(group) for group in range(self._states)]
+        self._report(Described(digest(*parts), unit_bytes, copier.state_bytes))
+
+    def _begin(self, command: Begin) -> None:
+        setup = self._setup
+        own = digest(command.identity, setup.rank.to_bytes(4, "little"))
+        directory = setup.root / own.hex()
+        self._mask = int.from_bytes(own, "little")
+        self._reader = SegmentReader(directory)
+        self._writer = WriterThread(
+            SegmentWriter(directory, self._space, setup.num_ranks),
+            self._reader,
+            {"model": setup.model_name, "rank": setup.rank, "ranks": setup.num_ranks},
+            lambda written: self._report(Found(self._renamed(written))),
+            lambda error: self._report(WritesNoMore(str(error))),
+        )
+
+        def begin(goes_on: Pulse) -> None:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
+            self._look(goes_on)
+
+        self._submit(command.work, begin)
+
+    def _look(self, goes_on: Pulse) -> None:
+        try:
+            added, gone = self._reader.scan(goes_on)
+        except OSError as error:
+            self._report(Warned("the directory cannot be read", f"{self._reader.directory}: {error.strerror}"))
+        else:
+            if added or gone:
+                self._report(Found(self._renamed(added), self._renamed(gone)))
+
+    def _own(self, name: Name) -> Name:
+        """The name on disk of a record, or the engine's name of one on disk."""
+        key, group = name
+        return (int.from_bytes(key, "little") ^ self._mask).to_bytes(len(key), "little"), group
+
+    def _renamed(self, names: Sequence[Name]) -> list[Name]:
+        return [self._own(name) for name in names]
+
+    # ---- reading
+
+    def _start(self, command: Read) -> None:
+        settled = self._copier.begin(command.moves, command.state_moves)
+        records = []
+        for key, place in command.records:
+            target = BlockTarget(self._copier, place, settled)
+            group = self._states if isinstance(place, StatePlace) else place.group
+            records.append(Record((key, group), target, target.num_bytes))
+        pulse, at_end = Pulse(command.work, self._report), partial(self._end_load, command.work)
+        load = self._loads[command.work] = Load(records, self._reads, pulse, at_end)
+        self._reads.start(load)
+
+    def _read(self, name: Name, into: Sequence[memoryview]) -> str | None:
+        return self._reader.read(self._own(name), into)
+
+    def _end_load(self, work: int, load: Load) -> None:
+        """Called by a reader's thread. A record that cannot be read is not found again."""
+        self._loads.pop(work, None)
+        why = None
+        if load.wrong is not None:
+            record, why = load.wrong
+            self._reader.discard(self._own(record.name))
+            self._report(Found(gone=[record.name]))
+        self._report(Ended(work, why, self._reads.busy()))
+        if why is None:
+            self._reader.used(self._own(record.name) for record in load.records)
+
+    def _cancel_all(self) -> None:
+        for load in list(self._loads.values()):
+            load.cancel()
+        self._held.clear()
+
+    # ---- writing
+
+    def _keep(self, command: Keep) -> None:
+        settled = None
+        for key, place in command.units:
+            name = (key, place.group)
+            if self._is_wanted(name):
+                settled = settled or self._copier.begin()
+                if (content := self._copier.copy_out(place, settled)) is not None:
+                    self._put(name, content)
+        if command.state is not None:
+            self._keep_state(command.state)
+
+    def _keep_state(self, state: KeptState) -> None:
+        name = (state.key, self._states)
+        if not self._is_wanted(name):
+            return
+        content = self._copier.copy_state_out(state.place.slot, self._copier.begin())
+        if state.held_for is None:
+            self._put(name, content)
+        else:
+            self._held[state.held_for] = (name, content)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._writer is not None and self._writer.has_room
+
+    def _is_wanted(self, name: Name) -> bool:
+        """Whether a record is to be written. What is there is reported: the engine seems not to know."""
+        if self._own(name) in self._reader:
+            self._report(Found([name]))
+            return False
+        return self._has_room
+
+    def _put(self, name: Name, content: Tensor) -> None:
+        assert self._writer is not None, "`Begin` comes first"
+        self._writer.put(self._own(name), content)
+
+
+def _space(root: Path, asked: float | None) -> int:
+    """Bytes that the directory may take; asked: GiB, None for half of what is free and taken already."""
+    if asked is not None:
+        return int(asked * 2**30)
+    taken = sum(found.st_size for _, found in all_segments(root))
+    space = (shutil.disk_usage(root).free + taken) // 2
+    logger.info("kv_cache_dir_space: %s, half of what is free in %s", gib(space), root)
+    return space
