@@ -23,7 +23,7 @@ from nanovllm.apps.cli.main import main
 from nanovllm.data.kv_groups import KVGroup, KVGroups
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, under_way, verify
-from nanovllm.features.kv_disk.messages import OPENING, Begin, Described, Ended, Found, Report
+from nanovllm.features.kv_disk.messages import OPENING, Begin, CancelAll, Described, Ended, Found, Report
 from nanovllm.features.kv_disk.store import DiskStore
 from nanovllm.features.kv_disk.under_way import UnderWay
 from nanovllm.outputs import RequestOutput
@@ -326,7 +326,7 @@ def test_every_part_must_have_a_record() -> None:
     parts = ToldParts()
     store = DiskStore(parts, KVGroups((KVGroup(None, 128, (0,)),), planes=1))
     for part in (0, 1):
-        parts.coming += [(part, Described(bytes([part]), [10], 0)), (part, Ended(OPENING))]
+        parts.coming += [(part, Described(bytes([part]), None, [10], 0)), (part, Ended(OPENING))]
     assert store.open() is None
     names = [(bytes([number]), 0) for number in range(3)]
     parts.coming = [(0, Found(names)), (1, Found(names[:2]))]
@@ -335,3 +335,7 @@ def test_every_part_must_have_a_record() -> None:
     parts.coming = [(0, Found(gone=names[:1])), (1, Found(gone=names[2:])), (1, Found(names[1:]))]
     store.hear()
     assert [store._is_everywhere(name) for name in names] == [False, True, True]
+    work = store._new_work()
+    assert store.is_under_way(work)
+    store.cancel_all()  # after an interrupt, which may have come before every part was told its work
+    assert not store.is_under_way(work) and isinstance(parts.told[-1], CancelAll)

@@ -19,20 +19,20 @@ from rank_processes import child_pids, is_running
 from waiting import eventually
 
 from nanovllm import LLM
+from nanovllm.features.kv_disk import kept_in
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 200
 ENGINE = {"kvcache_block_size": 16, "num_gpu_blocks": 300}
-PROMPT = random_prompt(20, 199, 0)
+PROMPT = random_prompt(280, 199, 0)
 SCRIPT = f"""
 import json, os, sys
 from nanovllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    with LLM(
-        sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", device="cpu", **{ENGINE}
-    ) as llm:
+    ranks = {{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "device": "cpu"}}
+    with LLM(sys.argv[1], kv_cache_dir=f"{{sys.argv[1]}}-kv-{{sys.argv[2]}}", **ranks, **{ENGINE}) as llm:
         print("loaded", flush=True)
         params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[2]), ignore_eos=True)
         outputs = llm.generate([{PROMPT}], params, use_tqdm=False)
@@ -78,11 +78,18 @@ def answers(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("[[")]
 
 
+def check_stored(model: Path) -> None:
+    """Each rank has stored its part of the prompt, and ranks of one machine and of two find the same."""
+    kept = kept_in(f"{model}-kv-8")
+    assert sorted((each.rank, each.ranks, each.tokens) for each in kept) == [(0, 2, 256), (1, 2, 256)]
+
+
 def test_ranks_of_one_machine(model_dir: Path, expected: list[list[int]]) -> None:
     with torchrun(model_dir, 8, "--standalone", "--nproc-per-node", "2") as process:
         output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert [json.loads(line) for line in answers(output)] == [expected]
+    check_stored(model_dir)
 
 
 def test_ranks_of_two_machines(model_dir: Path, expected: list[list[int]]) -> None:
@@ -95,11 +102,12 @@ def test_ranks_of_two_machines(model_dir: Path, expected: list[list[int]]) -> No
         ended = [process.communicate(timeout=SECONDS) for process in (one, other)]
     assert [process.returncode for process in (one, other)] == [0, 0], ended
     assert [json.loads(line) for output, _ in ended for line in answers(output)] == [expected]
+    check_stored(model_dir)
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_killed_rank_ends_all_processes(local_rank: int, model_dir: Path) -> None:
-    with torchrun(model_dir, 4000, "--standalone", "--nproc-per-node", "2") as process:
+    with torchrun(model_dir, 3500, "--standalone", "--nproc-per-node", "2") as process:
         assert process.stdout is not None and process.stdout.readline() == "loaded\n"
         workers, processes = child_pids(process.pid), descendants(process.pid)
         os.kill(workers[local_rank], signal.SIGKILL)

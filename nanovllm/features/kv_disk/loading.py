@@ -16,7 +16,7 @@ from typing import Protocol
 
 from nanovllm.device.base import Busy
 from nanovllm.device.busy import BusyMeter
-from nanovllm.features.kv_disk.messages import Name
+from nanovllm.features.kv_disk.records import Name
 
 THREADS = 4  # each with one record under way, of some MiB
 CLOSE_SECONDS = 1.0  # for threads that are idle

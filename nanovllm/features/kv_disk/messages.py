@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.device.base import Busy
+from nanovllm.features.kv_disk.records import Name
 
-Name = tuple[bytes, int]  # of a record: its key, and its KV group; for a state the number of groups
 OPENING = 0  # the first work of a part, which nobody has to tell it
 
 
@@ -111,9 +111,13 @@ Command = Begin | Look | Read | Cancel | CancelAll | Keep | WriteHeld | Close
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """digest: of what decides bits in this rank; unit_bytes: of a unit of each KV group; state_bytes: 0 without."""
+    """facts, files: digests of what decides bits; files: None where another rank of the machine describes them.
 
-    digest: bytes
+    unit_bytes: of a unit of each KV group; state_bytes: 0 without recurrent layers.
+    """
+
+    facts: bytes
+    files: bytes | None
     unit_bytes: Sequence[int]
     state_bytes: int
 

@@ -34,7 +34,6 @@ from nanovllm.features.kv_disk.messages import (
     Keep,
     KeptState,
     Look,
-    Name,
     Progressed,
     Read,
     Report,
@@ -43,6 +42,7 @@ from nanovllm.features.kv_disk.messages import (
     WriteHeld,
     WritesNoMore,
 )
+from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter, all_segments
 from nanovllm.features.kv_disk.units import BlockTarget, UnitCopier
 from nanovllm.features.kv_disk.writing import WriterThread
@@ -153,13 +153,12 @@ class StorePart:
         """Describe this rank. The first engine of a model reads all its weights for their digest."""
         setup, copier = self._setup, self._copier
         setup.root.mkdir(0o700, parents=True, exist_ok=True)
-        parts = [digest_of_fields(setup.facts)]
+        files, digests = None, FileDigests(setup.root, goes_on)
         if setup.model_path is not None:
-            digests = FileDigests(setup.root, goes_on)
-            parts += [digests.of(model_files(setup.model_path)), digests.of(code_files())]
+            files = digest(digests.of(model_files(setup.model_path)), digests.of(code_files()))
         self._space = _space(setup.root, setup.space)
         unit_bytes = [copier.num_bytes(group) for group in range(self._states)]
-        self._report(Described(digest(*parts), unit_bytes, copier.state_bytes))
+        self._report(Described(digest_of_fields(setup.facts), files, unit_bytes, copier.state_bytes))
 
     def _begin(self, command: Begin) -> None:
         setup = self._setup

@@ -11,6 +11,7 @@ MAGIC = b"nvkv0001"  # the last four digits are the version of the format
 KEY_BYTES = 32
 _FIELDS = struct.Struct(f"<8s{KEY_BYTES}sIQ16s")  # magic, key, group, size, xxh3-128 of the content
 HEADER_BYTES = _FIELDS.size + 8  # and the xxh3-64 of these fields
+Name = tuple[bytes, int]  # of a record: its key, and its KV group; of a state the number of groups
 
 
 class Header(NamedTuple):

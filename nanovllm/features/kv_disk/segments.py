@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovllm.features.kv_disk.messages import Name
-from nanovllm.features.kv_disk.records import HEADER_BYTES, Header, checksum_of, pack, unpack
+from nanovllm.features.kv_disk.records import HEADER_BYTES, Header, Name, checksum_of, pack, unpack
 
 SUFFIX = ".kv"
 SEGMENT_BYTES = 256 << 20
@@ -68,12 +67,13 @@ def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
 
 @dataclass
 class SegmentReader:
-    """The index of one directory's segments, and the reading of records. Any thread may use it; one at a time scans."""
+    """The index of one directory's segments, and the reading of records. Any thread may use it."""
 
     directory: Path
     _index: dict[Name, Place] = field(default_factory=dict)
     _scanned: dict[Path, int] = field(default_factory=dict)  # bytes of each segment
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _scanning: threading.Lock = field(default_factory=threading.Lock)
 
     def __contains__(self, name: Name) -> bool:
         return name in self._index
@@ -83,6 +83,10 @@ class SegmentReader:
 
         Returns the records that are new, and before those the ones that are gone. goes_on: called now and then.
         """
+        with self._scanning:
+            return self._scan(goes_on)
+
+    def _scan(self, goes_on: Callable[[], None]) -> tuple[list[Name], list[Name]]:
         present, added, gone = set[Path](), list[Name](), list[Name]()
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             present.add(path)

@@ -37,7 +37,6 @@ from nanovllm.features.kv_disk.messages import (
     Keep,
     KeptState,
     Look,
-    Name,
     Progressed,
     Read,
     Report,
@@ -48,6 +47,7 @@ from nanovllm.features.kv_disk.messages import (
     WritesNoMore,
 )
 from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, longest_end, needed_units, wanted_units
+from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.under_way import PATIENCE_SECONDS, UnderWay
 from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
 
@@ -156,7 +156,8 @@ class DiskStore:
         if (why := self._await(OPENING)) is not None:
             return why
         described = [self._described[part] for part in range(self._parts.num_parts)]
-        self._identity = digest(*(each.digest for each in described))
+        files = {each.files for each in described if each.files is not None}  # of machines with the same files: one
+        self._identity = digest(*(each.facts for each in described), *sorted(files))
         self._unit_bytes = [sum(sizes) for sizes in zip(*(each.unit_bytes for each in described), strict=True)]
         self._state_bytes = sum(each.state_bytes for each in described)
         self._looks, self._looked_at = self._new_work(), time.monotonic()
@@ -219,9 +220,8 @@ class DiskStore:
     def _await(self, work: int) -> str | None:
         """Wait for work at the start. Returns why it has failed, or None."""
         while work in self._under_way and self._why_not is None:
-            if self._under_way.is_stuck:
+            if not self.hear(0.1) and self._under_way.is_stuck:
                 return f"the disk has not answered for {PATIENCE_SECONDS:g} s"
-            self.hear(0.1)
         return self._why_not
 
     def _warn(self, what: str, why: str) -> None:
@@ -312,11 +312,13 @@ class DiskStore:
 
     def await_loading(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        self.hear()
         while not any(map(self.has_ended, self._loads.values())) and (left := deadline - time.monotonic()) > 0:
             self.hear(left)
 
     def cancel_all(self) -> None:
         self._loads.clear()
+        self._under_way = UnderWay(self._parts.num_parts)  # an interrupt may have come before a part was told its work
         self._parts.tell(CancelAll())
 
     def _needed(self, begin: int, end: int) -> Iterator[tuple[int, int]]:

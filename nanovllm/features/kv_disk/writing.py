@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.features.kv_disk.inspect import ABOUT
-from nanovllm.features.kv_disk.messages import Name
+from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
 from nanovllm.features.kv_disk.units import bytes_of
 
