@@ -69,7 +69,7 @@ def test_times_stay_exact_over_hours_and_a_mark_has_none_before_it_is_passed(mon
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_cuda_is_refused_and_the_cpu_is_taken() -> None:
     with pytest.raises(ConfigError, match=r"device='cuda': torch sees no CUDA device; use device='cpu'"):
-        CudaDevice()
+        create_device("cuda")
     device = create_device(None)
     assert isinstance(device, CpuDevice)
     device.close()

@@ -25,7 +25,7 @@ from tokenizer_files import byte_symbols
 from nanovllm.formats.gguf.header import read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from nanovllm.formats.gguf.tokenizer import end_token_ids
-from nanovllm.text.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
 END = "<|end|>"
 QWEN_3_5 = (
@@ -268,3 +268,4 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
         path = write(tmp_path / "model.gguf", values)
         found = refusal(lambda path=path: HuggingFaceTokenizer(path))
         assert re.search(message, found), found
+    assert load_tokenizer(write(path, byte_level_values("gpt-2") | {"model": None})) is None

@@ -112,3 +112,16 @@ def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more
     back = next(step for step in range(swapped_at, len(steps)) if "b" in steps[step])
     assert back <= next(step for step, names in enumerate(steps) if "later" in names)
     assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
+
+
+def test_a_failed_step_recomputes_what_was_swapped_out() -> None:
+    bench = Bench(12, swap=20)
+    sampled(bench, "a", prompt_of(7), 12, n=2)
+    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
+    while not bench.scheduler.swapped:
+        bench.step()
+    ended = bench.scheduler.fail(0.0)
+    assert [request.request_id for request in ended] == ["a"]
+    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_swapped == 0
+    bench.run()
+    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)

