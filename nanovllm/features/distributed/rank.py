@@ -293,7 +293,11 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
     join(config, setup)
     runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
-    part = _make_part(config, runner, channel, setup)
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    part = None
+    if setup.make_part is not None:
+        threading.Thread(target=_send_reports, args=(channel, reports), name="reports", daemon=True).start()
+        part = setup.make_part(config, runner, setup.rank, setup.local_rank == 0, reports.put)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
     while (message := channel.receive()) is not None:
@@ -310,19 +314,17 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
             channel.send(Done(result, runner.kv_stats(), runner.link_busy()))
     if part is not None:
         part.close()
+        reports.put(None)
     logging.getLogger("nanovllm").handlers.clear()
     runner.close()
     dist.destroy_process_group()
 
 
-def _make_part(config: EngineConfig, runner: ModelRunner, channel: Channel, setup: RankSetup) -> RankPart | None:
-    def report(content: Any) -> None:
-        with suppress(OSError):  # the engine has ended, and so will this process
-            channel.send(Reported(content))
-
-    if setup.make_part is None:
-        return None
-    return setup.make_part(config, runner, setup.rank, setup.local_rank == 0, report)
+def _send_reports(channel: Channel, reports: queue.SimpleQueue[Any]) -> None:
+    """Send reports until one is None, in a thread of its own: no other one waits where the engine does not receive."""
+    with suppress(OSError):  # the engine has ended, and so will this process
+        while (report := reports.get()) is not None:
+            channel.send(Reported(report))
 
 
 def with_device(setup: RankSetup) -> EngineConfig:

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits, and the most that one is waited for
 CLOSE_SECONDS = 10.0  # without news of parts that end their work
+CANCELLED = "it was cancelled"
 
 
 class Parts(Protocol):
@@ -93,7 +94,7 @@ class _Chain:
 class Load:
     """What one sequence waits for. Implements `engine.request.Loading`.
 
-    wrong: why it has failed in a part.
+    wrong: why the blocks do not hold everything.
     """
 
     def __init__(self, store: DiskStore, work: int) -> None:
@@ -295,7 +296,7 @@ class DiskStore:
 
     def end_load(self, load: Load) -> None:
         """A load has ended, in all parts or because of one of them."""
-        self.cancel(load)
+        self._give_up(load)
         read = [now - before for now, before in zip(self._busy, self._measured, strict=True)]
         self.choice.reading.add(sum(each.num_bytes for each in read), max(each.seconds for each in read))
         self._measured = list(self._busy)
@@ -303,6 +304,10 @@ class DiskStore:
             self._warn("a record cannot be read, and its tokens are computed", load.wrong)
 
     def cancel(self, load: Load) -> None:
+        load.wrong = load.wrong or CANCELLED
+        self._give_up(load)
+
+    def _give_up(self, load: Load) -> None:
         self._loads.pop(load.work, None)
         if load.work in self._under_way:
             self._parts.tell(Cancel(load.work))
@@ -317,6 +322,8 @@ class DiskStore:
             self.hear(left)
 
     def cancel_all(self) -> None:
+        for load in self._loads.values():
+            load.wrong = load.wrong or CANCELLED
         self._loads.clear()
         self._under_way = UnderWay(self._parts.num_parts)  # an interrupt may have come before a part was told its work
         self._parts.tell(CancelAll())
