@@ -9,7 +9,6 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import for_groups, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
-from test_gemma4 import SMALL as GEMMA_4
 from torch import Tensor
 
 from nanovllm import LLM
@@ -38,7 +37,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         pytest.param("glm4_moe", "bfloat16", {"n_group": 2, "experts": 8, "layers": 3}, marks=pytest.mark.slow),
         pytest.param("minimax_m2", "float32", {"experts": 8}, marks=pytest.mark.slow),
         pytest.param("gemma3", "bfloat16", {"head_dim": 32, "sliding_window": 21}, marks=pytest.mark.slow),
-        pytest.param("gemma4", "bfloat16", GEMMA_4, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "bfloat16", {"sliding_window": 21, "layers": 3}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "bfloat16", {"mlp_only_layers": [1], "layers": 3}, marks=pytest.mark.slow),
     ],

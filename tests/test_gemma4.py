@@ -89,6 +89,19 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert second.num_cached_tokens >= 4 * BLOCK
 
 
+@FEWER
+def test_bits_do_not_depend_on_batch_and_chunk(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=length) for length in (70, 3, 41)]
+    found = []
+    for budget, at_once in ((29, 8), (1, 1), (7, 8), (64, 1), (200, 1)):
+        with LLM(tmp_path, max_num_batched_tokens=budget, max_num_seqs=at_once, **RESIDENT) as llm:
+            found.append(logits_by_request(llm, prompts, 6))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(row, other[key]) for key, row in found[0].items())
+
+
 @pytest.mark.parametrize("name", fast_only(["small"], MODELS))
 def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
     """Forks, copies on write, sequences swapped out or computed again: the tokens of a roomy engine."""
