@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,9 @@ def test_a_directory_that_vanishes(
 
 
 def test_an_interrupted_step_leaves_the_store_usable(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
-    """What parts are told meanwhile reaches them after the step; a rank that waits for the engine gets no command."""
+    """What parts are told meanwhile reaches them after it: the first rank waits for what a logits processor says."""
     shutil.copytree(written[0], tmp_path / "kv")
+    params = replace(PARAMS, logits_processors=[lambda output_ids, logits: logits])
 
     def interrupt(share: float) -> None:
         raise KeyboardInterrupt
@@ -249,7 +251,7 @@ def test_an_interrupted_step_leaves_the_store_usable(model: Path, written: tuple
     with engine(model, tmp_path / "kv") as llm:
         llm.watch_steps(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ask(llm, random_prompt(600, VOCAB, 5))
+            ask(llm, random_prompt(600, VOCAB, 5), params)
         llm.watch_steps(None)
         found = ask(llm)
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (768, written[1])
