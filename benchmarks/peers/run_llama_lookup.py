@@ -20,8 +20,8 @@ def main(gguf: str, settings: dict[str, int]) -> None:
     threads = {"n_threads": settings["threads"], "n_threads_batch": settings["threads"]}
     sizes = {"n_ctx": settings["max_len"], "n_batch": 2048, "n_ubatch": 512, "flash_attn": False}
     engines = [
-        llama_cpp.Llama(model_path=gguf, verbose=False, draft_model=draft_model, **threads, **sizes)
-        for draft_model in (None, lookup)
+        llama_cpp.Llama(model_path=gguf, verbose=False, draft_model=draft_model, logits_all=keeps, **threads, **sizes)
+        for draft_model, keeps in ((None, False), (lookup, True))  # without it drafts after 2,048 tokens are refused
     ]
     for line in sys.stdin:
         request = json.loads(line)
