@@ -22,7 +22,6 @@ from nanovllm.ops.attention import (
     AttentionBackend,
     AttentionMetadata,
     AttentionState,
-    SequenceMetadata,
 )
 from nanovllm.ops.backends import cuda_backends, first_right, select_backend
 from nanovllm.ops.cpu_attention import NativeAttention
@@ -250,24 +249,6 @@ def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> Non
             table = AttentionMetadata([replace(part(seq, index, index + 1, 32), block_table=[0])])
             backend.attend(case.q, slot, table, state, case.shape.scale, None)
     assert same_bits(state, together)
-
-
-@CPU_DTYPES
-@given(shape=SHAPES, seed=st.integers(0, 10_000), size=st.integers(1, 40))
-@settings(max_examples=25)
-def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
-    dtype: torch.dtype, shape: Shape, seed: int, size: int
-) -> None:
-    case = Case(shape, dtype, seed)
-    chunks = []
-    for seq in case.sequences:
-        for first in range(0, seq.query_len, size):
-            rows = min(size, seq.query_len - first)
-            start, position = seq.query_start + first, seq.context_len + first
-            kv_end = position + rows  # what a chunk could see when it was computed
-            blocks = seq.block_table[: -(-kv_end // shape.block_size)]
-            chunks.append([SequenceMetadata(start, rows, position, 0, kv_end, blocks)])
-    assert same_bits(case.attend(NativeAttention(), chunks), case.attend(NativeAttention()))
 
 
 # ---- the choice
