@@ -12,18 +12,19 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
+# No -march=native: a wheel also runs on other machines.
+CXX_FLAGS = ["-std=c++17", "-fvisibility=hidden", "-O3", "-g0", "-Wall", "-Wextra"]
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-# What is added by file. Bindings: pybind11's templates take the compiler long, and no loop is worth it.
+# What is added by file. No loop of the bindings is worth more than the lowest level.
 # The kernels' loops are vectors as they stand, and the compiler looks in vain for more; the portable ones, which few
 # machines run, take a lower level. Lower levels for all of them cost 30 to 50% of the speed of a prefill.
 FLAGS_OF_FILES = (
@@ -67,7 +68,7 @@ def cuda_library_dir(nvcc: Path) -> str:
 
 
 class BuildExt(build_ext):
-    """A build_ext that compiles .cu sources with nvcc."""
+    """A build_ext that compiles the files of all extensions side by side, with their own flags, and .cu with nvcc."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -80,16 +81,24 @@ class BuildExt(build_ext):
         super().run()
 
     def build_extensions(self) -> None:
-        compile_file = self.compiler._compile
+        compile_files = self.compiler.compile
+        pool = ThreadPoolExecutor(os.cpu_count())
 
-        def compile_with_own_flags(obj: str, src: str, ext: str, cc_args: Any, flags: Any, pp_opts: Any) -> None:
-            own = [flag for pattern, more in FLAGS_OF_FILES if pattern.search(src) for flag in more]
-            compile_file(obj, src, ext, cc_args, [*flags, *own], pp_opts)
+        def compile_file(source: str, options: dict[str, Any]) -> str:
+            (target,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
+            if self.force or is_stale(target, source):
+                own = [flag for pattern, more in FLAGS_OF_FILES if pattern.search(source) for flag in more]
+                compile_files([source], **{**options, "extra_postargs": [*options["extra_postargs"], *own]})
+            return target
 
-        self.compiler._compile = compile_with_own_flags
-        super().build_extensions()
+        def compile_side_by_side(sources: list[str], **options: Any) -> list[str]:
+            return list(pool.map(lambda source: compile_file(source, options), sources))
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
+        self.compiler.compile = compile_side_by_side
+        with pool:
+            super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
         ext.depends += cuda_sources
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
@@ -97,7 +106,7 @@ class BuildExt(build_ext):
             print(f"building {ext.name} {self.add_cuda_half(ext, cuda_sources)}", flush=True)
         super().build_extension(ext)
 
-    def add_cuda_half(self, ext: Pybind11Extension, sources: list[str]) -> str:
+    def add_cuda_half(self, ext: Extension, sources: list[str]) -> str:
         """Compile the .cu sources into `ext` if possible. Returns the outcome as a phrase for the build log."""
         wish, nvcc = cuda_wish(), find_nvcc()
         if wish == "0":
@@ -126,15 +135,15 @@ class BuildExt(build_ext):
         return str(target)
 
 
-def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Extension]:
+def extension(name: str, stems: Sequence[str], *flags: str) -> list[Extension]:
     """The extension module of csrc/<stem>*.cpp and .cu; an empty list if the first stem has no .cpp file."""
     if not Path(f"csrc/{stems[0]}.cpp").exists():
         return []
-    module = Pybind11Extension(
+    module = Extension(
         name,
         [path for stem in stems for path in sorted(glob(f"csrc/{stem}*.c*"))],
         depends=sorted(glob("csrc/*.h")),
-        cxx_std=17,
+        language="c++",
         extra_compile_args=[*CXX_FLAGS, *flags],
         extra_link_args=[*flags],
     )
@@ -143,13 +152,12 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Exte
 
 def is_stale(obj: str, source: str) -> bool:
     """Whether an object is older than its source or than anything that sources include."""
-    if "NANOVLLM_CUDA" in os.environ:  # may have changed, which no time stamp shows
+    if not Path(obj).exists():
         return True
     made = Path(obj).stat().st_mtime
     return any(Path(path).stat().st_mtime > made for path in (source, __file__, *glob("csrc/*.h")))
 
 
-ParallelCompile(default=0, needs_recompile=is_stale).install()  # compiles the files of one extension on all cores
 setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", ["sgdma"]),

@@ -24,7 +24,7 @@ from typing import Any
 
 # Imported by the parts of the GPU check; the last ones are optional.
 NEEDED = (
-    *("torch", "triton", "pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors"),
+    *("torch", "triton", "setuptools", "pytest", "hypothesis", "transformers", "safetensors"),
     *("tokenizers", "xxhash", "numpy"),
 )
 USEFUL = ("xdist", "flash_attn", "flash_attn_interface")

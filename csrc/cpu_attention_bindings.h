@@ -6,8 +6,6 @@
 
 #include "cpu_attention.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
@@ -18,8 +16,7 @@
 #include "cpu_attention_step_bindings.h"
 #include "cpu_attention_task_bindings.h"
 #include "cpu_threads.h"
-
-namespace py = pybind11;
+#include "python_calls.h"
 
 namespace nanovllm {
 namespace attention {
@@ -48,7 +45,7 @@ void attend_batch(const std::string& isa, const std::string& dtype, const std::s
     batch.carry = carry;
     check_sequences(batch, tokens, block_count);
     const Kernel& kernel = kernel_of(isa_of(isa), type, batch.format);
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     nanovllm::attention::attend(batch, kernel, threads);
 }
 
@@ -63,7 +60,7 @@ void quantize_rows(const std::string& dtype, const std::string& kv_dtype, uintpt
     if (format == KvFormat::plain) throw std::invalid_argument("Rows of " + kv_dtype + " have no scales.");
     const int64_t row_bytes = kv_row_bytes(format, head_dim, 1);
     const int workers = tokens * heads * head_dim < kElementsPerThread ? 1 : threads;
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const T* from = pointer<const T>(x);
@@ -76,20 +73,24 @@ void quantize_rows(const std::string& dtype, const std::string& kv_dtype, uintpt
     });
 }
 
+constexpr auto kAttend = python::names("isa", "dtype", "kv_dtype", "q", "q_strides", "out", "out_strides", "lse",
+                                       "lse_strides", "blocks", "block_count", "sequences", "sequence_count", "tokens",
+                                       "heads", "kv_heads", "head_dim", "block_size", "window", "scale", "carry",
+                                       "threads");
+constexpr auto kQuantizeRows = python::names("dtype", "kv_dtype", "x", "strides", "rows", "tokens", "heads", "head_dim",
+                                             "threads");
+
 }  // namespace
 }  // namespace attention
 
-void define_attention(py::module_& m) {
-    m.def("attend", &attention::attend_batch, py::kw_only(), py::arg("isa"), py::arg("dtype"),
-          py::arg("kv_dtype"), py::arg("q"), py::arg("q_strides"), py::arg("out"), py::arg("out_strides"),
-          py::arg("lse"), py::arg("lse_strides"), py::arg("blocks"), py::arg("block_count"), py::arg("sequences"),
-          py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"),
-          py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
-    m.def("quantize_rows", &attention::quantize_rows, py::kw_only(), py::arg("dtype"), py::arg("kv_dtype"),
-          py::arg("x"), py::arg("strides"), py::arg("rows"), py::arg("tokens"), py::arg("heads"), py::arg("head_dim"),
-          py::arg("threads"));
-    attention::bind_tasks(m);
-    attention::bind_steps(m);
+void define_attention(PyObject* module) {
+    static PyMethodDef functions[] = {
+        python::function<&attention::attend_batch, attention::kAttend>("attend"),
+        python::function<&attention::quantize_rows, attention::kQuantizeRows>("quantize_rows"),
+        {}};
+    python::add_functions(module, functions);
+    attention::define_tasks(module);
+    attention::define_steps(module);
 }
 
 }  // namespace nanovllm

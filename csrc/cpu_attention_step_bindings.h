@@ -7,8 +7,6 @@
 // Included once, by cpu_attention_bindings.h.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -18,8 +16,7 @@
 
 #include "cpu_addresses.h"
 #include "cpu_attention.h"
-
-namespace py = pybind11;
+#include "python_calls.h"
 
 namespace nanovllm::attention {
 namespace {
@@ -65,7 +62,7 @@ class PagedStep {
     void attend(int64_t layer, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t sinks) {
         if (layer < 0 || layer >= pool_.layers)
             throw std::invalid_argument("There is no layer " + std::to_string(layer) + " in the pool.");
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         store(layer, pointer<const char>(k), pointer<const char>(v));
         std::fill(out_.begin(), out_.end(), 0.0f);  // what a row of no sequence attends to
         batch_.carry = sinks != 0;
@@ -131,35 +128,39 @@ std::vector<T> copied(uintptr_t address, int64_t count) {
     return {first, first + count};
 }
 
+// Made where it stays, since its batch points to its other parts.
+std::shared_ptr<PagedStep> paged_step(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+                                      uintptr_t pool, int64_t layer_stride, int64_t block_stride, int64_t layers,
+                                      int64_t pool_blocks, uintptr_t slots, int64_t tokens, uintptr_t blocks,
+                                      int64_t block_count, uintptr_t sequences, int64_t sequence_count, int heads,
+                                      int kv_heads, int head_dim, int block_size, int64_t window, float scale,
+                                      int threads) {
+    Batch batch{};
+    batch.heads = heads;
+    batch.kv_heads = kv_heads;
+    batch.head_dim = head_dim;
+    batch.block_size = block_size;
+    batch.window = window;
+    batch.scale = scale;
+    return std::make_shared<PagedStep>(isa, dtype, kv_dtype, Pool{pool, layer_stride, block_stride, layers, pool_blocks},
+                                       batch, copied<int64_t>(slots, tokens), copied<int64_t>(blocks, block_count),
+                                       copied<Sequence>(sequences, sequence_count), threads);
+}
+
+constexpr auto kPagedStep = python::names("isa", "dtype", "kv_dtype", "pool", "layer_stride", "block_stride", "layers",
+                                          "pool_blocks", "slots", "tokens", "blocks", "block_count", "sequences",
+                                          "sequence_count", "heads", "kv_heads", "head_dim", "block_size", "window",
+                                          "scale", "threads");
+constexpr auto kAttendLayer = python::names("layer", "q", "k", "v", "sinks");
+
 }  // namespace
 
-void bind_steps(py::module_& m) {
-    py::class_<PagedStep>(m, "PagedStep", "Arguments of a step's attention over a pool of blocks.")
-        .def(py::init([](const std::string& isa, const std::string& dtype,
-                                        const std::string& kv_dtype, uintptr_t pool, int64_t layer_stride, int64_t block_stride, int64_t layers, int64_t pool_blocks,
-                                        uintptr_t slots, int64_t tokens, uintptr_t blocks, int64_t block_count,
-                                        uintptr_t sequences, int64_t sequence_count, int heads, int kv_heads,
-                                        int head_dim, int block_size, int64_t window, float scale, int threads) {
-                 Batch batch{};
-                 batch.heads = heads;
-                 batch.kv_heads = kv_heads;
-                 batch.head_dim = head_dim;
-                 batch.block_size = block_size;
-                 batch.window = window;
-                 batch.scale = scale;
-                 return std::make_unique<PagedStep>(
-                     isa, dtype, kv_dtype,
-                     Pool{pool, layer_stride, block_stride, layers, pool_blocks}, batch,
-                     copied<int64_t>(slots, tokens), copied<int64_t>(blocks, block_count),
-                     copied<Sequence>(sequences, sequence_count), threads);
-             }),
-             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("kv_dtype"), py::arg("pool"),
-             py::arg("layer_stride"), py::arg("block_stride"), py::arg("layers"), py::arg("pool_blocks"), py::arg("slots"), py::arg("tokens"),
-             py::arg("blocks"), py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"),
-             py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
-             py::arg("scale"), py::arg("threads"))
-        .def("attend", &PagedStep::attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("sinks"),
-             "Write k and v into the layer's slots, attend, and write the outputs over q.");
+void define_steps(PyObject* module) {
+    static PyMethodDef methods[] = {
+        python::method<&PagedStep::attend, kAttendLayer>(
+            "attend", "Write k and v into the layer's slots, attend, and write the outputs over q."),
+        {}};
+    python::add_class<PagedStep, &paged_step, kPagedStep>(module, "_cpu_kernels.PagedStep", methods);
 }
 
 }  // namespace nanovllm::attention

@@ -9,10 +9,9 @@
 
 #include "cpu_attention.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <memory>
@@ -24,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-namespace py = pybind11;
+#include "python_calls.h"
 
 namespace nanovllm::attention {
 namespace {
@@ -143,7 +142,7 @@ std::pair<std::uintptr_t, std::uintptr_t> take(const TaskHandle& task) {
 // ---- preparing
 
 // (address of int64 block addresses, their number, address of int64 [sequences, 7], their number)
-using CallTable = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;
+using CallTable = std::array<int64_t, 4>;
 
 Call call_of(const CallTable& table) {
     const auto [blocks, block_count, sequences, sequence_count] = table;
@@ -184,43 +183,55 @@ std::shared_ptr<Prepared> prepare(const std::string& isa, const std::string& dty
     return prepared;
 }
 
+std::shared_ptr<Prepared> host_attention(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+                                         uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides,
+                                         uintptr_t lse, Strides lse_strides, const std::vector<CallTable>& calls,
+                                         int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
+                                         int64_t window, float scale, int threads, int64_t read_bytes,
+                                         const std::shared_ptr<Meter>& meter) {
+    Batch batch = batch_of(q, q_strides, out, out_strides, lse, lse_strides);
+    batch.heads = heads;
+    batch.kv_heads = kv_heads;
+    batch.head_dim = head_dim;
+    batch.block_size = block_size;
+    batch.window = window;
+    batch.scale = scale;
+    auto prepared = prepare(isa, dtype, kv_dtype, batch, calls, tokens);
+    prepared->threads = threads;
+    prepared->read_bytes = read_bytes;
+    prepared->meter = meter;
+    return prepared;
+}
+
+std::shared_ptr<Meter> new_meter() { return std::make_shared<Meter>(); }
+
+TaskHandle task_of(const std::shared_ptr<Prepared>& prepared, int64_t block_offset) {
+    return std::make_shared<LayerTask>(prepared, block_offset);
+}
+
+void drop(const TaskHandle&, std::uintptr_t data) { delete handle_of(data); }
+
+constexpr auto kHostAttention = python::names("isa", "dtype", "kv_dtype", "q", "q_strides", "out", "out_strides", "lse",
+                                              "lse_strides", "calls", "tokens", "heads", "kv_heads", "head_dim",
+                                              "block_size", "window", "scale", "threads", "read_bytes", "meter");
+constexpr auto kTask = python::names("block_offset");
+constexpr auto kDrop = python::names("data");
+
 }  // namespace
 
-void bind_tasks(py::module_& m) {
-    py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "What tasks have read so far, and in what time.")
-        .def(py::init<>())
-        .def("read", &Meter::read, "(bytes, seconds)");
-    py::class_<LayerTask, TaskHandle>(m, "HostTask", "One layer of a step's attention, for any thread to run.")
-        .def("take", &take, "(function, data): addresses; calling function(data) once runs the task.")
-        .def("drop", [](const LayerTask&, std::uintptr_t data) { delete handle_of(data); }, py::arg("data"),
-             "Let go of data that was taken and will not be run.")
-        .def("failure", &LayerTask::failure, "What went wrong when it ran, or None.");
-    py::class_<Prepared, std::shared_ptr<Prepared>>(m, "HostAttention", "Arguments of a step's attention.")
-        .def(py::init([](const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
-                             uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
-                             const std::vector<CallTable>& calls, int64_t tokens, int heads, int kv_heads,
-                             int head_dim, int block_size, int64_t window, float scale, int threads,
-                             int64_t read_bytes, std::shared_ptr<Meter> meter) {
-                 Batch batch = batch_of(q, q_strides, out, out_strides, lse, lse_strides);
-                 batch.heads = heads;
-                 batch.kv_heads = kv_heads;
-                 batch.head_dim = head_dim;
-                 batch.block_size = block_size;
-                 batch.window = window;
-                 batch.scale = scale;
-                 auto prepared = prepare(isa, dtype, kv_dtype, batch, calls, tokens);
-                 prepared->threads = threads;
-                 prepared->read_bytes = read_bytes;
-                 prepared->meter = std::move(meter);
-                 return prepared;
-             }),
-             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("kv_dtype"), py::arg("q"), py::arg("q_strides"),
-             py::arg("out"), py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("calls"), py::arg("tokens"),
-             py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
-             py::arg("scale"), py::arg("threads"), py::arg("read_bytes"), py::arg("meter"))
-        .def("task", [](const std::shared_ptr<Prepared>& prepared, int64_t block_offset) {
-                 return std::make_shared<LayerTask>(prepared, block_offset);
-             }, py::arg("block_offset"), "The task whose blocks lie so many bytes behind the addresses given.");
+void define_tasks(PyObject* module) {
+    static PyMethodDef of_meter[] = {python::method<&Meter::read>("read", "(bytes, seconds)"), {}};
+    static PyMethodDef of_task[] = {
+        python::method<&take>("take", "(function, data): addresses; calling function(data) once runs the task."),
+        python::method<&drop, kDrop>("drop", "Let go of data that was taken and will not be run."),
+        python::method<&LayerTask::failure>("failure", "What went wrong when it ran, or None."),
+        {}};
+    static PyMethodDef of_attention[] = {
+        python::method<&task_of, kTask>("task", "The task whose blocks lie so many bytes behind the addresses given."),
+        {}};
+    python::add_class<Meter, &new_meter>(module, "_cpu_kernels.Meter", of_meter);
+    python::add_class<LayerTask>(module, "_cpu_kernels.HostTask", of_task);
+    python::add_class<Prepared, &host_attention, kHostAttention>(module, "_cpu_kernels.HostAttention", of_attention);
 }
 
 }  // namespace nanovllm::attention

@@ -16,13 +16,11 @@ namespace delta = nanovllm::delta;
 
 namespace {
 
-struct DeltaSizes : delta::Sizes {
-    DeltaSizes(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel)
-        : Sizes{key_heads, value_heads, key_dim, value_dim, kernel} {
-        if (std::min({key_heads, value_heads, key_dim, value_dim, kernel}) < 1 || value_heads % key_heads)
-            throw std::invalid_argument("Sizes must be positive, and value heads a multiple of key heads.");
-    }
-};
+delta::Sizes sizes_of(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel) {
+    if (std::min({key_heads, value_heads, key_dim, value_dim, kernel}) < 1 || value_heads % key_heads)
+        throw std::invalid_argument("Sizes must be positive, and value heads a multiple of key heads.");
+    return {key_heads, value_heads, key_dim, value_dim, kernel};
+}
 
 // The caller's runs must cover the rows; their slots are checked here, because each layer brings them again.
 delta::Runs runs_at(uintptr_t slots, uintptr_t starts, uintptr_t of_row, int64_t count, int64_t rows,
@@ -35,12 +33,7 @@ delta::Runs runs_at(uintptr_t slots, uintptr_t starts, uintptr_t of_row, int64_t
     return {first, pointer<const int64_t>(starts), pointer<const int64_t>(of_row), count, rows};
 }
 
-struct DeltaRuns : delta::Runs {
-    DeltaRuns(uintptr_t slots, uintptr_t starts, uintptr_t of_row, int64_t count, int64_t rows, int64_t num_slots)
-        : Runs(runs_at(slots, starts, of_row, count, rows, num_slots)) {}
-};
-
-void delta_prepare(const std::string& dtype, const DeltaSizes& sizes, const DeltaRuns& runs, const Address& x,
+void delta_prepare(const std::string& dtype, const delta::Sizes& sizes, const delta::Runs& runs, const Address& x,
                    uintptr_t weight, const Address& conv, const Address& b, const Address& a, uintptr_t rate,
                    uintptr_t dt_bias, uintptr_t qk, uintptr_t v, uintptr_t decay, uintptr_t beta, int threads) {
     check_threads(threads);
@@ -50,12 +43,12 @@ void delta_prepare(const std::string& dtype, const DeltaSizes& sizes, const Delt
                                       rows_at<const T>(b), rows_at<const T>(a), pointer<const float>(rate),
                                       pointer<const float>(dt_bias), pointer<float>(qk), pointer<T>(v),
                                       pointer<float>(decay), pointer<float>(beta)};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         delta::prepare(inputs, threads);
     });
 }
 
-void delta_recur(const std::string& dtype, const DeltaSizes& sizes, const DeltaRuns& runs, uintptr_t qk, uintptr_t v,
+void delta_recur(const std::string& dtype, const delta::Sizes& sizes, const delta::Runs& runs, uintptr_t qk, uintptr_t v,
                  uintptr_t decay, uintptr_t beta, const Address& states, uintptr_t y, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
@@ -63,7 +56,7 @@ void delta_recur(const std::string& dtype, const DeltaSizes& sizes, const DeltaR
         const delta::Recurrence<T> recurrence{sizes, runs, pointer<const float>(qk), pointer<const T>(v),
                                               pointer<const float>(decay), pointer<const float>(beta),
                                               rows_at<float>(states), pointer<T>(y)};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         delta::recur(recurrence, threads);
     });
 }
@@ -75,7 +68,7 @@ void gated_norm(const std::string& dtype, const Address& x, const Address& z, ui
         using T = decltype(element);
         const delta::GatedNorm<T> norm{rows_at<const T>(x), rows_at<const T>(z), pointer<const T>(weight),
                                        rows_at<T>(y), count, heads, size, eps};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         delta::gated_norm(norm, threads);
     });
 }
@@ -85,32 +78,34 @@ void gate(const std::string& dtype, const Address& x, const Address& gate, int64
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const delta::Gate<T> gated{rows_at<T>(x), rows_at<const T>(gate), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         delta::gate(gated, threads);
     });
 }
+
+constexpr auto kDeltaSizes = python::names("key_heads", "value_heads", "key_dim", "value_dim", "kernel");
+constexpr auto kDeltaRuns = python::names("slots", "starts", "of_row", "count", "rows", "num_slots");
+constexpr auto kDeltaPrepare = python::names("dtype", "sizes", "runs", "x", "weight", "conv", "b", "a", "rate",
+                                             "dt_bias", "qk", "v", "decay", "beta", "threads");
+constexpr auto kDeltaRecur = python::names("dtype", "sizes", "runs", "qk", "v", "decay", "beta", "states", "y",
+                                           "threads");
+constexpr auto kGatedNorm = python::names("dtype", "x", "z", "weight", "y", "rows", "heads", "size", "eps", "threads");
+constexpr auto kGate = python::names("dtype", "x", "gate", "rows", "size", "threads");
 
 }  // namespace
 
 namespace nanovllm {
 
-void define_delta(py::module_& m) {
-    py::class_<DeltaSizes>(m, "DeltaSizes")
-        .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("key_heads"),
-             py::arg("value_heads"), py::arg("key_dim"), py::arg("value_dim"), py::arg("kernel"));
-    py::class_<DeltaRuns>(m, "DeltaRuns")
-        .def(py::init<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("slots"),
-             py::arg("starts"), py::arg("of_row"), py::arg("count"), py::arg("rows"), py::arg("num_slots"));
-    m.def("delta_prepare", &delta_prepare, py::kw_only(), py::arg("dtype"), py::arg("sizes"), py::arg("runs"),
-          py::arg("x"), py::arg("weight"), py::arg("conv"), py::arg("b"), py::arg("a"), py::arg("rate"),
-          py::arg("dt_bias"), py::arg("qk"), py::arg("v"), py::arg("decay"), py::arg("beta"), py::arg("threads"));
-    m.def("delta_recur", &delta_recur, py::kw_only(), py::arg("dtype"), py::arg("sizes"), py::arg("runs"),
-          py::arg("qk"), py::arg("v"), py::arg("decay"), py::arg("beta"), py::arg("states"), py::arg("y"),
-          py::arg("threads"));
-    m.def("gated_norm", &gated_norm, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("z"), py::arg("weight"),
-          py::arg("y"), py::arg("rows"), py::arg("heads"), py::arg("size"), py::arg("eps"), py::arg("threads"));
-    m.def("gate", &gate, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("gate"), py::arg("rows"),
-          py::arg("size"), py::arg("threads"));
+void define_delta(PyObject* module) {
+    static PyMethodDef functions[] = {
+        python::function<&delta_prepare, kDeltaPrepare>("delta_prepare"),
+        python::function<&delta_recur, kDeltaRecur>("delta_recur"),
+        python::function<&gated_norm, kGatedNorm>("gated_norm"),
+        python::function<&gate, kGate>("gate"),
+        {}};
+    python::add_functions(module, functions);
+    python::add_class<delta::Sizes, &sizes_of, kDeltaSizes>(module, "_cpu_kernels.DeltaSizes");
+    python::add_class<delta::Runs, &runs_at, kDeltaRuns>(module, "_cpu_kernels.DeltaRuns");
 }
 
 }  // namespace nanovllm

@@ -1,8 +1,7 @@
 // The extension module of the kernels on the CPU.
 //
-// All bindings are compiled here, at once: most of the time goes to pybind11's templates.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// All bindings are compiled here, at once.
+#include "python_calls.h"
 
 #include "cpu_attention_bindings.h"
 #include "cpu_delta_bindings.h"
@@ -12,13 +11,25 @@
 #include "cpu_packed_bindings.h"
 #include "cpu_rows_bindings.h"
 
-PYBIND11_MODULE(_cpu_kernels, m) {
-    m.doc() = "Attention, linear layers and row-wise work on the CPU.";
-    m.def("instruction_sets", &nanovllm::instruction_sets, "Instruction sets that this machine runs, best first.");
-    nanovllm::define_attention(m);
-    nanovllm::define_linear(m);
-    nanovllm::define_rows(m);
-    nanovllm::define_delta(m);
-    nanovllm::define_packed(m);
-    nanovllm::define_layer(m);
+namespace {
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_cpu_kernels", "Attention, linear layers and row-wise work on the CPU.",
+                       -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__cpu_kernels() {
+    return nanovllm::python::import_module(kModule, [](PyObject* module) {
+        static PyMethodDef functions[] = {
+            nanovllm::python::function<&nanovllm::instruction_sets>(
+                "instruction_sets", "Instruction sets that this machine runs, best first."),
+            {}};
+        nanovllm::python::add_functions(module, functions);
+        nanovllm::define_attention(module);
+        nanovllm::define_linear(module);
+        nanovllm::define_rows(module);
+        nanovllm::define_delta(module);
+        nanovllm::define_packed(module);
+        nanovllm::define_layer(module);
+    });
 }

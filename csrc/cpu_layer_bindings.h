@@ -5,9 +5,6 @@
 // Included once, by cpu_kernels.cpp.
 #pragma once
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
@@ -21,8 +18,9 @@
 #include "cpu_linear.h"
 #include "cpu_packed.h"
 #include "cpu_rows.h"
+#include "python_calls.h"
 
-namespace py = pybind11;
+namespace python = nanovllm::python;
 namespace linear = nanovllm::linear;
 namespace packed = nanovllm::packed;
 namespace rows = nanovllm::rows;
@@ -154,7 +152,7 @@ struct HeadLayout {
 
 // What a layer with the gated delta rule has besides its projections, as delta::Inputs and delta::GatedNorm have it.
 struct DeltaWeights {
-    DeltaSizes sizes;
+    delta::Sizes sizes;
     uintptr_t conv, rate, dt_bias, norm;
 };
 
@@ -173,7 +171,7 @@ class Layer {
         if (qkv_.out != heads_.width(q_heads, kv_heads))
             throw std::invalid_argument("The input projection must give the heads of q, with their gates, k and v.");
         if (count == 0) return;
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out),
@@ -194,14 +192,14 @@ class Layer {
     }
 
     // What the output projection of a recurrent layer reads. `qkv` projects to q, k, v, z, b and a, side by side.
-    void recur(const DeltaWeights& weights, const DeltaRuns& runs, const Address& x, const Address& conv,
+    void recur(const DeltaWeights& weights, const delta::Runs& runs, const Address& x, const Address& conv,
                const Address& states, const Address& y, int threads) const {
-        const DeltaSizes& sizes = weights.sizes;
+        const delta::Sizes& sizes = weights.sizes;
         const int64_t count = runs.rows, heads = sizes.value_heads, values = sizes.value_size();
         if (qkv_.out != sizes.channels() + values + 2 * heads)
             throw std::invalid_argument("The input projection must give q, k, v, z, b and a.");
         if (count == 0) return;
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out), v(count, values), sums(count, values);
@@ -223,7 +221,7 @@ class Layer {
 
     void finish(const Address& x, const Address& attended, int64_t count, int threads) const {
         if (count == 0) return;
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const rows::Rows<T> residual = rows_at<T>(x);
@@ -261,45 +259,74 @@ class Layer {
     }
 };
 
+DenseWeight dense_weight(uintptr_t address, int64_t in, int64_t out, bool interleaved) {
+    if (interleaved && in % linear::kInterleavedInputs != 0)
+        throw std::invalid_argument("Interleaved weights need another number of inputs.");
+    return {address, in, out, interleaved};
+}
+
+Linear linear_of(const std::vector<PyObject*>& parts, uintptr_t bias) {
+    std::vector<Linear::Part> weights;
+    for (PyObject* part : parts)
+        if (const auto* const dense = python::instance<DenseWeight>(part))
+            weights.emplace_back(**dense);
+        else
+            weights.emplace_back(python::Argument<packed::Weight>::of(part));
+    return {std::move(weights), bias};
+}
+
+Norms norms_of(NormAddress input, NormAddress heads, NormAddress mlp, NormAddress attention_output,
+               NormAddress mlp_output, float eps) {
+    return {input, heads, mlp, attention_output, mlp_output, eps};
+}
+
+HeadLayout head_layout(int64_t head_dim, int64_t rotary_dim, bool gated) {
+    if (head_dim % 2 || rotary_dim % 2 || rotary_dim < 0 || rotary_dim > head_dim)
+        throw std::invalid_argument("Rotated features are an even number of those of a head.");
+    return {head_dim, rotary_dim, gated};
+}
+
+DeltaWeights delta_weights(const delta::Sizes& sizes, uintptr_t conv, uintptr_t rate, uintptr_t dt_bias,
+                           uintptr_t norm) {
+    return {sizes, conv, rate, dt_bias, norm};
+}
+
+Layer layer_of(const std::string& isa, const std::string& packed_isa, const std::string& dtype, const Norms& norms,
+               const Linear& qkv, const Linear& o, const Linear& gate_up, const Linear& down,
+               const HeadLayout& heads, const std::string& activation) {
+    return {isa, packed_isa, dtype, norms, qkv, o, gate_up, down, heads, activation};
+}
+
+constexpr auto kDenseWeight = python::names("address", "in_features", "out_features", "interleaved");
+constexpr auto kLinearParts = python::names("parts", "bias");
+constexpr auto kNorms = python::names("input", "heads", "mlp", "attention_output", "mlp_output", "eps");
+constexpr auto kHeadLayout = python::names("head_dim", "rotary_dim", "gated");
+constexpr auto kDeltaWeights = python::names("sizes", "conv", "rate", "dt_bias", "norm");
+constexpr auto kLayer = python::names("isa", "packed_isa", "dtype", "norms", "qkv", "o", "gate_up", "down", "heads",
+                                      "activation");
+constexpr auto kProject = python::names("x", "cos", "sin", "q", "k", "v", "gate", "count", "q_heads", "kv_heads",
+                                        "threads");
+constexpr auto kRecur = python::names("weights", "runs", "x", "conv", "states", "y", "threads");
+constexpr auto kFinish = python::names("x", "attended", "count", "threads");
+
 }  // namespace
 
 namespace nanovllm {
 
-void define_layer(py::module_& m) {
-    py::class_<DenseWeight>(m, "DenseWeight")
-        .def(py::init([](uintptr_t address, int64_t in, int64_t out, bool interleaved) {
-                 if (interleaved && in % linear::kInterleavedInputs != 0)
-                     throw std::invalid_argument("Interleaved weights need another number of inputs.");
-                 return DenseWeight{address, in, out, interleaved};
-             }), py::kw_only(), py::arg("address"), py::arg("in_features"), py::arg("out_features"),
-             py::arg("interleaved") = false);
-    py::class_<Linear>(m, "Linear")
-        .def(py::init<std::vector<Linear::Part>, uintptr_t>(), py::kw_only(), py::arg("parts"), py::arg("bias"));
-    py::class_<Norms>(m, "Norms")
-        .def(py::init([](NormAddress input, NormAddress heads, NormAddress mlp, NormAddress attention_output,
-                         NormAddress mlp_output, float eps) {
-                 return Norms{input, heads, mlp, attention_output, mlp_output, eps};
-             }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
-             py::arg("mlp_output"), py::arg("eps"));
-    py::class_<HeadLayout>(m, "HeadLayout")
-        .def(py::init([](int64_t head_dim, int64_t rotary_dim, bool gated) {
-                 if (head_dim % 2 || rotary_dim % 2 || rotary_dim < 0 || rotary_dim > head_dim)
-                     throw std::invalid_argument("Rotated features are an even number of those of a head.");
-                 return HeadLayout{head_dim, rotary_dim, gated};
-             }), py::kw_only(), py::arg("head_dim"), py::arg("rotary_dim"), py::arg("gated"));
-    py::class_<DeltaWeights>(m, "DeltaWeights")
-        .def(py::init([](const DeltaSizes& sizes, uintptr_t conv, uintptr_t rate, uintptr_t dt_bias, uintptr_t norm) {
-                 return DeltaWeights{sizes, conv, rate, dt_bias, norm};
-             }), py::kw_only(), py::arg("sizes"), py::arg("conv"), py::arg("rate"), py::arg("dt_bias"),
-             py::arg("norm"));
-    py::class_<Layer>(m, "Layer")
-        .def(py::init<const std::string&, const std::string&, std::string, Norms, Linear, Linear, Linear, Linear,
-                      const HeadLayout&, const std::string&>(),
-             py::kw_only(), py::arg("isa"), py::arg("packed_isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
-             py::arg("gate_up"), py::arg("down"), py::arg("heads"), py::arg("activation"))
-        .def("project", &Layer::project, "The rows' q, k and v, and the gates of q.")
-        .def("recur", &Layer::recur, "What the output projection of a recurrent layer reads; advances the states.")
-        .def("finish", &Layer::finish, "Adds what comes of the attended rows to the residual stream.");
+void define_layer(PyObject* module) {
+    static PyMethodDef methods[] = {
+        python::method<&Layer::project, kProject>("project", "The rows' q, k and v, and the gates of q."),
+        python::method<&Layer::recur, kRecur>(
+            "recur", "What the output projection of a recurrent layer reads; advances the states."),
+        python::method<&Layer::finish, kFinish>(
+            "finish", "Adds what comes of the attended rows to the residual stream."),
+        {}};
+    python::add_class<DenseWeight, &dense_weight, kDenseWeight>(module, "_cpu_kernels.DenseWeight");
+    python::add_class<Linear, &linear_of, kLinearParts>(module, "_cpu_kernels.Linear");
+    python::add_class<Norms, &norms_of, kNorms>(module, "_cpu_kernels.Norms");
+    python::add_class<HeadLayout, &head_layout, kHeadLayout>(module, "_cpu_kernels.HeadLayout");
+    python::add_class<DeltaWeights, &delta_weights, kDeltaWeights>(module, "_cpu_kernels.DeltaWeights");
+    python::add_class<Layer, &layer_of, kLayer>(module, "_cpu_kernels.Layer", methods);
 }
 
 }  // namespace nanovllm

@@ -4,7 +4,6 @@
 // Included once, by cpu_kernels.cpp.
 #pragma once
 
-#include <pybind11/pybind11.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -15,8 +14,9 @@
 #include <string>
 
 #include "cpu_linear.h"
+#include "python_calls.h"
 
-namespace py = pybind11;
+namespace python = nanovllm::python;
 namespace linear = nanovllm::linear;
 
 namespace {
@@ -48,7 +48,7 @@ void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, i
         throw std::invalid_argument("Rows and outputs must not be negative, inputs and threads be positive, got " +
                                     std::to_string(rows) + ", " + std::to_string(out_features) + ", " +
                                     std::to_string(in_features) + " and " + std::to_string(threads) + ".");
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     linear::run(problem, kernel, threads);
 }
 
@@ -56,7 +56,7 @@ void interleave(const std::string& dtype, uintptr_t weight, int64_t out_features
                 int threads) {
     refuse_misfit(true, in_features);
     if (out_features < 0 || threads < 1) throw std::invalid_argument("Outputs and threads must be positive.");
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     linear::interleave(nanovllm::dtype_of(dtype), reinterpret_cast<void*>(weight), out_features, in_features, back,
                        threads);
 }
@@ -67,10 +67,10 @@ void gather(const std::string& dtype, uintptr_t weight, uintptr_t y, uintptr_t i
     const int64_t* const rows = reinterpret_cast<const int64_t*>(indices);
     for (int64_t i = 0; i < count; ++i)
         if (rows[i] < 0 || rows[i] >= out_features)
-            throw py::index_error("Row " + std::to_string(rows[i]) + " is not one of " + std::to_string(out_features) + ".");
+            throw std::out_of_range("Row " + std::to_string(rows[i]) + " is not one of " + std::to_string(out_features) + ".");
     const linear::Gather all{reinterpret_cast<const void*>(weight), reinterpret_cast<void*>(y), rows, count,
                              in_features, out_features, interleaved};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     linear::gather(nanovllm::dtype_of(dtype), all, threads);
 }
 
@@ -86,21 +86,27 @@ void use_huge_pages(uintptr_t address, int64_t bytes) {
 #endif
 }
 
+constexpr auto kLinear = python::names("isa", "dtype", "x", "x_stride", "weight", "bias", "y", "y_stride", "rows",
+                                       "in_features", "out_features", "interleaved", "threads");
+constexpr auto kInterleave = python::names("dtype", "weight", "out_features", "in_features", "back", "threads");
+constexpr auto kGather = python::names("dtype", "weight", "y", "indices", "count", "in_features", "out_features",
+                                       "interleaved", "threads");
+constexpr auto kUseHugePages = python::names("address", "bytes");
+
 }  // namespace
 
 namespace nanovllm {
 
-void define_linear(py::module_& m) {
-    m.def("linear", &run_linear, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("x"), py::arg("x_stride"),
-          py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("y_stride"), py::arg("rows"),
-          py::arg("in_features"), py::arg("out_features"), py::arg("interleaved") = false, py::arg("threads"));
-    m.def("interleave", &interleave, py::kw_only(), py::arg("dtype"), py::arg("weight"), py::arg("out_features"),
-          py::arg("in_features"), py::arg("back"), py::arg("threads"));
-    m.def("gather", &gather, py::kw_only(), py::arg("dtype"), py::arg("weight"), py::arg("y"), py::arg("indices"),
-          py::arg("count"), py::arg("in_features"), py::arg("out_features"), py::arg("interleaved"), py::arg("threads"));
-    m.attr("INTERLEAVED_ROWS") = linear::kGroup;
-    m.attr("INTERLEAVED_INPUTS") = linear::kInterleavedInputs;
-    m.def("use_huge_pages", &use_huge_pages, py::arg("address"), py::arg("bytes"));
+void define_linear(PyObject* module) {
+    static PyMethodDef functions[] = {
+        python::function<&run_linear, kLinear>("linear"),
+        python::function<&interleave, kInterleave>("interleave"),
+        python::function<&gather, kGather>("gather"),
+        python::function<&use_huge_pages, kUseHugePages>("use_huge_pages"),
+        {}};
+    python::add_functions(module, functions);
+    python::add(module, "INTERLEAVED_ROWS", PyLong_FromLong(linear::kGroup));
+    python::add(module, "INTERLEAVED_INPUTS", PyLong_FromLong(linear::kInterleavedInputs));
 }
 
 }  // namespace nanovllm

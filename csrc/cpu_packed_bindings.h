@@ -4,7 +4,6 @@
 // Included once, by cpu_kernels.cpp.
 #pragma once
 
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -12,8 +11,9 @@
 
 #include "cpu_addresses.h"
 #include "cpu_packed.h"
+#include "python_calls.h"
 
-namespace py = pybind11;
+namespace python = nanovllm::python;
 namespace packed = nanovllm::packed;
 using nanovllm::Address;
 using nanovllm::pointer;
@@ -40,21 +40,24 @@ void run_packed(const std::string& isa, const std::string& dtype, const Address&
     const packed::Kernel& kernel = packed::kernel_of(nanovllm::isa_of(isa));
     const packed::Problem problem{weight, nanovllm::dtype_of(dtype), pointer<const void>(x.first),
                                   pointer<const void>(bias), pointer<void>(y.first), x.second, y.second, rows};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     packed::run(problem, kernel, threads);
 }
+
+constexpr auto kPackedWeight = python::names("scheme", "data", "scales", "scale_dtype", "zeros", "outputs_per_scale",
+                                             "group_size", "in_features", "out_features");
+constexpr auto kPackedLinear = python::names("isa", "dtype", "x", "weight", "bias", "y", "rows", "threads");
 
 }  // namespace
 
 namespace nanovllm {
 
-void define_packed(py::module_& m) {
-    py::class_<packed::Weight>(m, "PackedWeight")
-        .def(py::init(&weight_of), py::kw_only(), py::arg("scheme"), py::arg("data"), py::arg("scales"),
-             py::arg("scale_dtype"), py::arg("zeros"), py::arg("outputs_per_scale"), py::arg("group_size"), py::arg("in_features"),
-             py::arg("out_features"));
-    m.def("packed_linear", &run_packed, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("x"),
-          py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("rows"), py::arg("threads"));
+void define_packed(PyObject* module) {
+    static PyMethodDef functions[] = {
+        python::function<&run_packed, kPackedLinear>("packed_linear"),
+        {}};
+    python::add_functions(module, functions);
+    python::add_class<packed::Weight, &weight_of, kPackedWeight>(module, "_cpu_kernels.PackedWeight");
 }
 
 }  // namespace nanovllm

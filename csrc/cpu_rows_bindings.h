@@ -6,8 +6,7 @@
 
 #include "cpu_rows.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+
 
 #include <algorithm>
 #include <stdexcept>
@@ -15,8 +14,9 @@
 #include <utility>
 
 #include "cpu_addresses.h"
+#include "python_calls.h"
 
-namespace py = pybind11;
+namespace python = nanovllm::python;
 namespace rows = nanovllm::rows;
 using nanovllm::Address;
 using nanovllm::NormAddress;
@@ -38,7 +38,7 @@ void rms_norm(const std::string& dtype, const Address& x, const Address& addend,
         using T = decltype(element);
         const rows::Norm<T> norm{rows_at<T>(x), rows_at<const T>(addend), norm_weight<T>(weight),
                                  rows_at<T>(y), count, size, eps};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::rms_norm(norm, threads);
     });
 }
@@ -52,7 +52,7 @@ void place_heads(const std::string& dtype, const Address& heads, const NormAddre
         const rows::Heads<T> all{rows_at<const T>(heads), norm_weight<T>(weight), rows_at<const float>(cos),
                                  rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), tokens,
                                  q_heads, kv_heads, head_dim, eps};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::place_heads(all, threads);
     });
 }
@@ -64,7 +64,7 @@ void gated_unit(const std::string& dtype, const std::string& activation, const A
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const rows::GatedUnit<T> gated{chosen, rows_at<const T>(gate_up), rows_at<T>(y), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::gated_unit(gated, threads);
     });
 }
@@ -74,7 +74,7 @@ void add(const std::string& dtype, const Address& x, const Address& addend, int6
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const rows::Sum<T> sum{rows_at<T>(x), rows_at<const T>(addend), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::add(sum, threads);
     });
 }
@@ -84,7 +84,7 @@ void narrow(const std::string& dtype, const Address& x, const Address& y, int64_
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const rows::Narrowed<T> narrowed{rows_at<const float>(x), rows_at<T>(y), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::narrow(narrowed, threads);
     });
 }
@@ -94,7 +94,7 @@ void widen(const std::string& dtype, const Address& x, const Address& y, int64_t
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const rows::Widened<T> widened{rows_at<const T>(x), rows_at<float>(y), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::widen(widened, threads);
     });
 }
@@ -103,13 +103,13 @@ void copy(const Address& x, const Address& y, int64_t count, int64_t row_bytes, 
     check_threads(threads);
     const rows::Rows<const char> source = rows_at<const char>(x);
     const rows::Rows<char> target = rows_at<char>(y);
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::copy(source, target, count, row_bytes, threads);
 }
 
 void fill(uintptr_t x, int64_t size, float value, int threads) {
     check_threads(threads);
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::fill(pointer<float>(x), size, value, threads);
 }
 
@@ -117,7 +117,7 @@ void cos_sin(const Address& angles, const Address& cos, const Address& sin, int6
              int threads) {
     check_threads(threads);
     const rows::Angles all{rows_at<const float>(angles), rows_at<float>(cos), rows_at<float>(sin), count, size, factor};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::cos_sin(all, threads);
 }
 
@@ -125,7 +125,7 @@ void powers(uintptr_t bases, uintptr_t exponents, uintptr_t results, int64_t cou
     check_threads(threads);
     const rows::Powers all{pointer<const double>(bases), pointer<const double>(exponents), pointer<double>(results),
                            count, size};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::powers(all, threads);
 }
 
@@ -133,14 +133,14 @@ void softmax(const Address& x, const Address& y, int64_t count, int64_t size, bo
     check_threads(threads);
     if (size < 1) throw std::invalid_argument("A row must not be empty.");
     const rows::Softmax all{rows_at<const float>(x), rows_at<float>(y), count, size, log};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::softmax(all, threads);
 }
 
 void sigmoid(const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
     check_threads(threads);
     const rows::Sigmoid all{rows_at<const float>(x), rows_at<float>(y), count, size};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::sigmoid(all, threads);
 }
 
@@ -151,7 +151,7 @@ void likeliest(const std::string& dtype, const Address& logits, uintptr_t tokens
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
         const rows::Likeliest<T> all{rows_at<const T>(logits), pointer<int64_t>(tokens), count, size};
-        const py::gil_scoped_release release;
+        const python::WithoutGil without_gil;
         rows::likeliest(all, threads);
     });
 }
@@ -161,7 +161,7 @@ void draw(const Address& scores, const Address& tokens, uintptr_t starts, uintpt
     check_threads(threads);
     const rows::Draw all{rows_at<const float>(scores), rows_at<const int64_t>(tokens), pointer<const int64_t>(starts),
                          pointer<int64_t>(drawn), count, size};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::draw(all, threads);
 }
 
@@ -178,46 +178,51 @@ void store_kv(uintptr_t pool, int64_t block_stride, int64_t blocks, uintptr_t k,
     const rows::Store store{pointer<char>(pool), block_stride, pointer<const char>(k), pointer<const char>(v),
                             k_strides.first, k_strides.second, v_strides.first, v_strides.second, begin, tokens,
                             kv_heads, block_size, head_bytes};
-    const py::gil_scoped_release release;
+    const python::WithoutGil without_gil;
     rows::store_kv(store, threads);
 }
+
+constexpr auto kRmsNorm = python::names("dtype", "x", "addend", "weight", "y", "rows", "size", "eps", "threads");
+constexpr auto kPlaceHeads = python::names("dtype", "heads", "weight", "cos", "sin", "q", "k", "v", "tokens", "q_heads",
+                                           "kv_heads", "head_dim", "eps", "threads");
+constexpr auto kGatedUnit = python::names("dtype", "activation", "gate_up", "y", "rows", "size", "threads");
+constexpr auto kAdd = python::names("dtype", "x", "addend", "rows", "size", "threads");
+constexpr auto kNarrow = python::names("dtype", "x", "y", "rows", "size", "threads");
+constexpr auto kWiden = python::names("dtype", "x", "y", "rows", "size", "threads");
+constexpr auto kCopy = python::names("x", "y", "rows", "row_bytes", "threads");
+constexpr auto kFill = python::names("x", "size", "value", "threads");
+constexpr auto kCosSin = python::names("angles", "cos", "sin", "rows", "size", "factor", "threads");
+constexpr auto kPowers = python::names("bases", "exponents", "results", "rows", "size", "threads");
+constexpr auto kSoftmax = python::names("x", "y", "rows", "size", "log", "threads");
+constexpr auto kSigmoid = python::names("x", "y", "rows", "size", "threads");
+constexpr auto kLikeliest = python::names("dtype", "logits", "tokens", "rows", "size", "threads");
+constexpr auto kDraw = python::names("scores", "tokens", "starts", "drawn", "rows", "size", "threads");
+constexpr auto kStoreKv = python::names("pool", "block_stride", "blocks", "k", "k_strides", "v", "v_strides", "slots",
+                                        "tokens", "kv_heads", "block_size", "head_bytes", "threads");
 
 }  // namespace
 
 namespace nanovllm {
 
-void define_rows(py::module_& m) {
-    m.def("rms_norm", &rms_norm, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("addend"), py::arg("weight"),
-          py::arg("y"), py::arg("rows"), py::arg("size"), py::arg("eps"), py::arg("threads"));
-    m.def("place_heads", &place_heads, py::kw_only(), py::arg("dtype"), py::arg("heads"), py::arg("weight"),
-          py::arg("cos"), py::arg("sin"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tokens"),
-          py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("threads"));
-    m.def("gated_unit", &gated_unit, py::kw_only(), py::arg("dtype"), py::arg("activation"), py::arg("gate_up"),
-          py::arg("y"), py::arg("rows"), py::arg("size"), py::arg("threads"));
-    m.def("add", &add, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("addend"), py::arg("rows"),
-          py::arg("size"), py::arg("threads"));
-    m.def("narrow", &narrow, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("rows"),
-          py::arg("size"), py::arg("threads"));
-    m.def("widen", &widen, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("rows"),
-          py::arg("size"), py::arg("threads"));
-    m.def("copy", &copy, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("row_bytes"),
-          py::arg("threads"));
-    m.def("fill", &fill, py::kw_only(), py::arg("x"), py::arg("size"), py::arg("value"), py::arg("threads"));
-    m.def("cos_sin", &cos_sin, py::kw_only(), py::arg("angles"), py::arg("cos"), py::arg("sin"), py::arg("rows"),
-          py::arg("size"), py::arg("factor"), py::arg("threads"));
-    m.def("powers", &powers, py::kw_only(), py::arg("bases"), py::arg("exponents"), py::arg("results"),
-          py::arg("rows"), py::arg("size"), py::arg("threads"));
-    m.def("softmax", &softmax, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
-          py::arg("log"), py::arg("threads"));
-    m.def("sigmoid", &sigmoid, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
-          py::arg("threads"));
-    m.def("likeliest", &likeliest, py::kw_only(), py::arg("dtype"), py::arg("logits"), py::arg("tokens"),
-          py::arg("rows"), py::arg("size"), py::arg("threads"));
-    m.def("draw", &draw, py::kw_only(), py::arg("scores"), py::arg("tokens"), py::arg("starts"), py::arg("drawn"),
-          py::arg("rows"), py::arg("size"), py::arg("threads"));
-    m.def("store_kv", &store_kv, py::kw_only(), py::arg("pool"), py::arg("block_stride"), py::arg("blocks"),
-          py::arg("k"), py::arg("k_strides"), py::arg("v"), py::arg("v_strides"), py::arg("slots"), py::arg("tokens"),
-          py::arg("kv_heads"), py::arg("block_size"), py::arg("head_bytes"), py::arg("threads"));
+void define_rows(PyObject* module) {
+    static PyMethodDef functions[] = {
+        python::function<&rms_norm, kRmsNorm>("rms_norm"),
+        python::function<&place_heads, kPlaceHeads>("place_heads"),
+        python::function<&gated_unit, kGatedUnit>("gated_unit"),
+        python::function<&add, kAdd>("add"),
+        python::function<&narrow, kNarrow>("narrow"),
+        python::function<&widen, kWiden>("widen"),
+        python::function<&copy, kCopy>("copy"),
+        python::function<&fill, kFill>("fill"),
+        python::function<&cos_sin, kCosSin>("cos_sin"),
+        python::function<&powers, kPowers>("powers"),
+        python::function<&softmax, kSoftmax>("softmax"),
+        python::function<&sigmoid, kSigmoid>("sigmoid"),
+        python::function<&likeliest, kLikeliest>("likeliest"),
+        python::function<&draw, kDraw>("draw"),
+        python::function<&store_kv, kStoreKv>("store_kv"),
+        {}};
+    python::add_functions(module, functions);
 }
 
 }  // namespace nanovllm

@@ -4,8 +4,7 @@
 // The module does not link against torch: pointers, pitches and a stream handle go in, so that one build serves every
 // torch version. All checking that needs to know a tensor is done before, in nanovllm/comm/sgdma.py.
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "python_calls.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +20,7 @@
 
 #include "sgdma.h"
 
-namespace py = pybind11;
+namespace python = nanovllm::python;
 
 namespace {
 
@@ -89,7 +88,7 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     if (width == 0 || height == 0) return;
     const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
     const bool on_host = kind == "h2h";
-    std::optional<py::gil_scoped_release> released;
+    std::optional<python::WithoutGil> released;
     if (!on_host || worth_releasing_gil(copy)) released.emplace();
     if (on_host) {
         copy_on_host(copy);
@@ -145,7 +144,7 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
     sgdma::CopyBatch batch = joined(dst, src, size);
     if (batch.size.empty()) return 0;
     const bool on_host = kind == "h2h";
-    std::optional<py::gil_scoped_release> released;
+    std::optional<python::WithoutGil> released;
     if (!on_host || total(batch) >= kKeepGilBelow) released.emplace();
     if (on_host) {
         for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
@@ -161,10 +160,14 @@ using HostFunction = void (*)(void*);
 
 HostFunction function_at(std::uintptr_t address) { return reinterpret_cast<HostFunction>(address); }
 
-void run_host_task(std::uintptr_t function, std::uintptr_t data) { function_at(function)(pointer(data)); }
+void run_host_task(std::uintptr_t function, std::uintptr_t data) {
+    const python::WithoutGil released;
+    function_at(function)(pointer(data));
+}
 
 void launch_host_task(std::uintptr_t function, std::uintptr_t data, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
+    const python::WithoutGil released;
     check(sgdma::cuda_launch(function_at(function), pointer(data), stream), "cudaLaunchHostFunc");
 #else
     (void)function;
@@ -183,6 +186,7 @@ void launch_host_task(std::uintptr_t function, std::uintptr_t data, std::uintptr
 void launch_host_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch, std::size_t spitch,
                       std::size_t width, std::size_t height, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
+    const python::WithoutGil released;
     auto copy = std::make_unique<sgdma::Copy2D>(
         sgdma::Copy2D{pointer(dst), pointer(src), dpitch, spitch, width, height});
     check(sgdma::cuda_launch(run_host_copy, copy.get(), stream), "cudaLaunchHostFunc");
@@ -228,7 +232,7 @@ std::pair<std::string, int> memory_of(std::uintptr_t address) {
 
 void lock_pages(std::uintptr_t start, std::size_t size) {
 #ifdef NANOVLLM_WITH_CUDA
-    const py::gil_scoped_release released;
+    const python::WithoutGil released;
     check(sgdma::cuda_lock_pages(pointer(start), size), "cudaHostRegister of " + std::to_string(size) + " bytes");
 #else
     (void)start;
@@ -238,7 +242,7 @@ void lock_pages(std::uintptr_t start, std::size_t size) {
 
 void unlock_pages(std::uintptr_t start) {
 #ifdef NANOVLLM_WITH_CUDA
-    const py::gil_scoped_release released;
+    const python::WithoutGil released;
     check(sgdma::cuda_unlock_pages(pointer(start)), "cudaHostUnregister");
 #else
     (void)start;
@@ -274,41 +278,69 @@ int cuda_version() {
 #endif
 }
 
+// ---- the module
+
+void touch_pages(std::uintptr_t start, std::size_t size, unsigned threads) {
+    const python::WithoutGil released;
+    sgdma::touch_pages(pointer(start), size, threads);
+}
+
+bool prefer_node(std::uintptr_t start, std::size_t size, int node) {
+    return sgdma::prefer_node(pointer(start), size, node);
+}
+
+constexpr auto kCopy2D = python::names("dst_ptr", "src_ptr", "dpitch", "spitch", "width", "height", "kind", "stream");
+constexpr auto kCopyBatch = python::names("dst_ptrs", "src_ptrs", "sizes", "kind", "stream");
+constexpr auto kHostTask = python::names("function", "data");
+constexpr auto kHostTaskOnStream = python::names("function", "data", "stream");
+constexpr auto kHostCopy = python::names("dst_ptr", "src_ptr", "dpitch", "spitch", "width", "height", "stream");
+constexpr auto kStream = python::names("stream");
+constexpr auto kAddress = python::names("address");
+constexpr auto kTouch = python::names("start", "size", "threads");
+constexpr auto kPrefer = python::names("start", "size", "node");
+constexpr auto kPages = python::names("start", "size");
+constexpr auto kStart = python::names("start");
+constexpr auto kDevice = python::names("device");
+
+PyMethodDef kFunctions[] = {
+    python::function<&memcpy_2d_async, kCopy2D>(
+        "memcpy_2d_async",
+        "Copy `height` rows of `width` bytes. h2h is done on return; the other kinds are queued on `stream`."),
+    python::function<&memcpy_batch_async, kCopyBatch>(
+        "memcpy_batch_async",
+        "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours."),
+    python::function<&run_host_task, kHostTask>(
+        "run_host_task", "Call the C function at `function` with `data`, without the GIL."),
+    python::function<&launch_host_task, kHostTaskOnStream>(
+        "launch_host_task",
+        "The same on a thread of CUDA's when `stream` gets to it. The function must use neither CUDA nor Python."),
+    python::function<&launch_host_copy, kHostCopy>(
+        "launch_host_copy", "Copy rows within host memory when `stream` gets to it."),
+    python::function<&create_stream>(
+        "create_stream",
+        "The handle of a new stream of the current device, for this caller alone; it ignores the default stream."),
+    python::function<&destroy_stream, kStream>("destroy_stream", "The work on it still runs."),
+    python::function<&memory_of, kAddress>(
+        "memory_of",
+        "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA."),
+    python::function<&touch_pages, kTouch>("touch_pages", "Write 0 into every page."),
+    python::function<&prefer_node, kPrefer>(
+        "prefer_node", "Place pages that are not there yet on a NUMA node; False where that cannot be had."),
+    python::function<&lock_pages, kPages>("lock_pages", "cudaHostRegister."),
+    python::function<&unlock_pages, kStart>("unlock_pages", "cudaHostUnregister, once the device is idle."),
+    python::function<&max_pitch, kDevice>("max_pitch", "Bytes: the largest pitch that the device copies with."),
+    python::function<&pci_bus_id, kDevice>("pci_bus_id", "Such as 0000:17:00.0."),
+    {}};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_sgdma",
+                       "Memory copies on raw addresses; use nanovllm.comm, which checks its arguments.", -1, kFunctions,
+                       nullptr, nullptr, nullptr, nullptr};
+
 }  // namespace
 
-PYBIND11_MODULE(_sgdma, m) {
-    m.doc() = "Memory copies on raw addresses; use nanovllm.comm, which checks its arguments.";
-    m.attr("has_cuda") = py::bool_(kHasCuda);
-    m.attr("cuda_version") = py::int_(cuda_version());
-    m.def("memcpy_2d_async", &memcpy_2d_async, py::arg("dst_ptr"), py::arg("src_ptr"), py::arg("dpitch"),
-          py::arg("spitch"), py::arg("width"), py::arg("height"), py::arg("kind"), py::arg("stream"),
-          "Copy `height` rows of `width` bytes. h2h is done on return; the other kinds are queued on `stream`.");
-    m.def("memcpy_batch_async", &memcpy_batch_async, py::arg("dst_ptrs"), py::arg("src_ptrs"), py::arg("sizes"),
-          py::arg("kind"), py::arg("stream"),
-          "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours.");
-    m.def("run_host_task", &run_host_task, py::arg("function"), py::arg("data"),
-          py::call_guard<py::gil_scoped_release>(), "Call the C function at `function` with `data`, without the GIL.");
-    m.def("launch_host_task", &launch_host_task, py::arg("function"), py::arg("data"), py::arg("stream"),
-          py::call_guard<py::gil_scoped_release>(),
-          "The same on a thread of CUDA's when `stream` gets to it. The function must use neither CUDA nor Python.");
-    m.def("launch_host_copy", &launch_host_copy, py::arg("dst_ptr"), py::arg("src_ptr"), py::arg("dpitch"),
-          py::arg("spitch"), py::arg("width"), py::arg("height"), py::arg("stream"),
-          py::call_guard<py::gil_scoped_release>(), "Copy rows within host memory when `stream` gets to it.");
-    m.def("create_stream", &create_stream,
-          "The handle of a new stream of the current device, for this caller alone; it ignores the default stream.");
-    m.def("destroy_stream", &destroy_stream, py::arg("stream"), "The work on it still runs.");
-    m.def("memory_of", &memory_of, py::arg("address"),
-          "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
-    m.def("touch_pages", [](std::uintptr_t start, std::size_t size, unsigned threads) {
-              sgdma::touch_pages(pointer(start), size, threads);
-          }, py::arg("start"), py::arg("size"), py::arg("threads"), py::call_guard<py::gil_scoped_release>(),
-          "Write 0 into every page.");
-    m.def("prefer_node", [](std::uintptr_t start, std::size_t size, int node) {
-              return sgdma::prefer_node(pointer(start), size, node);
-          }, py::arg("start"), py::arg("size"), py::arg("node"),
-          "Place pages that are not there yet on a NUMA node; False where that cannot be had.");
-    m.def("lock_pages", &lock_pages, py::arg("start"), py::arg("size"), "cudaHostRegister.");
-    m.def("unlock_pages", &unlock_pages, py::arg("start"), "cudaHostUnregister, once the device is idle.");
-    m.def("max_pitch", &max_pitch, py::arg("device"), "Bytes: the largest pitch that the device copies with.");
-    m.def("pci_bus_id", &pci_bus_id, py::arg("device"), "Such as 0000:17:00.0.");
+PyMODINIT_FUNC PyInit__sgdma() {
+    return python::import_module(kModule, [](PyObject* module) {
+        python::add(module, "has_cuda", PyBool_FromLong(kHasCuda));
+        python::add(module, "cuda_version", PyLong_FromLong(cuda_version()));
+    });
 }

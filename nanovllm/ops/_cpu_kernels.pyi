@@ -25,7 +25,7 @@ def linear(
     rows: int,
     in_features: int,
     out_features: int,
-    interleaved: bool = False,
+    interleaved: bool,
     threads: int,
 ) -> None:
     """Addresses of x, weight, bias (0: none) and y. Raises ValueError for negative sizes."""
@@ -191,7 +191,7 @@ def gated_norm(
 def gate(*, dtype: str, x: _Address, gate: _Address, rows: int, size: int, threads: int) -> None: ...
 
 class DenseWeight:
-    def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool = False) -> None: ...
+    def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool) -> None: ...
 
 class Linear:
     def __init__(self, *, parts: list[DenseWeight | PackedWeight], bias: int) -> None:
