@@ -34,6 +34,21 @@ struct Fp32Words : SingleWords<Avx2> {
         for (int i = 0; i < count; i += W) store(reinterpret_cast<float*>(dst + i), widen(source + i));
     }
     static void store_words(uint32_t* p, U v) { store(reinterpret_cast<float*>(p), v); }
+
+    // Rows of W keys as `row` loads them, zeros for keys that are not there, turned around.
+    template <class Row>
+    static void turn_keys(int keys, const Row& row, U columns[W]) {
+        if (keys >= W) {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) columns[i] = row(i);
+        } else {  // by way of memory, which takes one branch instead of W
+            U some[W];
+            for (int i = 0; i < W; ++i) some[i] = i < keys ? row(i) : zero();
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) columns[i] = some[i];
+        }
+        transpose(columns);
+    }
     static void store_probabilities(uint32_t* row, int key, F p) { store(reinterpret_cast<float*>(row + key), p); }
     template <int N>
     static void restore_order(F[N]) {}
@@ -46,8 +61,7 @@ struct Widened : Fp32Words {
     static constexpr int kExpand = 1;
 
     static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
-        for (int i = 0; i < W; ++i) columns[i] = i < keys ? widen(k + i * stride) : zero();
-        transpose(columns);
+        turn_keys(keys, [=](int i) { return widen(k + i * stride); }, columns);
     }
     template <int>
     static U key_word(Keys keys) {
@@ -56,6 +70,7 @@ struct Widened : Fp32Words {
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm256_setzero_ps(); }
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
     }
 };
@@ -102,12 +117,11 @@ struct Bytes : Fp32Words {
     static constexpr float kKeyUnit = kInt8 ? 0x1p-24f : 0x1p8f, kValueUnit = kInt8 ? 1.0f : 0x1p8f;
 
     static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
-        const auto load = [=](const T* row) {
-            if (words == W * kExpand) return _mm256_loadu_ps(reinterpret_cast<const float*>(row));
-            return _mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(row)));
+        const auto row = [=](int i) {
+            const auto* const bytes = reinterpret_cast<const float*>(k + i * stride);
+            return words == W * kExpand ? _mm256_loadu_ps(bytes) : _mm256_zextps128_ps256(_mm_loadu_ps(bytes));
         };
-        for (int i = 0; i < W; ++i) columns[i] = i < keys ? load(k + i * stride) : zero();
-        transpose(columns);
+        turn_keys(keys, row, columns);
     }
     template <int e>
     static U key_word(Keys keys) {
@@ -116,6 +130,7 @@ struct Bytes : Fp32Words {
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : zero(); }
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
     }
 };

@@ -50,10 +50,10 @@ struct Widened : Fp32Words {
 
     static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
         if (keys >= W && words == W * kExpand)
+#pragma GCC unroll 16
             for (int i = 0; i < W; ++i) columns[i] = load_key(k + i * stride, words);
         else
-            for (int i = 0; i < W; ++i)
-                columns[i] = i < keys ? load_key(k + i * stride, words) : _mm512_setzero_si512();
+            load_some(keys, [=](int i) { return load_key(k + i * stride, words); }, columns);
         transpose(columns);
     }
     template <int e>
@@ -65,12 +65,14 @@ struct Widened : Fp32Words {
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
         if constexpr (kPairs && N > 1) {
+#pragma GCC unroll 16
             for (int n = 0; n < N; n += 2) {
                 const __m512i pairs = keys > 0 ? _mm512_loadu_si512(v + n * W) : _mm512_setzero_si512();
                 columns[n] = widen_half<0>(pairs);
                 columns[n + 1] = widen_half<1>(pairs);
             }
         } else {
+#pragma GCC unroll 16
             for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
         }
     }
@@ -80,6 +82,7 @@ struct Widened : Fp32Words {
         if constexpr (kPairs && N > 1) {
             const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
             const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 16
             for (int n = 0; n < N; n += 2) {
                 const F even = sums[n];
                 sums[n] = _mm512_permutex2var_ps(even, low, sums[n + 1]);
@@ -111,6 +114,7 @@ struct Bytes : Fp32Words {
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm512_setzero_ps(); }
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
     }
     template <int N>

@@ -50,9 +50,13 @@ struct PairsOfBf16 : Bf16Words {
     static constexpr int kExpand = 1;
 
     static void load_keys(const T* k, int64_t stride, int keys, int words, U columns[W]) {
-        const __mmask16 mask = __mmask16((1u << words) - 1);
-        for (int i = 0; i < W; ++i)
-            columns[i] = i < keys ? _mm512_maskz_loadu_epi32(mask, k + i * stride) : _mm512_setzero_si512();
+        if (keys >= W && words == W) {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) columns[i] = _mm512_loadu_si512(k + i * stride);
+        } else {
+            const __mmask16 mask = __mmask16((1u << words) - 1);
+            load_some(keys, [=](int i) { return _mm512_maskz_loadu_epi32(mask, k + i * stride); }, columns);
+        }
         transpose(columns);
     }
     template <int>
@@ -69,6 +73,7 @@ struct PairsOfBf16 : Bf16Words {
         if constexpr (N == 1) {
             columns[0] = value_columns(v, stride, keys);
         } else {
+#pragma GCC unroll 16
             for (int n = 0; n < N; n += 2) {
                 const __m512i none = _mm512_setzero_si512();
                 const __m512i a = keys > 0 ? _mm512_loadu_si512(v + n * W) : none;
@@ -83,6 +88,7 @@ struct PairsOfBf16 : Bf16Words {
         if constexpr (N > 1) {
             const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 16
             for (int n = 0; n < N; n += 2) {
                 const F even = sums[n];
                 sums[n] = _mm512_permutex2var_ps(even, low, sums[n + 1]);
@@ -118,6 +124,7 @@ struct PairsOfBytes : Bf16Words {
     }
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
     }
     template <int N>

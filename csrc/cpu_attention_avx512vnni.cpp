@@ -71,6 +71,7 @@ struct IntegerSums : Avx512 {
 
     static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
         load_byte_keys(k, stride, keys, words, columns);
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) columns[i] = without_sign(columns[i]);
     }
     template <int>
@@ -95,6 +96,7 @@ struct IntegerSums : Avx512 {
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
         if constexpr (N == 4) {
             __m512i row[4];
+#pragma GCC unroll 16
             for (int i = 0; i < 4; ++i)
                 row[i] = without_sign(i < keys ? _mm512_loadu_si512(v + i * stride) : _mm512_setzero_si512());
             const __m512i low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
@@ -104,6 +106,7 @@ struct IntegerSums : Avx512 {
             columns[2] = _mm512_unpacklo_epi16(high01, high23);
             columns[3] = _mm512_unpackhi_epi16(high01, high23);
         } else {
+#pragma GCC unroll 16
             for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
         }
     }

@@ -249,10 +249,11 @@ class TileKernel {
     void score_rows() {
         // Several vectors only where there are sums to wait for: transposed keys take registers as well.
         constexpr int kMost = X::kSums > 1 ? 1 : kScales ? score_bytes_vectors<M>() : M > 2 ? 1 : 2;
+        constexpr int kKeys = kMost * X::W;
+        static_assert(kTileKeys % kKeys == 0);
         const Range seen = visible_vectors(0, M);
-        int key = seen.begin;
-        for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
-        for (; key < seen.end; key += X::W) score_at<M, 1>(key);
+        // Whole steps: what is scored before the first key that is seen and after the last one is not read.
+        for (int key = seen.begin / kKeys * kKeys; key < seen.end; key += kKeys) score_at<M, kMost>(key);
     }
 
     template <int M, int N>
@@ -275,7 +276,8 @@ class TileKernel {
         constexpr int kMost = most_vectors<M>();
         int vector = 0;
         for (; vector + kMost <= vectors; vector += kMost) weigh_at<M, kMost>(vector * X::W);
-        for (; vector < vectors; ++vector) weigh_at<M, 1>(vector * X::W);
+        if constexpr (kMost * X::W > kHeadMultiple)
+            for (; vector < vectors; ++vector) weigh_at<M, 1>(vector * X::W);
     }
 
     template <int M, int N>

@@ -75,9 +75,9 @@ inline void load_byte_keys(const Element* first, int64_t stride, int keys, int w
         }
     } else {
         const __mmask16 there = __mmask16((1u << words) - 1);
-        for (int i = 0; i < 16; ++i)
-            rows[i] = i < keys ? _mm512_maskz_loadu_epi32(there, first + i * stride) : _mm512_setzero_si512();
+        Avx512::load_some(keys, [=](int i) { return _mm512_maskz_loadu_epi32(there, first + i * stride); }, rows);
     }
     Avx512::transpose(rows);
+#pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) columns[i] = rows[i];
 }

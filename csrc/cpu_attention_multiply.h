@@ -48,22 +48,29 @@ struct Results {
     }
 };
 
-// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words.
+// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words. Not inlined: the loop wants all registers.
 template <class X, int M, int N>
-inline void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
+__attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
                           Results<X> results) {
     typename X::S sums[M][N];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(a + m * a_stride);
     for (int s = 0; s < steps; ++s, b += X::kVectors * X::W) {
         typename X::U columns[N];
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) columns[n] = X::load_words(b + n * X::W);
+#pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
             const auto element = X::splat_step(a + m * a_stride, first + s);
+#pragma GCC unroll 16
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
         }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) results.take(m, n, X::result(sums[m][n], a + m * a_stride));
 }
 
@@ -120,6 +127,7 @@ constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched wh
 // Keys are turned around W vectors at a time, each of which holds kExpand words of W keys.
 template <class X>
 constexpr int kKeyWords = X::W * X::kExpand;
+constexpr int kHeadMultiple = 16;  // of elements: head sizes are multiples of it
 
 // Calls `add(e, word)` with each of the kExpand words of W keys that a vector of turned keys holds.
 template <class X, class Add>
@@ -139,7 +147,9 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
     const int64_t row = X::row_words(words);
     Ahead ahead_keys = next_keys, ahead_values = next_values;  // in registers
     typename X::S sums[M][N];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(q + m * row);
     const auto add_words = [&](int word, int count) __attribute__((always_inline)) {
 #pragma GCC unroll 4
@@ -155,6 +165,7 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
                 if (i * X::kExpand >= count) break;
                 each_key_word<X>(columns[i], [&](int e, typename X::U column) {
                     const int step = word + i * X::kExpand + e;
+#pragma GCC unroll 16
                     for (int m = 0; m < M; ++m)
                         sums[m][n] = X::dot(sums[m][n], X::splat_step(q + m * row, step), column);
                 });
@@ -163,10 +174,14 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
     };
     int word = 0;
     for (; word + kKeyWords<X> <= words; word += kKeyWords<X>) add_words(word, kKeyWords<X>);
-    if (word < words) add_words(word, words - word);
+    constexpr int kMultiple = kHeadMultiple / X::kStep;
+    if constexpr (kKeyWords<X> > kMultiple)
+        if (word < words) add_words(word, kKeyWords<X> == 2 * kMultiple ? kMultiple : words - word);
     next_keys = ahead_keys;
     next_values = ahead_values;
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n)
             X::store(scores + m * scores_stride + n * X::W, X::result(sums[m][n], q + m * row));
 }
@@ -180,7 +195,9 @@ inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, in
     const int64_t row = X::row_words(words);
     Ahead ahead_keys = next_keys, ahead_values = next_values;  // in registers
     typename X::S sums[M][N];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(q + m * row);
     for (int word = 0; word < words; word += kKeyWords<X>) {
         const int count = smaller(kKeyWords<X>, words - word);
@@ -195,6 +212,7 @@ inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, in
             for (int n = 0; n < N; ++n)
                 each_key_word<X>(columns[n][i], [&](int e, typename X::U column) {
                     const int step = word + i * X::kExpand + e;
+#pragma GCC unroll 16
                     for (int m = 0; m < M; ++m)
                         sums[m][n] = X::dot(sums[m][n], X::splat_step(q + m * row, step), column);
                 });
@@ -202,7 +220,9 @@ inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, in
     }
     next_keys = ahead_keys;
     next_values = ahead_values;
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n)
             X::store(scores + m * scores_stride + n * X::W, X::result(sums[m][n], q + m * row));
 }
@@ -215,14 +235,18 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     const int prefetched = step_bytes * (8 - kEarlyValues) / 8;
     Ahead ahead = next_values;  // in registers
     typename X::S sums[M][N];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(p + m * p_stride);
     const auto weigh = [&](int s, int keys_there) __attribute__((always_inline)) {
         ahead.move(prefetched);
         typename X::U columns[N];
         X::template value_vectors<N>(v + int64_t(s) * X::kStep * stride, stride, keys_there, columns);
+#pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
             const auto weight = X::splat_step(p + m * p_stride, first + s);
+#pragma GCC unroll 16
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], weight, columns[n]);
         }
     };
@@ -230,10 +254,13 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
     for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
     next_values = ahead;
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
         typename X::F results[N];
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) results[n] = X::result(sums[m][n], p + m * p_stride);
         X::template restore_order<N>(results);
+#pragma GCC unroll 16
         for (int n = 0; n < N; ++n) target.take(m, n, results[n]);
     }
 }

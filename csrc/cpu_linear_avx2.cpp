@@ -49,6 +49,7 @@ struct Widened : SomeElements<Element> {
     static F dot(F sum, V a, V b) { return _mm256_fmadd_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), sum); }
 
     static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) {
+#pragma GCC unroll 2
         for (int i = 0; i < kInputs; i += W)
             Avx2::store(reinterpret_cast<float*>(words) + i, Base::load_elements(x + i, inputs - i));
     }
@@ -57,6 +58,7 @@ struct Widened : SomeElements<Element> {
     template <bool Whole>
     static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
         __m256 rows[W];
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
             const T* row = w + i * stride;
             if (!Whole && i >= outputs)
@@ -67,6 +69,7 @@ struct Widened : SomeElements<Element> {
                 rows[i] = Whole ? widen(row) : Base::load_elements(row, inputs);
         }
         Avx2::transpose(rows);
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) raw[i] = _mm256_castps_si256(rows[i]);
     }
     static F some_pairs(const T* row, int64_t inputs) {

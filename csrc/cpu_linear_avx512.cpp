@@ -34,6 +34,7 @@ struct Widened : LinearAvx512<Element> {
     static F dot(F sum, V a, V b) { return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum); }
 
     static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) {
+#pragma GCC unroll 2
         for (int i = 0; i < kInputs; i += W)
             Avx512::store(reinterpret_cast<float*>(words) + i, Base::load_elements(x + i, inputs - i));
     }
@@ -41,6 +42,7 @@ struct Widened : LinearAvx512<Element> {
     // Pairs of bf16 are turned around together and taken apart by `expand`; other elements are widened before.
     template <bool Whole>
     static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
             if (!Whole && i >= outputs) {
                 raw[i] = _mm512_setzero_si512();

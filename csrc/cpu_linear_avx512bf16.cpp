@@ -39,6 +39,7 @@ struct PairsOfBf16 : LinearAvx512<Bf16> {
     }
     template <bool Whole>
     static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
             const T* row = w + i * stride;
             if (!Whole && i >= outputs)

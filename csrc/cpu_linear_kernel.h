@@ -96,6 +96,7 @@ class LinearKernel {
                              int64_t fetch_ahead, F sums[R]) {
         V raw[W];
         load(weight, stride, outputs, inputs, raw);
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i)
             __builtin_prefetch(reinterpret_cast<const char*>(weight + i * stride + fetch_ahead), 0, 2);
 #pragma GCC unroll 16
@@ -130,7 +131,6 @@ class LinearKernel {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) totals[r] = begin == 0 ? sums[r] : X::add(totals[r], sums[r]);
         }
-#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(p, rows.first_row + r, output, smaller(W, outputs), totals[r]);
     }
 
@@ -153,18 +153,20 @@ class LinearKernel {
     // All words of W outputs, zeros if there are none, with kPanel words between one and the next.
     static void spread_units(const Problem& p, int64_t output, int64_t count, int64_t input, int64_t inputs,
                              uint32_t* packed) {
-        const T* units = count > 0 ? units_of(p, output) + input * kGroup : nullptr;
-        for (int64_t k = 0; k < inputs; k += kUnit, packed += kUnitWords * kPanel)
-            spread_unit<0>(units ? units + k * kGroup : nullptr, packed);
+        if (count <= 0) {
+            for (int64_t word = 0; word < inputs / X::kDepth; ++word, packed += kPanel)
+                std::memset(packed, 0, W * sizeof(uint32_t));
+            return;
+        }
+        const T* units = units_of(p, output) + input * kGroup;
+        for (int64_t k = 0; k < inputs; k += kUnit, units += kUnit * kGroup, packed += kUnitWords * kPanel)
+            spread_unit<0>(units, packed);
     }
 
     template <int e>
     static void spread_unit(const T* units, uint32_t* packed) {
         if constexpr (e < kUnitWords) {
-            if (units)
-                X::store_words(packed + e * kPanel, X::template unit_word<e>(units));
-            else
-                std::memset(packed + e * kPanel, 0, W * sizeof(uint32_t));
+            X::store_words(packed + e * kPanel, X::template unit_word<e>(units));
             spread_unit<e + 1>(units, packed);
         }
     }
@@ -224,7 +226,6 @@ class LinearKernel {
                 for (int r = 0; r < R; ++r) totals[v][r] = begin == 0 ? sums[v][r] : X::add(totals[v][r], sums[v][r]);
         }
         for (int v = 0; v < P; ++v)
-#pragma GCC unroll 16
             for (int r = 0; r < R; ++r) store(p, rows.first_row + r, output + v * W, W, totals[v][r]);
     }
 
@@ -251,12 +252,13 @@ class LinearKernel {
         if constexpr (R > 1)
             if (rows.count < R) return few_interleaved_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
         constexpr int P = kFewVectors<R>;
+        constexpr int kRest = kGroup / W == 1 ? 1 : 2;  // outputs are whole groups
         // Two and two are faster than three and one.
         for (; begin + P * W <= end && (P != 3 || begin + 4 * W != end); begin += P * W)
             few_interleaved<R, P>(p, rows, begin, fetch_ahead);
-        if constexpr (P == 3)
+        if constexpr (P == 3 && kRest == 1)
             for (; begin + 2 * W <= end; begin += 2 * W) few_interleaved<R, 2>(p, rows, begin, fetch_ahead);
-        for (; begin < end; begin += W) few_interleaved<R, 1>(p, rows, begin, fetch_ahead);
+        for (; begin < end; begin += kRest * W) few_interleaved<R, kRest>(p, rows, begin, fetch_ahead);
     }
 
     // ---- many rows: packed weights
@@ -282,10 +284,13 @@ class LinearKernel {
                     for (int c = 0; c < C; ++c) sums[m][c] = X::dot(sums[m][c], element, columns[c]);
                 }
             }
+        F results[M][C];  // in memory, so that what follows is a loop
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-            for (int c = 0; c < C; ++c) finish(p, t, m, (first + c) * W, sums[m][c]);
+            for (int c = 0; c < C; ++c) results[m][c] = sums[m][c];
+        for (int m = 0; m < M; ++m)
+            for (int c = 0; c < C; ++c) finish(p, t, m, (first + c) * W, results[m][c]);
     }
 
     // The sum of one block: added to those before it, then kept for those after it or stored.
@@ -300,9 +305,10 @@ class LinearKernel {
     static void tile_by_count(const Problem& p, const Tile& t) {
         if constexpr (M > 1)
             if (t.rows.count < M) return tile_by_count<tile_rows(M - 1, X::kTileRows)>(p, t);
-        // The last panel may have outputs for some of its vectors only.
-        if (t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
-        for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
+        // The last panel may have outputs for some of its vectors only. Of two, both are multiplied then.
+        if (N <= 2 || t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
+        if constexpr (N > 2)
+            for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
     }
 
     static void store(const Problem& p, int64_t row, int64_t output, int64_t outputs, F sum) {

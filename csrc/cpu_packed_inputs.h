@@ -63,14 +63,28 @@ class Inputs {
     // To the nearest integers, ties to even, for |v| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
     static V nearest(F v) { return V(v + 12582912.0f) - int32_t(bits_of(12582912.0f)); }
 
+    // The bits of the number that is largest without its sign.
+    template <int Group>
+    static int32_t largest_magnitude(const float* v) {
+        V most = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < Group; i += W) {
+            const V magnitudes = load_at<V>(v + i) & 0x7fffffff;
+            most = magnitudes > most ? magnitudes : most;
+        }
+        int32_t largest = 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) largest = std::max(largest, int32_t(most[i]));
+        return largest;
+    }
+
     template <class T, int Group, bool Two>
     static void quantise_row(const Problem& p, int64_t row, const InputRows& rows) {
         constexpr int kVectors = Group / W, kBits = Two ? 13 : 14;
         const Row to(rows, Two ? 2 * row : row, p.weight.groups()), next(rows, 2 * row + 1, p.weight.groups());
         for (int64_t g = 0; g < p.weight.groups(); ++g) {
             Floats<T, Group> x(p, row, g);
-            uint32_t largest = 0;
-            for (int i = 0; i < Group; ++i) largest = std::max(largest, bits_of(x.v[i]) & 0x7fffffff);
+            const int32_t largest = largest_magnitude<Group>(x.v);
             const bool finite = largest < 0x7f800000;
             if (!finite) std::fill_n(x.v, Group, 0.0f);
             // The exponent of the largest input, but so that neither unit nor its inverse leaves fp32's normal numbers.
@@ -92,6 +106,7 @@ class Inputs {
     static int32_t sum_of(V v) {
         int32_t lanes[W], sum = 0;
         std::memcpy(lanes, &v, sizeof(v));
+#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) sum += lanes[i];
         return sum;
     }
@@ -121,9 +136,11 @@ class Inputs {
             std::memcpy(words, bytes, sizeof(bytes));
         } else {
             H halves[16 / W];
+#pragma GCC unroll 4
             for (int i = 0; i < 16 / W; ++i) halves[i] = __builtin_convertvector(n[i], H);
             uint16_t numbers[16], paired[16];
             std::memcpy(numbers, halves, sizeof(numbers));
+#pragma GCC unroll 16
             for (int i = 0; i < 16; ++i) paired[i] = numbers[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
             std::memcpy(words, paired, sizeof(paired));
         }

@@ -29,16 +29,17 @@ struct Portable {
         return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
     }
-    static F fma(F a, F b, F c) {
+    // Calls of functions, or as long as one: not inlined, for the sake of all the places where they stand.
+    [[gnu::noinline]] static F fma(F a, F b, F c) {
         const auto at = [=](int i) { return __builtin_fmaf(a[i], b[i], c[i]); };
         return F{at(0), at(1), at(2), at(3)};
     }
     static F halves(const void* p) { return half(__builtin_convertvector(load_at<H>(p), V)); }
-    static F half(V v) {
+    [[gnu::noinline]] static F half(V v) {
         const auto at = [=](int i) { return widen_scalar(Fp16{uint16_t(v[i])}); };
         return F{at(0), at(1), at(2), at(3)};
     }
-    static V lookup(const uint8_t* table, V bytes) {
+    [[gnu::noinline]] static V lookup(const uint8_t* table, V bytes) {
         uint8_t each[sizeof(V)];
         std::memcpy(each, &bytes, sizeof(V));
         for (uint8_t& byte : each) byte = table[byte];

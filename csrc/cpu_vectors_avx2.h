@@ -60,16 +60,19 @@ struct Avx2 {
     // a[i][j] becomes a[j][i].
     static void transpose(__m256 a[8]) {
         __m256 b[8];
+#pragma GCC unroll 16
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
             b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
         }
+#pragma GCC unroll 16
         for (int i = 0; i < 8; i += 4) {  // a[i + c]: columns c and 4 + c of rows i..i+3
             a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
             a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
             a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
             a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
         }
+#pragma GCC unroll 16
         for (int c = 0; c < 4; ++c) {
             const __m256 low = a[c], high = a[4 + c];
             a[c] = _mm256_permute2f128_ps(low, high, 0x20);
