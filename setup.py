@@ -35,7 +35,7 @@ FLAGS_OF_FILES = (
     (re.compile(r"(sgdma|cpu_kernels|_portable)\.cpp$"), ["-O1"]),  # of two levels the last counts
 )
 # Those that take longest first, so that no core waits for another one's last file.
-CPU_KERNELS = ("cpu_kernels", "cpu_attention", "cpu_linear", "cpu_rows", "cpu_delta", "cpu_packed", "cpu_threads")
+CPU_KERNELS = ("cpu_attention", "cpu_rows", "cpu_delta", "cpu_packed", "cpu_linear", "cpu_kernels", "cpu_threads")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 
@@ -136,11 +136,9 @@ class BuildExt(build_ext):
         return str(target)
 
 
-def extension(name: str, stems: Sequence[str], *flags: str) -> list[Extension]:
-    """The extension module of csrc/<stem>*.cpp and .cu; an empty list if the first stem has no .cpp file."""
-    if not Path(f"csrc/{stems[0]}.cpp").exists():
-        return []
-    module = Extension(
+def extension(name: str, stems: Sequence[str], *flags: str) -> Extension:
+    """The extension module of csrc/<stem>*.cpp and .cu."""
+    return Extension(
         name,
         [path for stem in stems for path in sorted(glob(f"csrc/{stem}*.c*"))],
         depends=sorted(glob("csrc/*.h")),
@@ -148,7 +146,6 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> list[Extension]:
         extra_compile_args=[*CXX_FLAGS, *flags],
         extra_link_args=[*flags],
     )
-    return [module]
 
 
 def is_stale(obj: str, source: str) -> bool:
@@ -161,8 +158,8 @@ def is_stale(obj: str, source: str) -> bool:
 
 setup(
     ext_modules=[
-        *extension("nanovllm.comm._sgdma", ["sgdma"]),
-        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-pthread"),
+        extension("nanovllm.comm._sgdma", ["sgdma"]),
+        extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-pthread"),
     ],
     cmdclass={"build_ext": BuildExt},
 )

@@ -34,12 +34,25 @@ struct Results {
     int64_t stride;
     const float *maximum = nullptr, *old_weight = nullptr, *tile_weight = nullptr;  // of each row
 
-    void take(int m, int n, typename X::F sum) const {
-        float* to = target + m * stride + n * X::W;
-        if (maximum == nullptr)
-            X::store(to, sum);
-        else if (maximum[m] != -__builtin_inff())  // nothing seen: not even -0 may become 0
-            X::store(to, merged_output<X>(X::load(to), X::set1(old_weight[m]), sum, X::set1(tile_weight[m])));
+    // The sums of M rows and N vectors.
+    template <int M, int N>
+    void take(const typename X::F (&sums)[M][N]) const {
+        if (maximum == nullptr) {
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+                for (int n = 0; n < N; ++n) X::store(target + m * stride + n * X::W, sums[m][n]);
+            return;
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            if (maximum[m] == -__builtin_inff()) continue;  // nothing seen: not even -0 may become 0
+            const auto old = X::set1(old_weight[m]), weight = X::set1(tile_weight[m]);
+            float* const to = target + m * stride;
+#pragma GCC unroll 16
+            for (int n = 0; n < N; ++n)
+                X::store(to + n * X::W, merged_output<X>(X::load(to + n * X::W), old, sums[m][n], weight));
+        }
     }
     Results after(int vectors) const { return {target + vectors * X::W, stride, maximum, old_weight, tile_weight}; }
     Results below(int rows) const {
@@ -68,10 +81,12 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t a_stride
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
         }
     }
+    typename X::F all[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) results.take(m, n, X::result(sums[m][n], a + m * a_stride));
+        for (int n = 0; n < N; ++n) all[m][n] = X::result(sums[m][n], a + m * a_stride);
+    results.take(all);
 }
 
 template <class X, int M>
@@ -254,15 +269,14 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
     for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
     next_values = ahead;
+    typename X::F all[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-        typename X::F results[N];
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) results[n] = X::result(sums[m][n], p + m * p_stride);
-        X::template restore_order<N>(results);
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) target.take(m, n, results[n]);
+        for (int n = 0; n < N; ++n) all[m][n] = X::result(sums[m][n], p + m * p_stride);
+        X::template restore_order<N>(all[m]);
     }
+    target.take(all);
 }
 
 // Scores of one row to probabilities: p = 2^(scale2 * score - maximum), 0 where masked. Works on keys
