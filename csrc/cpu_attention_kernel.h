@@ -364,13 +364,16 @@ class TileKernel {
         for (int key = panel * kPanel; key < end; key += X::W) {
             prefetch(next_key_ + key * stride_, int(X::W * stride_));
             for (int word = 0; word < words_; word += kKeyWords<X>) {
-                const int count = smaller(kKeyWords<X>, words_ - word);
+                const int count = key_words<X>(words_ - word);
                 typename X::Keys columns[X::W];
                 X::load_keys(key_ + key * stride_ + word * X::kStep, stride_, tile_keys_ - key, count, columns);
                 uint32_t* to = packed + int64_t(word) * kPanel + (key - panel * kPanel);
-                for (int i = 0; i < count / X::kExpand; ++i, to += X::kExpand * kPanel)
+#pragma GCC unroll 16
+                for (int i = 0; i < X::W; ++i, to += X::kExpand * kPanel) {
+                    if (i * X::kExpand >= count) break;
                     each_key_word<X>(columns[i],
                                      [=](int e, typename X::U word) { X::store_words(to + e * kPanel, word); });
+                }
             }
         }
         return packed;

@@ -144,6 +144,12 @@ template <class X>
 constexpr int kKeyWords = X::W * X::kExpand;
 constexpr int kHeadMultiple = 16;  // of elements: head sizes are multiples of it
 
+// How many words of those that are left are turned around next: where heads have no rest, a number known here.
+template <class X>
+inline int key_words(int left) {
+    return kKeyWords<X> * X::kStep <= kHeadMultiple ? kKeyWords<X> : smaller(kKeyWords<X>, left);
+}
+
 // Calls `add(e, word)` with each of the kExpand words of W keys that a vector of turned keys holds.
 template <class X, class Add>
 inline __attribute__((always_inline)) void each_key_word(typename X::Keys column, const Add& add) {
