@@ -25,7 +25,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.progress_bar import Meter
 from nanovllm.features.speculation import draft_model, drafter
-from nanovllm.features.speculation.lengths import PassCosts, draft_length
+from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length
 from nanovllm.features.speculation.ngrams import NgramIndex
 
 BLOCK, VOCAB, EOS = 16, 300, 277  # the end of `write_byte_level`
@@ -296,6 +296,21 @@ def test_the_number_of_drafts_follows_costs_and_acceptance() -> None:
         for rows in (1, 4, 9):
             costs.add(rows, 2.0 + 0.5 * rows)
     assert costs.share == pytest.approx(0.25)
+
+
+def test_one_slow_pass_does_not_end_drafts_for_good() -> None:
+    costs = PassCosts()
+    for _ in range(10):
+        costs.add(1, 0.1)
+    costs.add(16, 60.0)  # the machine did something else
+    assert draft_length(0.5, 8, rows=1, tokens=1, share=costs.share) == 0
+    for _ in range(STALE):
+        costs.add(1, 0.1)
+    assert draft_length(0.5, 8, rows=1, tokens=1, share=costs.share) > 0
+    for _ in range(20):
+        for rows in (1, 4, 9):
+            costs.add(rows, 2.0 + 0.5 * rows)
+    assert costs.share == pytest.approx(0.25, abs=0.01)
 
 
 @pytest.mark.parametrize(

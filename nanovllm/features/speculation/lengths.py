@@ -6,21 +6,31 @@ MARGIN = 1.02  # drafts must promise this much more than none
 FORGET = 0.95  # weight of what was measured one pass earlier
 FIRST_SHARE = 0.1  # as measured with networks of 100 million parameters and more
 LEAST_SPREAD = 0.01  # of the numbers of rows: with less, the cost of a row is not known anew
+STALE = 32  # passes of one number of rows, after which the cost of another row is not known any more
 
 
 class PassCosts:
     """The cost of a pass of m rows as fixed + m * per_row, fitted to the latest passes.
 
-    share: per_row / fixed, a guess until passes of several numbers of rows were measured. fixed: in seconds; 0 before
-    that.
+    share: per_row / fixed, a guess until passes of several numbers of rows were measured, and again when the latest
+    STALE had the same: one pass that was slow for another reason would otherwise end drafts for good. fixed: in
+    seconds; 0 while `share` is a guess.
     """
 
     def __init__(self) -> None:
+        self._latest_rows = self._num_same = 0  # of the latest pass; passes of as many rows in a row, up to it
+        self._forget()
+
+    def _forget(self) -> None:
         self.share, self.fixed = FIRST_SHARE, 0.0
         self._sums: tuple[float, ...] = (0.0,) * 5  # weighted: passes, rows, seconds, rows * rows, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
         """Count a pass."""
+        self._num_same = self._num_same + 1 if rows == self._latest_rows else 1
+        self._latest_rows = rows
+        if self._num_same % STALE == 0:
+            self._forget()
         new = (1, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(FORGET * old + more for old, more in zip(self._sums, new, strict=True))
         passes, sum_rows, sum_seconds, squares, products = self._sums
