@@ -35,6 +35,7 @@ from nanovllm.memory import profiling
 from nanovllm.memory.meta_results import meta_result
 from nanovllm.models import families
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.family import Family, complete_config
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
 from nanovllm.text.chat_template import NOT_VARIABLES
@@ -72,7 +73,7 @@ def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp
 @pytest.mark.parametrize("family", families.FAMILIES.values(), ids=lambda family: family.model_type)
 @given(data=st.data())
 @settings(QUICK, max_examples=30)
-def test_configs_are_completed_as_by_transformers(family: families.Family, data: st.DataObject) -> None:
+def test_configs_are_completed_as_by_transformers(family: Family, data: st.DataObject) -> None:
     values: dict[str, st.SearchStrategy[Any]] = {
         "num_hidden_layers": st.integers(1, 9),
         "num_attention_heads": st.sampled_from([1, 4, 8]),
@@ -104,9 +105,9 @@ def test_configs_are_completed_as_by_transformers(family: families.Family, data:
         theirs = config_class(**fields)
     except Exception:  # its validators raise many types
         with pytest.raises(ModelError):
-            families.complete_config(family, fields)
+            complete_config(family, fields)
         return
-    own = families.complete_config(family, fields)
+    own = complete_config(family, fields)
     theirs.allow_global_per_layer_attribute_access = True  # of a Gemma 4, whose head sizes test_gemma4.py compares
     theirs.head_dim = getattr(theirs, "head_dim", None) or own.head_dim
     left_out = {"sliding_window_pattern", "full_attention_interval"}
@@ -123,7 +124,7 @@ def test_configs_are_completed_as_by_transformers(family: families.Family, data:
 def test_every_family_has_its_defaults() -> None:
     """A field that a family reads and Transformers has is in the table, so that no attribute is missing later."""
     for family in families.FAMILIES.values():
-        theirs, own = CONFIG_MAPPING[family.model_type](), families.complete_config(family, {"head_dim": 128})
+        theirs, own = CONFIG_MAPPING[family.model_type](), complete_config(family, {"head_dim": 128})
         others = {"architectures", "model_type", "rope_parameters", "dtype", "num_local_experts"}
         fields = {name for name in theirs.to_dict() if family.reads(name)} - others
         assert fields <= vars(own).keys(), family.model_type
