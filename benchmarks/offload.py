@@ -18,7 +18,7 @@ from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
-from nanovllm.engine.layerwise_prefill import LayerwiseScheduler
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, prefill_steps

@@ -6,7 +6,6 @@
 
 #include "cpu_attention.h"
 
-
 #include <stdexcept>
 #include <string>
 #include <utility>

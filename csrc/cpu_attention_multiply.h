@@ -61,10 +61,11 @@ struct Results {
     }
 };
 
-// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words. Not inlined: the loop wants all registers.
+// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words. Not inlined: the loop wants all
+// registers.
 template <class X, int M, int N>
-__attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
-                          Results<X> results) {
+__attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b,
+                                             int steps, Results<X> results) {
     typename X::S sums[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)

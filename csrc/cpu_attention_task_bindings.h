@@ -9,7 +9,6 @@
 
 #include "cpu_attention.h"
 
-
 #include <algorithm>
 #include <array>
 #include <chrono>

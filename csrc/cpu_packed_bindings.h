@@ -4,7 +4,6 @@
 // Included once, by cpu_kernels.cpp.
 #pragma once
 
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>

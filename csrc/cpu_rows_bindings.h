@@ -6,8 +6,6 @@
 
 #include "cpu_rows.h"
 
-
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.layerwise_prefill import LayerwiseScheduler
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget

@@ -43,14 +43,18 @@ class Record:
     num_bytes: int
 
 
-class Load:
+class RunningRead:
     """The records that one sequence waits for.
 
     wrong: the first record that could not be read, and why.
     """
 
     def __init__(
-        self, records: Sequence[Record], reads: Reads, progressed: Callable[[], None], ended: Callable[[Load], None]
+        self,
+        records: Sequence[Record],
+        reads: Reads,
+        progressed: Callable[[], None],
+        ended: Callable[[RunningRead], None],
     ) -> None:
         """Called by the readers' threads: progressed, when a record has ended and others have not; ended, after the
         last one.
@@ -117,9 +121,9 @@ class Reads:
         self._threads: list[threading.Thread] = []
         self._meter = BusyMeter()
 
-    def start(self, load: Load) -> None:
-        for record in load.records:
-            self.submit(partial(self._read_record, load, record))
+    def start(self, running: RunningRead) -> None:
+        for record in running.records:
+            self.submit(partial(self._read_record, running, record))
 
     def submit(self, work: Callable[[], None]) -> None:
         """Let a thread do other work with the disk too. It raises nothing."""
@@ -148,14 +152,14 @@ class Reads:
         while (work := self._queue.get()) is not None:
             work()
 
-    def _read_record(self, load: Load, record: Record) -> None:
+    def _read_record(self, running: RunningRead, record: Record) -> None:
         wrong = None
         try:
-            if load.is_wanted:
+            if running.is_wanted:
                 with self._meter.running(record.num_bytes):
                     wrong = self._read(record.name, record.target.views())
                 if wrong is None:
-                    load.take(record)
+                    running.take(record)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
-        load.end(record, wrong)
+        running.end(record, wrong)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.data.memory_checks import gib
 from nanovllm.errors import told
 from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
-from nanovllm.features.kv_disk.loading import Load, Reads, Record
+from nanovllm.features.kv_disk.loading import Reads, Record, RunningRead
 from nanovllm.features.kv_disk.messages import (
     OPENING,
     Begin,
@@ -96,7 +96,7 @@ class StorePart:
         self._report = report
         self._states = len(copier.pools.layout.groups)  # the group of records of states
         self._reads = Reads(self._read, copier.begin_thread)
-        self._loads: dict[int, Load] = {}
+        self._running: dict[int, RunningRead] = {}
         self._held: dict[int, tuple[Name, Tensor]] = {}  # states, by sequence
         self._space = 0
         self._mask = 0
@@ -113,8 +113,8 @@ class StorePart:
             case Read():
                 self._start(command)
             case Cancel(work):
-                if (load := self._loads.get(work)) is not None:
-                    load.cancel()
+                if (read := self._running.get(work)) is not None:
+                    read.cancel()
             case CancelAll():
                 self._cancel_all()
             case Keep():
@@ -206,28 +206,28 @@ class StorePart:
             target = BlockTarget(self._copier, place, settled)
             group = self._states if isinstance(place, StatePlace) else place.group
             records.append(Record((key, group), target, target.num_bytes))
-        pulse, at_end = Pulse(command.work, self._report), partial(self._end_load, command.work)
-        load = self._loads[command.work] = Load(records, self._reads, pulse, at_end)
-        self._reads.start(load)
+        pulse, at_end = Pulse(command.work, self._report), partial(self._end_read, command.work)
+        read = self._running[command.work] = RunningRead(records, self._reads, pulse, at_end)
+        self._reads.start(read)
 
     def _read(self, name: Name, into: Sequence[memoryview]) -> str | None:
         return self._reader.read(self._own(name), into)
 
-    def _end_load(self, work: int, load: Load) -> None:
+    def _end_read(self, work: int, read: RunningRead) -> None:
         """Called by a reader's thread. A record that cannot be read is not found again."""
-        self._loads.pop(work, None)
+        self._running.pop(work, None)
         why = None
-        if load.wrong is not None:
-            record, why = load.wrong
+        if read.wrong is not None:
+            record, why = read.wrong
             self._reader.discard(self._own(record.name))
             self._report(Found(gone=[record.name]))
         self._report(Ended(work, why, self._reads.busy()))
         if why is None:
-            self._reader.used(self._own(record.name) for record in load.records)
+            self._reader.used(self._own(record.name) for record in read.records)
 
     def _cancel_all(self) -> None:
-        for load in list(self._loads.values()):
-            load.cancel()
+        for read in list(self._running.values()):
+            read.cancel()
         self._held.clear()
 
     # ---- writing
