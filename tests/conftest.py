@@ -47,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--run-slow") and "slow" not in config.getoption("markexpr"):
         whole = config.getoption("--slow-of")
+        if whole is not None and not (Path(__file__).parent / whole).is_file():
+            raise pytest.UsageError(f"--slow-of {whole}: must be the name of a file in {Path(__file__).parent}")
         slow = [item for item in items if item.get_closest_marker("slow") and item.path.name != whole]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow") or item.path.name == whole]
