@@ -77,9 +77,7 @@ class KVGroups:
         Layers that read the K and V of another one come last.
         """
         where = {
-            layer: (index, plane)
-            for index, group in enumerate(self.groups)
-            for plane, layer in enumerate(group.layers)
+            layer: (index, plane) for index, group in enumerate(self.groups) for plane, layer in enumerate(group.layers)
         }
         return tuple(where[layer] for layer in (*range(len(where)), *self.shared))
 

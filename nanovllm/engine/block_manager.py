@@ -433,9 +433,7 @@ class BlockManager:
 
         If a running sequence is going to compute it, it computes it next: what it has computed is cached.
         """
-        return self.prefix_cache.hash_after(
-            waiting, self.prefix_cache.find(waiting).num_tokens, waiting.num_cacheable
-        )
+        return self.prefix_cache.hash_after(waiting, self.prefix_cache.find(waiting).num_tokens, waiting.num_cacheable)
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""

@@ -267,9 +267,7 @@ def norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if spec.norms_in_fp32 else dtype
 
 
-def _joint_norms(
-    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None
-) -> JointNorms:
+def _joint_norms(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None) -> JointNorms:
     sizes = (spec.q_size, spec.kv_size)
     weight = torch.empty(sum(sizes), dtype=norm_dtype(spec, dtype), device=device)
     norms = JointNorms(weight, sizes, spec.rms_norm_eps, dtype)

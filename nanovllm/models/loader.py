@@ -167,9 +167,7 @@ def _of_text_model(directory: Path, stored: dict[str, StoredTensor], spec: Decod
     line in the log."""
     left_out = FAMILIES[spec.architecture].left_out
     is_whole = spec.architecture in TEXT_MODELS.values()
-    names = {
-        name: None if name.startswith(left_out) else text_name(name) if is_whole else name for name in stored
-    }
+    names = {name: None if name.startswith(left_out) else text_name(name) if is_whole else name for name in stored}
     unread = [name for name, new in names.items() if new is None]
     if unread:
         logger.info("%s: tensors that text does not need are left out (%s)", directory, some_of(unread))

@@ -76,9 +76,13 @@ class Network:
 
     def attention_operations(self, context_len: int, query_len: int) -> int:
         """Two products over head_dim for every query head and visible key: position p sees min(p + 1, window) keys."""
-        return 4 * self.spec.num_heads * sum(
-            layout.head_dim * layout.num_readers * _keys(context_len, query_len, window)
-            for window, layout in self._kv_groups
+        return (
+            4
+            * self.spec.num_heads
+            * sum(
+                layout.head_dim * layout.num_readers * _keys(context_len, query_len, window)
+                for window, layout in self._kv_groups
+            )
         )
 
     def attended_bytes(self, context_len: int, query_len: int) -> int:

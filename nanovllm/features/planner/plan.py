@@ -127,9 +127,7 @@ class Plan:
     @property
     def cpu_attention(self) -> bool:
         """Whether the CPU attends to a share of the host blocks."""
-        can = self.sizing.memory.tiers_share_memory or all(
-            map(can_attend_concurrently, self.sizing.layout.head_dims)
-        )
+        can = self.sizing.memory.tiers_share_memory or all(map(can_attend_concurrently, self.sizing.layout.head_dims))
         return can and self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
 
     @property

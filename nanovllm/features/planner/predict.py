@@ -254,9 +254,7 @@ class StepModel:
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 
-def cpu_share(
-    host_bytes: int, resident_bytes: int, block_bytes: int, weight_bytes: int, rates: Bandwidths
-) -> float:
+def cpu_share(host_bytes: int, resident_bytes: int, block_bytes: int, weight_bytes: int, rates: Bandwidths) -> float:
     """The share of a layer's whole host blocks that the engine leaves to the CPU.
 
     host_bytes, resident_bytes: of the KV that the layer attends to; block_bytes: one layer of a block; weight_bytes: of

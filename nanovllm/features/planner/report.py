@@ -80,9 +80,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "weight_bytes": plan.network.weight_bytes,
             "kv_cache_dtype": plan.network.kv_cache_dtype,
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
-            "kv_groups": [
-                {"window": group.window, "layers": len(group.layers)} for group in plan.sizing.layout.groups
-            ],
+            "kv_groups": [{"window": group.window, "layers": len(group.layers)} for group in plan.sizing.layout.groups],
             "max_model_len": plan.sizing.model_max_len,
         },
         "memory": memory | {"layerwise": {"token_bytes": kept} if kept else None},

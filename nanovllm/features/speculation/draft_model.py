@@ -246,9 +246,7 @@ class DraftModel:
         """Compute tokens of a shadow or of its drafts, and draw what follows if `samples`."""
         shadow, seq = each.shadow, each.seq
         assert shadow is not None
-        row = SamplingRow(
-            **seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(each.drafts)
-        )
+        row = SamplingRow(**seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(each.drafts))
         return ScheduledSequence(
             seq_id=shadow.seq_id,
             token_ids=token_ids,
