@@ -190,6 +190,16 @@ def test_a_window_that_begins_within_a_record(tmp_path: Path) -> None:
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 
+def test_writing_yields_to_steps(model: Path, tmp_path: Path) -> None:
+    """The writer takes the processor's time that steps leave: on a CPU these use all cores."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with LLM(model, dtype="float32", device="cpu", **RESIDENT, kv_cache_dir=tmp_path) as llm:
+        llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)
+        (writer,) = (thread for thread in threading.enumerate() if thread.name == "kv-disk-writer")
+        wait_for(lambda: os.getpriority(os.PRIO_PROCESS, writer.native_id or 0) == 19)
+        assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
     """The second finds what the first writes while both run."""
     llms = [LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path, **RESIDENT) for _ in range(2)]

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
 CLOSE_SECONDS = 60.0  # for what is in the queue at the end
 STALL_SECONDS = 5.0  # of these, without a record written
 SAID_RECORDS, SAID_SECONDS = 64, 1.0  # most that are written before somebody learns of them
+NICENESS = 19  # of the thread: on a busy CPU it takes the time that steps leave
 
 
 class WriterThread:
@@ -59,6 +61,8 @@ class WriterThread:
             self._thread.start()
 
     def _run(self) -> None:
+        with suppress(OSError):  # where a thread has no priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         written, said_at = list[Name](), time.monotonic()
         while (item := self._queue.get()) is not None:
             name, content = item
