@@ -6,49 +6,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from block_helpers import BLOCK, cache, check_blocks, compute, found, new_tokens, one_group, running, sequence
+from block_helpers import BLOCK, cache, check_blocks, found, new_tokens, one_group, running
 
 from nanovllm.engine import prefix_cache
-from nanovllm.engine.block_manager import AllocStatus, BlockManager
-
-OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
-
-
-# ---- admission
-
-
-def test_cached_blocks_are_allocatable_unless_the_sequence_itself_uses_them(fresh: Iterator[int]) -> None:
-    manager = BlockManager(10, 0, one_group(BLOCK))
-    prefix = new_tokens(fresh, 6)
-    cache(manager, prefix)
-    assert (manager.num_free, manager.num_cached) == (4, 6)
-    assert manager.can_allocate(sequence(range(10 * BLOCK))) is OK, "all cached blocks can be evicted for it"
-    wanted = sequence([*prefix, *new_tokens(fresh, 4)])
-    assert manager.can_allocate(wanted) is OK, "6 hits and 4 free blocks"
-    other = running(manager, new_tokens(fresh, 1))
-    assert manager.can_allocate(wanted) is LATER, "its own hits cannot be evicted for its other blocks"
-    manager.free(other)
-    assert manager.can_allocate(wanted) is OK
-    manager.allocate(wanted)
-    assert wanted.num_computed == 6 * BLOCK and manager.num_allocatable == 0
-
+from nanovllm.engine.block_manager import BlockManager
 
 # ---- prefix cache
-
-
-def test_the_same_content_computed_twice_is_cached_once(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 0, one_group(BLOCK))
-    prompt = new_tokens(fresh, 2)
-    first, second = sequence(prompt), sequence(prompt)
-    manager.allocate(first)
-    manager.allocate(second)  # the cache is still empty
-    assert not set(first.block_tables[0]) & set(second.block_tables[0])
-    compute(manager, first)
-    compute(manager, second)
-    manager.free(second)
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
-    manager.free(first)
-    assert (manager.num_cached, found(manager, prompt)) == (2, 2)
 
 
 def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from block_helpers import BLOCK, cache, found, new_tokens, one_group, running, sequence, tiers
 
 from nanovllm.data.batch import BlockMove
-from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
+from nanovllm.engine.block_manager import BlockManager
 
 # ---- eviction
 
@@ -59,28 +59,6 @@ def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> 
         assert found(manager, prompt) == left
 
 
-def test_an_old_device_block_goes_before_a_younger_host_block(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 1, one_group(BLOCK))
-    old, young = new_tokens(fresh, 1), new_tokens(fresh, 1)
-    on_device, on_host = running(manager, old), running(manager, young)
-    manager.free(on_device)
-    manager.free(on_host)
-    running(manager, new_tokens(fresh, 1))
-    assert (found(manager, old), found(manager, young)) == (0, 1)
-    assert manager.take_moves() == []
-
-
-def test_a_block_that_moved_to_the_host_is_as_old_as_before(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 3, one_group(BLOCK))
-    prompts = [new_tokens(fresh, 1) for _ in range(3)]
-    for seq in [running(manager, prompt) for prompt in prompts]:
-        manager.free(seq)
-    running(manager, new_tokens(fresh, 1))
-    assert manager.take_moves() == [BlockMove(0, 3)]
-    running(manager, new_tokens(fresh, 1))
-    assert [found(manager, prompt) for prompt in prompts] == [0, 1, 1]
-
-
 # ---- promotion
 
 
@@ -97,14 +75,3 @@ def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: 
     assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
     manager.promote([seq])
     assert manager.take_moves() == []
-
-
-def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 8, one_group(BLOCK), enable_prefix_caching=False)
-    filler = running(manager, new_tokens(fresh, 8))
-    seq = running(manager, new_tokens(fresh, 8))
-    manager.free(filler)
-    for promoted in (MAX_PROMOTIONS_PER_STEP, 8 - MAX_PROMOTIONS_PER_STEP):
-        manager.promote([seq])
-        assert len(manager.take_moves()) == promoted
-    assert tiers(manager, seq) == "D" * 8

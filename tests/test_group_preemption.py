@@ -2,46 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
-import pytest
 from block_helpers import check_blocks
-from content_model import expected_beams, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
-from group_helpers import beam_bench, expected_group, outputs, sampled, seeds
-
-from nanovllm.config import PreemptionMode
-
-MODES: list[PreemptionMode] = ["swap", "recompute"]
-
-
-@pytest.mark.parametrize("mode", [None, *MODES])
-@pytest.mark.parametrize("device, host", [(14, 0), (4, 10)])
-@pytest.mark.parametrize("caching", [True, False])
-def test_preempted_groups_give_what_they_give_alone(
-    mode: PreemptionMode | None, device: int, host: int, caching: bool
-) -> None:
-    bench = Bench(device, host, swap=14, mode=mode, caching=caching, budget=9)
-    for index in range(4):
-        sampled(bench, f"n{index}", prompt_of(7 + index, index), 12, n=2)
-    beam_bench(bench, "beams", prompt_of(6, 9), 10, width=2)
-    bench.add("single", prompt_of(6, 8), 12)
-    bench.run(900)
-    for index in range(4):
-        assert outputs(bench, f"n{index}") == expected_group(prompt_of(7 + index, index), 2, 12)
-    assert outputs(bench, "beams") == expected_beams(prompt_of(6, 9), 2, 10)
-    assert outputs(bench, "single") == [expected_output(prompt_of(6, 8), 12)]
-    stats = bench.scheduler.preemption.stats
-    assert (stats.swapped > 0) == (mode != "recompute")
-    assert mode == "swap" or mode is None or stats.recomputed > 0
-    assert stats.blocks_swapped_in == stats.blocks_swapped_out and bench.manager.num_swapped == 0
-    metrics = [output.metrics for output in bench.finished.values()]
-    assert sum(m.preemptions for m in metrics) == stats.total and sum(m.swaps for m in metrics) == stats.swapped
-    for name in ("n0", "n1", "n2", "n3"):
-        draws = sorted((row.index, row.seed) for seq in bench.rows(name) for row in seq.samples)
-        assert draws == sorted((index, seed) for index in range(12) for seed in seeds(7, 2)), (
-            "each token is sampled once"
-        )
+from group_helpers import expected_group, outputs, sampled
 
 
 def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
@@ -57,21 +20,6 @@ def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
     groups.run()
     stats = groups.scheduler.preemption.stats
     assert (stats.recomputed, stats.tokens_lost) == (0, 0) and stats.swapped > 0
-
-
-def test_a_group_that_does_not_fit_into_the_swap_space_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(12, swap=1, mode="swap", caching=False)
-    sampled(bench, "a", prompt_of(7), 12, n=2)
-    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
-    with caplog.at_level(logging.WARNING):
-        bench.run()
-    assert bench.scheduler.preemption.stats.swapped == 0 < bench.scheduler.preemption.stats.recomputed
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("swap space is too full for request 'b'" in message for message in messages)
-    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
-    # The prompt is computed once, and again once for both after each preemption.
-    metrics = bench.finished["b"].metrics
-    assert metrics.prefill_tokens == 7 * (1 + metrics.preemptions)
 
 
 def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
@@ -111,17 +59,4 @@ def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more
     steps = [{bench.names[row.seq_id] for row in batch.sequences} for batch in bench.executor.batches]
     back = next(step for step in range(swapped_at, len(steps)) if "b" in steps[step])
     assert back <= next(step for step, names in enumerate(steps) if "later" in names)
-    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
-
-
-def test_a_failed_step_recomputes_what_was_swapped_out() -> None:
-    bench = Bench(12, swap=20)
-    sampled(bench, "a", prompt_of(7), 12, n=2)
-    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
-    while not bench.scheduler.swapped:
-        bench.step()
-    ended = bench.scheduler.fail(0.0)
-    assert [request.request_id for request in ended] == ["a"]
-    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_swapped == 0
-    bench.run()
     assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from content_model import expected_beams, expected_output, logprob_of, sampled_token
+from content_model import expected_beams, expected_output, logprob_of
 from engine_helpers import BLOCK, Bench, prompt_of
 from group_helpers import beam_bench, expected_group, outputs, sampled
 
-from nanovllm.data.batch import BlockMove, Sample
+from nanovllm.data.batch import BlockMove
 from nanovllm.errors import RequestError
 
 # ---- one prompt, several sequences
@@ -42,23 +42,6 @@ def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     assert move == BlockMove(second[1], first[1], keeps_source=True), "the last sequence to write needs no copy"
     assert first[0] == second[0] and bench.executor.num_copies == bench.manager.num_copied_blocks == 1
     assert outputs(bench, "a") == expected_group(prompt_of(BLOCK + 2), 2, 2)
-
-
-def test_finished_siblings_free_their_blocks_at_once() -> None:
-    prompt = prompt_of(6)
-    group = expected_group(prompt, 3, 12)
-    stop = next(token for token in group[1][:4] if token not in group[0] + group[2])
-    bench = Bench(caching=False)
-    sampled(bench, "a", prompt, 12, n=3, stop_token_ids=[stop])
-    ended = group[1].index(stop) + 1
-    for _ in range(ended):
-        bench.step()
-    first, second, third = bench.scheduler.running[0].sequences
-    assert second.finish_reason == "stop" and not second.block_tables
-    assert bench.manager.num_used == len({*first.block_tables[0], *third.block_tables[0]})
-    bench.run()
-    assert outputs(bench, "a") == [group[0], group[1][:ended], group[2]]
-    assert [output.finish_reason for output in bench.finished["a"].outputs] == ["length", "stop", "length"]
 
 
 def test_all_sequences_of_a_group_run_or_none() -> None:
@@ -115,25 +98,6 @@ def test_beams_are_those_of_a_plain_search(
     assert bench.manager.num_used == 0 and (max_tokens == 1 or bench.executor.num_copies > 0)
 
 
-def test_the_best_n_beams_of_a_wider_search() -> None:
-    bench = Bench()
-    beam_bench(bench, "a", prompt_of(5), 6, width=2, best_of=4)
-    for step in bench.steps():
-        assert step[0].finished or step[0].outputs == []
-    assert outputs(bench, "a") == expected_beams(prompt_of(5), 4, 6)[:2]
-
-
-def test_beams_give_the_logprobs_that_were_asked_for() -> None:
-    bench = Bench()
-    beam_bench(bench, "a", prompt_of(5), 4, logprobs=2)
-    bench.run()
-    for output in bench.finished["a"].outputs:
-        assert output.logprobs is not None and len(output.logprobs) == 4
-        chosen = [entries[token].logprob for entries, token in zip(output.logprobs, output.token_ids, strict=True)]
-        assert sum(chosen) == pytest.approx(output.cumulative_logprob)
-        assert all(2 <= len(entries) <= 3 for entries in output.logprobs)
-
-
 def test_no_beam_ends_before_min_tokens() -> None:
     prompt = prompt_of(5)
     stop = sorted({token for beam in expected_beams(prompt, 4, 3) for token in beam[:2]})
@@ -145,30 +109,6 @@ def test_no_beam_ends_before_min_tokens() -> None:
     assert outputs(bench, "early") == expected_beams(prompt, 4, 6, stop, penalty=0.0)
     assert min(map(len, outputs(bench, "early"))) < 3
     assert all(not set(tokens[:3]) & set(stop) for tokens in outputs(bench, "late"))
-
-
-def test_an_aborted_search_gives_what_it_has() -> None:
-    bench = Bench()
-    beam_bench(bench, "a", prompt_of(5), 12)
-    for _ in range(4):
-        bench.step()
-    output = bench.engine.abort_request("a")
-    assert output is not None and output.finished and len(output.outputs) == 3
-    assert {out.finish_reason for out in output.outputs} == {"abort"}
-    scores = [out.cumulative_logprob for out in output.outputs]
-    assert scores == sorted(scores, reverse=True) and None not in scores
-    assert [logprob_of(prompt_of(5), out.token_ids) for out in output.outputs] == pytest.approx(scores)
-    assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
-
-
-def test_a_search_without_logprobs_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    monkeypatch.setattr(bench.executor, "_sample", lambda digest, row: Sample(sampled_token(digest)))
-    beam_bench(bench, "beams", prompt_of(5), 4)
-    bench.add("other", prompt_of(5, 1), 4)
-    bench.run()
-    assert [output.finish_reason for output in bench.finished["beams"].outputs] == ["error"]
-    assert bench.tokens("other") == expected_output(prompt_of(5, 1), 4) and bench.manager.num_used == 0
 
 
 # ---- refusals

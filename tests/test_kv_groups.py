@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from block_helpers import BLOCK, check_blocks, compute, new_tokens, sequence
-from engine_helpers import Bench, prompt_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroup, kv_groups
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.request import Sequence as TokenSequence
-from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.memory.layout import KVLayout
 
 WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=40).map(tuple)
@@ -23,26 +21,6 @@ GPT_OSS = (128, None) * 12
 
 
 # ---- layers and groups
-
-
-@given(windows=WINDOWS)
-def test_every_layer_has_a_plane_of_a_group_with_its_window(windows: tuple[int | None, ...]) -> None:
-    groups = kv_groups(windows, BLOCK)
-    assert len(set(groups.of_layer)) == len(windows)
-    assert [groups[group].window for group, _ in groups.of_layer] == list(windows)
-    assert all(plane < groups.planes for _, plane in groups.of_layer)
-    if len(set(windows)) == 1:
-        assert groups.planes == len(windows) and groups.of_layer == tuple((0, layer) for layer in range(len(windows)))
-
-
-@pytest.mark.parametrize(
-    ("full", "windows", "planes", "groups"),
-    [(12, 12, 12, 2), (10, 52, 10, 7), (10, 50, 10, 6), (5, 29, 5, 7), (3, 15, 3, 6), (24, 0, 24, 1), (0, 32, 32, 1)],
-)
-def test_planes_of_real_models(full: int, windows: int, planes: int, groups: int) -> None:
-    """gpt-oss, Gemma 3 27B, Gemma 4 31B, Gemma 3 4B and 270M, and models with layers of one kind."""
-    found = kv_groups((None,) * full + (1024,) * windows, 256)
-    assert (found.planes, len(found)) == (planes, groups)
 
 
 @given(
@@ -66,32 +44,6 @@ def test_what_a_sequence_holds_at_most(
     longest = groups.longest_sequence(blocks, chunk)
     assert groups.most_blocks(longest, chunk) <= blocks
     assert longest == ANY_LENGTH or groups.most_blocks(longest + 1, chunk) > blocks
-
-
-@given(
-    heads=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([16, 32, 48, 64])), min_size=1, max_size=9),
-    stored=st.sampled_from(["auto", "int8"]),
-    tokens=st.integers(1, 40),
-)
-def test_blocks_of_layers_with_different_heads_have_the_same_bytes(
-    heads: list[tuple[int, int]], stored: str, tokens: int
-) -> None:
-    layout = KVLayout.of(stored, len(heads), 1, 16, 1, 2).with_heads(heads).with_block_size(tokens)
-    assert layout.groups.block_size >= tokens
-    assert len({of_group.block_layer_bytes for of_group in layout.of_groups}) == 1
-    for layer, (group, _) in enumerate(layout.groups.of_layer):
-        of_group = layout.of_groups[group]
-        assert (of_group.num_kv_heads, of_group.head_dim) == heads[layer]
-        assert of_group.block_size == layout.groups[group].block_size
-    row = [head_dim * layout.itemsize + layout.scale_bytes for _, head_dim in heads]
-    assert layout.token_bytes == sum(2 * each * size for (each, _), size in zip(heads, row, strict=True))
-
-
-def test_layers_that_read_another_one_have_its_group_and_plane() -> None:
-    groups = kv_groups((9, None, 9, None), 16, shared=(2, 3, 3))
-    assert groups.of_layer[4:] == (groups.of_layer[2], groups.of_layer[3], groups.of_layer[3])
-    assert [groups.is_shared(layer) for layer in range(7)] == [False] * 4 + [True] * 3
-    assert groups.num_readers == (4, 3)
 
 
 def held_bytes(layout: KVLayout, tokens: int, chunk: int) -> int:
@@ -122,20 +74,6 @@ def test_bytes_held_at_32k(windows: tuple[int | None, ...], share: int) -> None:
     assert kept <= found <= kept + 2 * len(layout.groups) * layout.block_bytes
     assert found <= layout.groups.most_blocks(tokens, chunk) * layout.block_bytes
     assert before / share < found < before / share * 1.25
-
-
-# ---- admission, growth and release
-
-
-def test_a_layer_by_layer_part_holds_what_later_tokens_see() -> None:
-    memory = LayerwiseMemory(buffer_blocks=12, max_tokens=48)
-    bench = Bench(3, 30, budget=8, windows=(6, None), layerwise_memory=memory, max_model_len=60)
-    bench.add("long", prompt_of(48), 4)
-    bench.run()
-    part = next(seq for seq in bench.rows("long") if seq.layerwise is not None)
-    full, window = part.block_tables
-    assert part.layerwise is not None and part.layerwise.layerwise.end == 48
-    assert HOLE not in full and window == [HOLE] * 9 + window[9:] and len(window) == 12
 
 
 # ---- prefixes

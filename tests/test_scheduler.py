@@ -78,20 +78,6 @@ def test_priority_then_arrival_decides_who_runs_first() -> None:
     assert bench.order == ["urgent", "early", "tied", "late", "last"]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("device, host", [(6, 0), (2, 4), (0, 6)])
-def test_preempted_requests_give_what_they_give_alone(caching: bool, device: int, host: int) -> None:
-    bench = Bench(device, host, caching=caching)
-    lengths = {"a": 7, "b": 7, "c": 7, "d": 5}
-    crowd(bench, lengths)
-    bench.run()
-    assert bench.scheduler.preemption.stats.total > 0
-    for i, (name, length) in enumerate(lengths.items()):
-        assert bench.tokens(name) == expected_output(prompt_of(length, i), 12)
-        draws = [row.index for seq in bench.rows(name) for row in seq.samples]
-        assert draws == list(range(12)), "every token is sampled once, whatever was recomputed"
-
-
 def test_the_lowest_priority_is_preempted_first() -> None:
     bench = Bench(6)
     crowd(bench, {"a": 7, "b": 7, "c": 7})  # two full blocks each; the next block needs a preemption

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +47,6 @@ def plan(
     return sizing(memory, layout, model_max_len, **arguments).plan()
 
 
-# ---- layout
-
-
-@given(
-    layout=st.builds(
-        KVLayout,
-        num_layers=st.integers(1, 5),
-        num_kv_heads=st.integers(1, 4),
-        head_dim=st.sampled_from([16, 64, 80]),
-        block_size=st.integers(1, 40),
-        itemsize=st.sampled_from([2, 4]),
-    ),
-    blocks=st.integers(0, 9),
-)
-@settings(max_examples=40)
-def test_bytes_follow_from_shapes(layout: KVLayout, blocks: int) -> None:
-    assert layout.block_layer_bytes == prod(layout.block_shape) * layout.itemsize
-    assert layout.token_layer_bytes * layout.block_size == layout.block_layer_bytes
-    assert layout.token_bytes == layout.num_layers * layout.token_layer_bytes
-    assert layout.head_pitch * layout.rows_per_token == layout.block_layer_bytes
-    pool_bytes = blocks * layout.block_bytes
-    assert prod(layout.device_pool_shape(blocks)) * layout.itemsize == pool_bytes
-    assert prod(layout.host_pool_shape(blocks)) * layout.itemsize == pool_bytes
-    assert prod(layout.ring_shape(blocks)) * layout.itemsize == blocks * layout.block_layer_bytes
-    assert layout.device_pool_shape(blocks)[0] == layout.host_pool_shape(blocks)[1] == layout.num_layers
-
-
 # ---- the device
 
 
@@ -86,14 +58,6 @@ def test_ring_and_resident_blocks_stay_within_the_device(num_gpu_blocks: int, nu
     assert 0 <= split.resident_blocks < num_gpu_blocks
     assert 4 <= split.ring_slots <= 16
     assert (ring_blocks - 1) * num_layers < split.ring_slots <= ring_blocks * num_layers
-
-
-@pytest.mark.parametrize(
-    "layers, ring_slots, resident", [(1, 4, 0), (2, 4, 2), (3, 4, 2), (4, 4, 3), (12, 12, 3), (28, 16, 3)]
-)
-def test_the_smallest_device(layers: int, ring_slots: int, resident: int) -> None:
-    split = split_device(4, layers)
-    assert (split.ring_slots, split.resident_blocks) == (ring_slots, resident)
 
 
 # ---- the block size where none is named
@@ -218,7 +182,6 @@ def test_the_cpu_takes_no_more_than_a_default_or_one_full_sequence() -> None:
 ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
 LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
-FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
 
 
 def plan_with_layerwise(memory: MemoryFacts = LAYERWISE, **arguments: Any) -> KVPlan:
@@ -241,35 +204,6 @@ def test_spans_are_given_memory_before_blocks_are_sized() -> None:
     shared = plan_with_layerwise(SHARED_LAYERWISE)
     assert shared.num_gpu_blocks == 328, "half of what is left"
     assert shared.num_cpu_blocks == int(0.9 * (900 - 328 - 50 - layerwise_blocks(made)))
-
-
-def test_spans_take_what_named_sizes_leave() -> None:
-    assert plan_with_layerwise(num_gpu_blocks=500, num_cpu_blocks=900).layerwise_memory == FOR_ALL, (
-        "250 blocks are left"
-    )
-    assert 49 < layerwise_blocks(plan_with_layerwise(num_gpu_blocks=700, num_cpu_blocks=900)) <= 50
-    assert plan_with_layerwise(num_gpu_blocks=750, num_cpu_blocks=900).layerwise_memory == NO_LAYERWISE
-    assert 49 < layerwise_blocks(plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100, num_cpu_blocks=600)) <= 50
-    assert (
-        plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100, num_cpu_blocks=650).layerwise_memory == NO_LAYERWISE
-    )
-    unnamed = plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100)
-    assert 81 < layerwise_blocks(unnamed) <= (750 - 100) / 8
-    assert unnamed.num_cpu_blocks == int(0.9 * (900 - 100 - 50 - layerwise_blocks(unnamed)))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"enable_cpu_offload": False},
-        {"num_gpu_blocks": 100, "num_cpu_blocks": 0},  # nothing leaves the device
-        {"max_model_len": 4000, "max_num_batched_tokens": 4000},  # every prompt is a step
-        {"num_gpu_blocks": 100, "num_cpu_blocks": 100, "max_num_batched_tokens": 4000},
-        {"num_gpu_blocks": 745, "num_cpu_blocks": 900, "max_num_batched_tokens": 320},  # memory for 320 tokens
-    ],
-)
-def test_no_memory_is_kept_where_it_is_of_no_use(arguments: dict[str, Any]) -> None:
-    assert plan_with_layerwise(**arguments) == plan_with_layerwise(MEMORY, **arguments)
 
 
 def test_spans_never_cost_a_prompt_its_blocks() -> None:
@@ -366,9 +300,3 @@ def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
     assert ("enable_cpu_offload=True" in str(refusal.value)) == ("enable_cpu_offload=True" in says)
     for change in refusal.value.changes:
         plan(memory, **{**arguments, **change})
-
-
-def test_memory_for_fewer_blocks_than_the_smallest_cache_is_not_overdrawn() -> None:
-    assert plan(replace(MEMORY, activation_peak=796 * BLOCK)).num_gpu_blocks == 4
-    with pytest.raises(ConfigError, match="no memory for the KV cache"):
-        plan(replace(MEMORY, activation_peak=797 * BLOCK))
