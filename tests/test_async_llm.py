@@ -6,20 +6,18 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
-from server_helpers import CACHE, held_steps, in_engine, nothing_left, run_async
+from server_helpers import CACHE, held_steps, nothing_left, run_async
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.server import async_llm
 from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, merged
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 
-CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+DELTA = RequestOutputKind.DELTA
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +93,6 @@ def test_answers_are_those_of_generate_alone_and_together(
     assert nothing_left(shared)
 
 
-def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM) -> None:
-    async def slowly(kind: RequestOutputKind) -> list[RequestOutput]:
-        stream = await shared.add("slow", params(100, output_kind=kind))
-        while shared._streams:
-            await asyncio.sleep(0.05)
-        return [output async for output in stream]
-
-    expected = run_async(collect(shared, "slow", params(100)))[-1].outputs[0]
-    for kind in (CUMULATIVE, DELTA):
-        (output,) = run_async(slowly(kind))
-        assert output.outputs[0] == expected and output.finished
-
-
 def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
     """Each step takes until the loop has gone round ten times."""
     executor, rounds = engine.llm.engine.executor, [0]
@@ -155,38 +140,6 @@ def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypat
 
     run_async(ask())
     assert nothing_left(shared)
-
-
-def test_a_consumer_that_goes_away_aborts_its_request(shared: AsyncLLM) -> None:
-    async def leave() -> None:
-        async with aclosing(shared.generate("going", params(900))) as outputs:
-            async for _ in outputs:
-                break
-        task = asyncio.ensure_future(collect(shared, "cancelled", params(900)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        (await shared.add("never read", params(900))).close()
-
-    run_async(leave())
-    assert nothing_left(shared)
-
-
-def test_cancelling_while_the_engine_takes_the_request_leaves_nothing(engine: AsyncLLM) -> None:
-    slow_steps(engine, 0.05)
-
-    async def cancel_at(delay: float) -> None:
-        task = asyncio.ensure_future(engine.add("b", params(500)))
-        await asyncio.sleep(delay)
-        if not task.cancel():
-            task.result().close()
-
-    async def many() -> None:
-        running = asyncio.ensure_future(collect(engine, "a", params(20)))
-        await asyncio.gather(*(cancel_at(i * 0.004) for i in range(40)))
-        await running
-
-    run_async(many())
-    assert nothing_left(engine)
 
 
 def test_abort_ends_a_request_with_what_there_is(shared: AsyncLLM) -> None:
@@ -238,22 +191,6 @@ def test_a_failed_step_ends_its_requests_and_several_in_a_row_the_engine(engine:
             await collect(engine, "a", params())
 
     run_async(requests())
-
-
-def test_an_engine_that_can_run_no_step_is_given_up_at_once(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_health() -> None:
-        raise EngineError("rank 1 was killed by signal 9")
-
-    async def ended() -> None:
-        while engine.error is None:
-            await asyncio.sleep(0.01)
-        for use in (collect(engine, "a", params()), engine.check_health(), engine.call(lambda llm: llm.metrics())):
-            with pytest.raises(EngineError, match="the engine has ended: rank 1 was killed by signal 9"):
-                await use
-
-    monkeypatch.setattr(async_llm, "HEALTH_SECONDS", 0.01)
-    in_engine(engine, lambda llm: monkeypatch.setattr(llm.engine.executor, "check_health", check_health))
-    run_async(ended(), 10)
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:

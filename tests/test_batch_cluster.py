@@ -246,22 +246,6 @@ def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
     assert [row["error"] is None for row in found] == [i != 7 for i in range(40)]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("--max-model-len", "100000", "error: max_model_len=100000"),
-        ("--num-gpus", "1", "a replica asks for 1 CPUs and 1 GPUs, and no node of the cluster has them"),
-    ],
-)
-def test_replicas_that_cannot_be_had_end_the_job(
-    option: str, value: str, says: str, start: Start, cluster: Cluster, tmp_path: Path
-) -> None:
-    source = make_rows(tmp_path / "data.jsonl", 5)
-    process = start(source, tmp_path / "out", *on_cluster(cluster), option, value)
-    _, message = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2 and says in message and "Traceback" not in message, message
-
-
 def test_a_lost_worker_and_a_lost_node_lose_no_row(
     start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
@@ -278,14 +262,6 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
     found = results(output)
     assert found == expected and len(found) == MANY
     assert not [row for row in found.values() if row["error"] and "it needs exactly one" not in row["error"]]
-
-
-def test_replicas_share_the_cpus() -> None:
-    pytest.importorskip("ray")
-    from nanovllm.apps.batch.ray_replicas import cpus_each
-
-    cases = [([8], 1), ([8], 2), ([8, 4], 2), ([8, 4], 3), ([1], 4), ([], 1)]
-    assert [cpus_each(node_cpus, num_replicas) for node_cpus, num_replicas in cases] == [8, 4, 4, 4, 1, 1]
 
 
 def test_one_machine_needs_no_cluster(model: str, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.apps.batch import results as results_module
-from nanovllm.apps.batch.results import DoneRows, ResultDirectory
+from nanovllm.apps.batch.results import ResultDirectory
 from nanovllm.apps.batch.rows import Row, RowResult, failed_result
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import ConfigError
 
 JOB = {"--model": "a", "--input": [1]}
 
@@ -101,35 +101,6 @@ def test_every_row_is_written_once_whenever_the_process_is_killed(
         assert len(indices) == len(set(indices))  # and every line is complete
         assert not ended or (path / "_SUCCESS").exists()
     assert sorted(indices) == list(range(num_rows))
-
-
-def test_rows_of_a_resumed_job_are_known(tmp_path: Path) -> None:
-    with opened(tmp_path / "out") as directory:
-        directory.add(row(2), result(2))
-        directory.add(row(0), failed_result(0, "too long"))
-    directory = opened(tmp_path / "out")
-    assert [index in directory.done for index in range(4)] == [True, False, True, False]
-    assert (directory.done.num_done, directory.done.num_failed) == (2, 1)
-    with directory:
-        directory.add(row(1), result(1))
-    assert [line["row_index"] for line in written(tmp_path / "out")] == [2, 0, 1]
-
-
-def test_a_row_has_one_result() -> None:
-    done = DoneRows()
-    done.add(5, failed=False)
-    with pytest.raises(EngineError, match="row 5 has two results"):
-        done.add(5, failed=False)
-
-
-def test_what_json_cannot_say_ends_its_row(tmp_path: Path) -> None:
-    with opened(tmp_path / "out") as directory:
-        infinite = result(0)
-        infinite.columns["outputs"] = [{"cumulative_logprob": float("-inf")}]
-        taken = directory.add(row(0), infinite)
-        assert taken.error is not None and directory.done.num_failed == 1
-    (line,) = written(tmp_path / "out")
-    assert line["error"].startswith("the result cannot be written as JSON")
 
 
 def refused(path: Path, sentence: str, job: dict[str, Any] = JOB, resume: bool = True) -> None:

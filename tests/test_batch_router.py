@@ -49,22 +49,3 @@ def test_a_replica_stays_with_its_document() -> None:
     assert [taken(rows, 1) for _ in range(3)] == [3, 5, 7]
     assert taken(rows, 0, is_idle=True) == 9  # rather than nothing
     assert taken(rows, 1) == 11
-
-
-def test_an_idle_replica_takes_the_row_of_which_least_is_lost() -> None:
-    long, short = document("a"), document("b")[:300]
-    rows = router(long, short, long + "1", short + "1")
-    assert [taken(rows, 0), taken(rows, 0)] == [0, 2]
-    assert taken(rows, 0) == 1
-    assert taken(rows, 1) is None
-    assert taken(rows, 1, is_idle=True) == 3
-
-
-def test_lost_rows_come_first_and_a_lost_cache_is_forgotten() -> None:
-    rows = router(*(document("a") + str(i) for i in range(4)))
-    lost = [row for _ in range(2) if (row := rows.take(0, False)) is not None]
-    rows.forget(0)
-    rows.add_first(lost)
-    assert len(rows) == 4
-    assert [taken(rows, 1) for _ in range(4)] == [0, 1, 2, 3]
-    assert len(rows) == 0

@@ -29,13 +29,6 @@ def test_prompts_and_parameters() -> None:
     assert request({"question": "why?", "prompt": "data"}, prompt_column="question").prompt == "why?"
 
 
-def test_prompts_as_messages() -> None:
-    system = {"role": "system", "content": "brief"}
-    assert request({"prompt": "hello"}, is_chat=True, system="brief").messages == [system, *HELLO]
-    assert request({"messages": HELLO}, system="brief").messages == [system, *HELLO]
-    assert request({"prompt": "hello"}, system="brief").messages is None
-
-
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"text": "hi"}, "exactly one of the columns prompt, prompt_token_ids, messages, body, and has none"),
     "no conversation": ({"messages": []}, r"messages must be a list of objects with role and content, got \[\]"),
@@ -85,12 +78,6 @@ def test_chat_bodies() -> None:
     assert body({"messages": HELLO}, has_max_tokens=True).params == {}
     structured = body({"messages": HELLO, "response_format": {"type": "json_object"}})
     assert structured.params["structured_outputs"] == {"json_object": True}
-
-
-def test_completion_bodies() -> None:
-    assert body({"prompt": [1, 2]}).prompt_token_ids == [1, 2]
-    found = body({"prompt": "hi", "logprobs": 1}, url="/v1/completions")
-    assert (found.prompt, found.params) == ("hi", {"logprobs": 1})
 
 
 BAD_BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

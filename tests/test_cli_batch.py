@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +112,6 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
     assert len(found["outputs"][1].as_py()[0]["logprobs"]) == 6 and found["usage"][0].as_py()["prompt_tokens"] == 3
 
 
-def test_a_damaged_file_ends_the_job(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(9)]}), path, row_group_size=3, use_dictionary=False)
-    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    content = bytearray(path.read_bytes())
-    start = column.data_page_offset
-    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    path.write_bytes(content)
-    assert batch(model, str(path), tmp_path / "out") == 1
-    said = capsys.readouterr().err
-    assert "rows.parquet' cannot be read further: " in said
-
-
 def test_a_job_goes_on_after_an_interrupt(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,40 +163,6 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
     assert sorted(results(tmp_path / "out")) == [0, 1, 2, 3]
 
 
-def test_rows_of_a_document_follow_each_other(model: str, tmp_path: Path) -> None:
-    """With a cache for little more than one document, the order decides what is found in it."""
-    documents = [f"{name} {DOCUMENT * 2}" for name in "abcd"]
-    rows = [{"prompt": f"{document} question {i}"} for i in range(5) for document in documents]
-    source, cached = write_jsonl(tmp_path / "data.jsonl", *rows), {}
-    for routing in ("--prefix-routing", "--no-prefix-routing"):
-        output = tmp_path / routing
-        assert batch(model, source, output, routing, "--max-num-seqs", "1", "--max-tokens", "1") == 0
-        usages = [line["usage"] for line in results(output).values()]
-        cached[routing] = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    total = sum(usage["prompt_tokens"] for usage in usages)
-    assert cached["--no-prefix-routing"] < 0.1 * total and cached["--prefix-routing"] > 0.7 * total
-
-
-def test_a_full_disk_loses_nothing(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"}, {"prompt": "b"})
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        if "part-" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        assert batch(model, source, tmp_path / "out") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert results(tmp_path / "out") == {}
-    assert batch(model, source, tmp_path / "out", "--resume") == 0
-    assert len(results(tmp_path / "out")) == 2
-
-
 REFUSED = {
     "no file": (["--input", "missing.jsonl"], "--input 'missing.jsonl' does not exist"),
     "another ending": (["--input", "notes.txt"], "the name must end in .jsonl, .ndjson, .parquet"),
@@ -245,17 +196,6 @@ def test_refusals(
     message = capsys.readouterr().err
     assert status == 2 and sentence in message and message.count("\n") == 1
     assert not Path("out").exists()
-
-
-def test_replicas_need_ray(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nanovllm.apps.cli import batch as command
-
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    source = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"})
-    assert batch(model, source, tmp_path / "out", "--num-replicas", "2") == 2
-    assert "--num-replicas 2 needs Ray: pip install 'nanovllm[ray]'" in capsys.readouterr().err
 
 
 # ---- LLMPredictor, without Ray

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import SMALL_CACHE, at_steps, exit_status, fail, interrupt, make_model, set_stdin
+from cli_helpers import SMALL_CACHE, at_steps, exit_status, interrupt, make_model, set_stdin
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.chat import Conversation
@@ -65,27 +64,6 @@ def test_a_conversation_about_a_document(
     assert "/restart is not a command" in printed.err
 
 
-def test_a_question_that_cannot_be_answered_ends_nothing(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_stdin(monkeypatch, b"x" * 2000 + b"\n\xff\nhi\n")
-    assert main(["chat", "--model", model, *OPTIONS]) == 1
-    printed = capsys.readouterr()
-    told = printed.err.splitlines()
-    assert "max_model_len is 1024" in told[0] and told[1].startswith("--hf-overrides "), "flags that would help"
-    assert "is not UTF-8" in told[2] and "8 generated" in told[3]
-    assert printed.out != ""
-
-
-def test_a_failed_step_ends_the_answer_only(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_steps(monkeypatch, {3: fail})
-    assert talk(monkeypatch, model, "one\ntwo\n") == 1
-    told = capsys.readouterr().err.splitlines()
-    assert "out of luck" in told[0] and "8 generated" in told[1] and len(told) == 2
-
-
 def test_an_interrupt_ends_the_answer_and_keeps_the_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,19 +72,6 @@ def test_an_interrupt_ends_the_answer_and_keeps_the_document(
     told = capsys.readouterr().err.splitlines()
     assert "5 generated" in told[1] and told[1].endswith("abort]")
     assert "8 generated" in told[2] and costs(told[2])[0][0] >= costs(told[1])[0][0] > 0
-
-
-def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
-    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actions: dict[int, Callable[[], object]] = {1: interrupt}
-    calls = at_steps(monkeypatch, actions)
-    options = ["--document", document, "--max-num-batched-tokens", "100"]
-    assert talk(monkeypatch, model, "What?\n", *options) == 130
-    assert len(calls) == 1 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
-    actions[6] = lambda: (interrupt(), interrupt())
-    assert talk(monkeypatch, model, "What?\n") == 130
-    assert len(calls) == 6 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
 
 
 def test_a_question_of_several_lines(

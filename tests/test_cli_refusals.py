@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
-    told = "no command is given: name one of generate, chat, serve, batch, plan, bench, cache, or see"
+    told = "no command is given: name one of generate, chat, serve, batch, plan, cache, or see"
     assert told in capsys.readouterr().err
 
 
@@ -80,12 +81,27 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from nanovllm.apps.cli.main import main\n"
-        "for words in (['--help'], ['generate', '--help'], ['chat', '--help'], ['bench', '--help']):\n"
+        "for words in (['--help'], ['generate', '--help'], ['chat', '--help']):\n"
         "    try: main(words)\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    for command_name in ("generate", "chat", "plan", "bench"):
+    for command_name in ("generate", "chat", "plan"):
         assert command_name in done.stdout
+
+
+@pytest.mark.parametrize("verbose", [(), ("--verbose",)], ids=["plain", "verbose"])
+def test_an_error_of_the_command_is_a_sentence(
+    model: str, verbose: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr("nanovllm.llm.LLM", fails)
+    assert generate(model, "one", *verbose) == 1
+    told = capsys.readouterr().err
+    assert "nanovllm generate: error: unexpected error: two lines (ZeroDivisionError)" in told
+    assert ("Traceback" in told) == bool(verbose)
+    assert verbose or told.count("\n") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,3 @@ def test_refusals(
     ):
         assert exit_status(["serve", "--model", str(tmp_path), "--port", "0", *flags]) == 2
         assert words in capsys.readouterr().err and not loaded
-
-
-def test_a_port_in_use_is_named(
-    loaded: list[ServerSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        assert main(["serve", "--model", str(tmp_path), "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

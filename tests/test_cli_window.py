@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from cli_helpers import generate, json_lines, write_jsonl
 
 from nanovllm.apps.cli import generate as command
-from nanovllm.apps.cli.boundary import Boundary
-from nanovllm.apps.cli.prompts import Feed, Source
 
 
 @pytest.fixture
@@ -38,25 +35,3 @@ def test_a_long_file_runs_through_a_window(
     assert [result["index"] for result in results] == list(range(300))
     assert [len(result["outputs"][0]["token_ids"]) for result in results] == [line["max_tokens"] for line in lines]
     assert most["running"] <= command.WINDOW * 4 and 8 < most["held"] < command.WINDOW * 4
-
-
-def test_long_prompts_fill_the_window_sooner(
-    model: str, most: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "WINDOW_TOKENS", 250)
-    (tmp_path / "lines.txt").write_text(f"{'long ' * 20}\n" * 10)
-    assert generate(model, "--lines", str(tmp_path / "lines.txt"), "--max-num-seqs", "4") == 0
-    assert most["running"] == 3
-
-
-def test_a_pipe_that_waits_does_not_hold_up_what_is_there() -> None:
-    read_end, write_end = os.pipe()
-    os.write(write_end, b"one\n")
-    feed = Feed([Source("lines", f"/dev/fd/{read_end}")], Boundary())
-    assert feed.take(wait=True).prompt == "one"
-    assert feed.take(wait=False) is None and not feed.ended
-    os.write(write_end, b"two\n")
-    os.close(write_end)
-    assert feed.take(wait=True).prompt == "two"
-    os.close(read_end)
-    assert feed.take(wait=True) is None and feed.ended

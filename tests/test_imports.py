@@ -22,7 +22,6 @@ TORCH_FREE = (
     "nanovllm.apps.batch.results",
     "nanovllm.apps.batch.run",
     "nanovllm.apps.cli.batch",
-    "nanovllm.apps.cli.bench",
     "nanovllm.apps.cli.chat",
     "nanovllm.apps.cli.generate",
     "nanovllm.apps.cli.main",

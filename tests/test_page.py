@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import ask, listening, settings
+from server_helpers import ask, listening
 from waiting import eventually
 
-from nanovllm.apps.server import app
-from nanovllm.apps.server.app import PAGE, build_app
+from nanovllm.apps.server.app import PAGE
 from nanovllm.apps.server.async_llm import AsyncLLM
 
 HTML = PAGE.read_text(encoding="utf-8")
@@ -49,13 +48,6 @@ def test_the_policy_allows_the_script_and_style_of_the_file_alone(engine: AsyncL
     assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
     assert policy["connect-src"] == "'self'" and policy["require-trusted-types-for"] == "'script'"
     assert "unsafe" not in answer.headers["content-security-policy"]
-
-
-def test_the_page_can_be_turned_off(engine: AsyncLLM) -> None:
-    answer = ask(engine, "/", ui=False)
-    assert answer.status_code == 404 and answer.json()["error"]["message"] == "there is no /"
-    paths = {getattr(route, "path", None) for route in build_app(engine, settings(ui=False)).routes}
-    assert "/v1/kv-cache/events" in paths
 
 
 def test_the_page_is_free_and_the_events_need_the_key(engine: AsyncLLM) -> None:
@@ -95,12 +87,6 @@ def test_events_over_a_socket_while_a_prompt_is_answered(engine: AsyncLLM, monke
             assert cells.count(layout["states"].index("cached")) >= 240 // 16
             assert watched[-1] is not None
         assert eventually(lambda: watched[-1] is None), "without a client the steps are watched no longer"
-
-
-def test_too_many_listeners_are_refused(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_LISTENERS", 0)
-    answer = ask(engine, "/v1/kv-cache/events")
-    assert answer.status_code == 429 and "listen to the KV cache" in answer.json()["error"]["message"]
 
 
 def test_a_draining_server_ends_the_streams(engine: AsyncLLM) -> None:

@@ -120,25 +120,6 @@ def test_chat_streams_join_to_the_answer(engine: AsyncLLM) -> None:
     assert counts == sorted(counts) and counts[-1] == 16
 
 
-def test_streams_have_the_logprobs_of_prompts_computed_in_chunks(model: str) -> None:
-    prompt, more = list(range(50)), {"max_tokens": 2, "temperature": 0.5, "n": 2, "seed": 1, "ignore_eos": True}
-    long = [{"role": "user", "content": "hello " * 9}]
-    with AsyncLLM(model, **CACHE, max_num_batched_tokens=16, max_num_seqs=8) as engine:
-        body = {"prompt": [prompt, prompt[5:]], "echo": True, "logprobs": 1, "prompt_logprobs": 1, **more}
-        whole, *chunks = ok(engine, COMPLETIONS, **body), *ok(engine, COMPLETIONS, stream=True, **body)[:-1]
-        for choice in whole["choices"]:
-            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
-            for name, values in choice["logprobs"].items():
-                assert [value for part in parts for value in part["logprobs"][name]] == values
-            assert parts[0]["prompt_logprobs"] == choice["prompt_logprobs"]
-            assert len(choice["prompt_logprobs"]) in (45, 50)
-        chat = {"messages": long, "prompt_logprobs": 0, "return_token_ids": True, **more}
-        whole, *chunks = ok(engine, CHAT, **chat), *ok(engine, CHAT, stream=True, **chat)[:-1]
-        for name in ("prompt_logprobs", "prompt_token_ids"):
-            assert chunks[0][name] == whole[name] and len(whole[name]) > 50
-            assert not any(name in chunk for chunk in chunks[1:])
-
-
 def test_a_prefix_that_was_computed_is_reported(engine: AsyncLLM) -> None:
     body = {"prompt": list(range(1, 100)), "max_tokens": 1, "cache_salt": "counted"}
     cached = [ok(engine, COMPLETIONS, **body)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
@@ -199,18 +180,6 @@ def test_answers_fit_a_schema(engine: AsyncLLM) -> None:
         assert person["name"] in ("Ann", "Bo") and person["age"] in (1, 20, 300) and choice["finish_reason"] == "stop"
         parts = [part for chunk in ok(engine, CHAT, **body, stream=True)[:-1] for part in chunk["choices"]]
         assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
-
-
-def test_other_structures(engine: AsyncLLM) -> None:
-    chosen = ok(engine, COMPLETIONS, prompt="a", max_tokens=20, structured_outputs={"choice": ["yes", "no"]}, **END)
-    assert chosen["choices"][0]["text"] in ("yes", "no")
-    matched = ok(engine, COMPLETIONS, prompt="a", max_tokens=20, structured_outputs={"regex": "[ab]{3}"}, **END)
-    assert len(matched["choices"][0]["text"]) == 3
-    for wrong in ({}, {"regex": "a", "choice": ["b"]}, {"regex": "("}, {"json": {"type": "nothing"}}):
-        found = error(engine, COMPLETIONS, {"prompt": "a", "structured_outputs": wrong, **END})
-        assert found["type"] == "invalid_request_error"
-    both = {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
-    assert "exclude each other" in error(engine, COMPLETIONS, both)["message"]
 
 
 def test_scoring_a_prompt_generates_nothing(engine: AsyncLLM) -> None:
@@ -311,29 +280,6 @@ def test_refusals_name_the_parameter(engine: AsyncLLM) -> None:
         found = error(engine, path, body)
         assert (found["param"] or "") == param and words in found["message"], found
         assert found["type"] == "invalid_request_error"
-
-
-def test_a_prompt_that_is_too_long_is_told_what_to_do(engine: AsyncLLM) -> None:
-    for path, body in (
-        (COMPLETIONS, {"prompt": [1] * 1025}),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 2000}]}),
-    ):
-        found = error(engine, path, body)
-        assert found["code"] == "context_length_exceeded" and "max_model_len is 1024" in found["message"]
-        assert "shorten the prompt" in found["message"]
-
-
-def test_bodies_that_are_no_requests(engine: AsyncLLM) -> None:
-    for body, words in (
-        (b"", "JSON"),
-        (b"[1]", "object"),
-        (b'{"prompt": "\xff"}', "JSON"),
-        (b'{"prompt": "\\ud800"}', "JSON"),
-        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
-        (b'{"prompt": "a", "seed": 1' + b"0" * 400 + b"}", "seed"),
-        (b'{"metadata": ' + b'{"a":' * 5000, "JSON"),
-    ):
-        assert words in error(engine, COMPLETIONS, body)["message"], body[:50]
 
 
 def test_unknown_paths_methods_models_and_types(engine: AsyncLLM) -> None:

@@ -30,7 +30,6 @@ COMMANDS = {  # modules of this package, imported on use: importing torch takes 
     "serve": "serve a model over HTTP, with the API of OpenAI",
     "batch": "answer the rows of JSON-lines or Parquet files, on this machine or over a cluster",
     "plan": "what fits, what moves and how long it takes, before anything runs",
-    "bench": "measure prefill and decode",
     "cache": "list, check or delete the KV blocks of a directory",
 }
 INTERRUPTED = 130
