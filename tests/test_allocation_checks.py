@@ -15,8 +15,6 @@ import torch
 from checkpoints import FAMILIES, checkpoint_fixture, edit_config, make_checkpoint, refusal
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli.main import main
-from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.models import loader
@@ -99,23 +97,6 @@ def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
         assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
 
 
-@pytest.mark.parametrize(
-    ("change", "options"),
-    [
-        ({"vocab_size": 10**9}, ["--gpu-mem", "80GB", "--host-mem", "100GB"]),
-        ({"num_hidden_layers": 10**9}, ["--no-measure"]),
-    ],
-    ids=str,
-)
-def test_plans_are_checked_too(
-    change: dict[str, Any], options: list[str], model: Path, little_is_allocated: None, capsys: Any
-) -> None:
-    edit_config(model, layer_types=..., **change)
-    assert main(["plan", "--model", str(model), *options]) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "GB" in sentence or "GiB" in sentence or "must be" in sentence
-
-
 def test_weights_that_do_not_fit_are_refused_with_numbers(
     model: Path, monkeypatch: pytest.MonkeyPatch, little_is_allocated: None
 ) -> None:
@@ -191,23 +172,3 @@ def test_engine_arguments_that_do_not_fit_are_refused_with_numbers(
 ) -> None:
     message = refusal(lambda: LLM(model, **arguments), ConfigError)
     assert "GiB" in message and "\n" not in message and "free" in message
-
-
-def test_every_pool_is_checked_by_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was there when sizes were planned may be gone when it is asked for."""
-    from nanovllm.device.cpu import CpuDevice
-
-    device = CpuDevice()
-    monkeypatch.setattr(memory, "available_bytes", lambda: 5 << 20)
-    assert device.empty("small", (1 << 20,), torch.float32).numel() == 1 << 20
-    for make in (device.empty, device.empty_host):
-        message = refusal(lambda make=make: make("host blocks", (6 << 20,), torch.uint8), ConfigError)  # type: ignore[misc]
-        assert "host blocks: they take 0.00 GiB" in message and "num_cpu_blocks" in message
-    device.close()
-
-
-def test_the_check_counts_in_whole_numbers() -> None:
-    check_fits("all of it:", 2**70, 2**70, "there are", "nothing")
-    message = refusal(lambda: check_fits("it takes", 2**70 + 1, 2**70, "there are", "take less"), ConfigError)
-    assert message == "it takes 1099511627776.00 GiB and there are 1099511627776.00 GiB free; take less"
-    assert gib(10**400).startswith("9313225746") and gib(-(1 << 30)) == "-1.00 GiB"

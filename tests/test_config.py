@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import config as config_module
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from tools.arguments import DOCS, PAGES, page
@@ -79,24 +77,6 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-def test_a_file_system_that_does_not_answer_is_left_to_who_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers, is_dir = threading.Event(), Path.is_dir
-
-    def hang(self: Path) -> bool:
-        if self.name == "dead" and not answers.wait(60):
-            raise OSError("nobody went on meanwhile")
-        return is_dir(self)
-
-    monkeypatch.setattr(config_module, "DIR_SECONDS", 0.05)
-    monkeypatch.setattr(Path, "is_dir", hang)
-    try:
-        assert engine_config(tmp_path, {"kv_cache_dir": "dead"}).kv_cache_dir == "dead"
-    finally:
-        answers.set()
-
-
 def test_every_argument_has_a_rule() -> None:
     assert set(REFUSED) == set(NAMES)
 
@@ -142,11 +122,6 @@ ACCEPTED: list[dict[str, Any]] = [
 def test_valid_values_are_kept(arguments: dict[str, Any], tmp_path: Path) -> None:
     config = engine_config(tmp_path, arguments)
     assert {name: getattr(config, name) for name in arguments} == arguments
-
-
-def test_kv_memory_of_the_host_in_gib_turns_offload_on(tmp_path: Path) -> None:
-    config = engine_config(tmp_path, {"kv_cache_memory_bytes": 1 << 30, "kv_offloading_size": 0.5})
-    assert config.enable_cpu_offload and not engine_config(tmp_path, {"kv_cache_memory_bytes": 9}).enable_cpu_offload
 
 
 # ---- vLLM's names and values

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES as TINY
-from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
+from checkpoints import edit_config, make_checkpoint, refusal
 from engines import greedy, token_ids
 from tokenizer_files import write_byte_level
 
@@ -273,26 +273,6 @@ def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None
     assert load_decoder_spec(tmp_path, {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
     assert read_decoder_spec(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
     assert ModelConfig(tmp_path, {"eos_token_id": [3, 4]}).eos_token_ids() == (3, 4)
-
-
-@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("old", [False, True])
-def test_a_rope_in_either_form_replaces_one_in_either_form(form: str, old: bool, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama", rope={**ROPES["llama3"], "rope_theta": 7e4})
-    if old:
-        write_old_style_rope(tmp_path)
-    spec = load_decoder_spec(tmp_path, {form: YARN})
-    assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("yarn", 4.0, 7e4), (
-        "the theta stays unless it is given"
-    )
-    assert load_decoder_spec(tmp_path, {form: {**YARN, "rope_theta": 5e5}}).rope.theta == 5e5
-
-
-def test_overrides_are_checked_as_the_file_is(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3")
-    message = refusal(lambda: load_decoder_spec(tmp_path, {"hidden_size": "wide"}))
-    assert f"{tmp_path / 'config.json'} with hf_overrides: hidden_size='wide'" in message
-    assert "'a_field'" in refusal(lambda: load_decoder_spec(tmp_path, {"a_field": 1}))
 
 
 def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from engines import greedy, token_ids
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
-from nanovllm.apps.cli.main import main
 from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.formats.hub import find_directory
@@ -121,15 +119,3 @@ def test_what_is_no_name_of_the_hub_is_not_looked_up(
     assert "is not a directory" in message_of(name)
     (tmp_path / "file").write_text("x")
     assert "model='file' is not a directory" in message_of("file")
-
-
-def test_a_hub_model_is_planned_from_its_config_alone(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (cache / "models--someone--tiny-model" / "snapshots" / COMMIT / "model.safetensors").unlink()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
-    machine = ["--gpu-mem", "1GB", "--link", "10GB/s", "--num-gpu-blocks", "100", "--dtype", "half", "--json"]
-    for overrides, status in (([], 1), (["--hf-overrides", json.dumps(rope)], 0)):
-        assert main(["plan", "--model", NAME, "--prompt-len", "800", *machine, *overrides]) == status
-    assert "800" in capsys.readouterr().out

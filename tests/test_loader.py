@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanovllm.formats import checkpoint
-from nanovllm.layers.linear_method import WeightSlot
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -74,45 +69,6 @@ def test_every_tensor_lands_in_its_place(originals: Path, name: str) -> None:
     for tensor_name, slot in slots.items():
         assert torch.equal(slot.view, stored[tensor_name].expand(slot.view.shape)), tensor_name
     assert (decoder.lm_head is decoder.embedding) == (name == "tied")
-
-
-def _mapped_bytes(file: Path) -> int:
-    """The bytes of a file that are in this process's memory."""
-    parts = Path("/proc/self/smaps").read_text().split(str(file))[1:]
-    return sum(int(re.search(r"^Rss: +(\d+) kB", part, re.MULTILINE)[1]) << 10 for part in parts)  # type: ignore[index]
-
-
-@pytest.mark.slow  # the map of a process is long
-def test_a_file_is_opened_anew_only_after_some_of_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few openings, and what stays mapped of the file is no second copy of the weights."""
-    make_checkpoint(tmp_path, hidden=256, intermediate=512, layers=6, vocab=300)
-    file = tmp_path / "model.safetensors"
-    sizes = [tensor.nbytes for tensor in load_file(file).values()]
-    opened: list[Path] = []
-    mapped: list[int] = []
-
-    def opens(path: Path, **options: Any) -> Any:
-        if options["framework"] == "pt":
-            opened.append(path)
-        return safe_open(path, **options)
-
-    def writes(slot: WeightSlot, tensor: Tensor) -> None:
-        write(slot, tensor)
-        mapped.append(_mapped_bytes(file))
-
-    write = WeightSlot.write
-    monkeypatch.setattr(checkpoint, "safe_open", opens)
-    monkeypatch.setattr(WeightSlot, "write", writes)
-    expected = dict(load(tmp_path).slots())
-    assert opened == [file] and max(mapped) > 0.9 * sum(sizes)
-    opened.clear()
-    mapped.clear()
-    limit = sum(sizes) // 6
-    monkeypatch.setattr(checkpoint, "REOPEN_BYTES", limit)
-    again = dict(load(tmp_path).slots())
-    assert 6 <= len(opened) <= (sum(sizes) + len(sizes) * checkpoint.READ_AROUND) // limit + 1
-    assert max(mapped) <= limit + max(sizes) + checkpoint.READ_AROUND
-    assert all(torch.equal(again[name].view, slot.view) for name, slot in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -235,20 +191,3 @@ def test_dummy_weights_need_a_config_alone_and_come_from_the_seed(single: Path) 
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     assert all(tensor.isfinite().all() for tensor in first.values())
-
-
-def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
-    """Adding 1 to each slot must leave 1 everywhere: 0 is a gap, 2 an overlap."""
-    spec = dataclasses.replace(load_decoder_spec(single), qkv_bias=True, o_bias=True, mlp_bias=True)
-    decoder = Decoder(spec, torch.float32, CPU)
-    for _, slot in decoder.slots():
-        slot.view.zero_()
-    for _, slot in decoder.slots():
-        slot.view.add_(1)
-    linears = [m for layer in decoder.layers for m in layer.linears]
-    biases = [linear.bias for linear in linears]
-    assert all(bias is not None and (bias == 1).all() for bias in biases)
-    assert all((linear.weight.dense == 1).all() for linear in linears)
-    norms = [norm for layer in decoder.layers for norm in (layer.input_norm, layer.mlp_norm)]
-    assert all((weight == 1).all() for weight in [*norms, decoder.norm, decoder.embedding.dense, decoder.lm_head.dense])
-    assert all(layer.qk_norm is not None and (layer.qk_norm == 1).all() for layer in decoder.layers)

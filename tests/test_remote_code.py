@@ -13,7 +13,7 @@ import pytest
 from checkpoints import edit_config, refusal
 from cli_helpers import GREEDY, SMALL_CACHE, make_model
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.text.tokenizer import load_tokenizer
 
 CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\n{names}"
@@ -37,20 +37,6 @@ def run_cli(model: Path, *options: str, stdin: bytes) -> subprocess.CompletedPro
     command = [sys.executable, "-m", "nanovllm", "generate", "--model", str(model), *SMALL_CACHE, *GREEDY, *options]
     environment = os.environ | {"HF_HOME": str(model.parent / "cache")}
     return subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=300)
-
-
-@pytest.mark.slow
-def test_a_tokenizer_of_the_directorys_own_is_refused_and_standard_input_is_left_alone(model: Path) -> None:
-    marker = add_code(model, "Evil")
-    config = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    (model / "tokenizer.json").unlink()
-    run = run_cli(model, "--lines", "-", stdin=b"y\n")
-    assert not marker.exists()
-    error = run.stderr.decode()
-    assert run.returncode == 2 and run.stdout == b"", error
-    assert "needs code of its own" in error and "never run" in error and str(model) in error
-    assert len(error.splitlines()) == 1 and "[y/N]" not in error
 
 
 @pytest.mark.slow
@@ -103,16 +89,4 @@ def test_asking_for_remote_code_runs_none(model: Path) -> None:
     assert "needs code of its own" in refusal(lambda: LLM(model, trust_remote_code=True))
     edit_config(model, architectures=["EvilForCausalLM"], model_type="evil", auto_map=AUTO_MAP)
     assert "EvilForCausalLM" in refusal(lambda: LLM(model, trust_remote_code=True))
-    assert not marker.exists()
-
-
-def test_asking_for_remote_code_that_is_not_needed_changes_nothing(model: Path) -> None:
-    marker = add_code(model, "Evil")
-    edit_config(model, auto_map=AUTO_MAP)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    answers = []
-    for trust in (False, True):
-        with LLM(model, kvcache_block_size=16, num_gpu_blocks=80, trust_remote_code=trust) as llm:
-            answers.append(llm.generate("a known question", params, use_tqdm=False)[0].outputs[0].token_ids)
-    assert answers[0] == answers[1] and len(answers[0]) == 4
     assert not marker.exists()
