@@ -5,17 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 from cpu_streams import Gate, copy, fail, filled, happens
 from host_tasks import PythonTask
 from waiting import PATIENCE, eventually
 
-from nanovllm.device import Busy, PitchedCopy
-from nanovllm.device.cpu import CpuDevice, WorkerStream
+from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 
 
@@ -37,32 +34,6 @@ def test_work_on_one_stream_runs_in_order(device: CpuDevice) -> None:
             copy(device, dst, src, stream)
     stream.synchronize()
     assert all(int(buffer[0]) == 0 for buffer in buffers), "each buffer was filled from the one before"
-
-
-def test_a_strided_copy_touches_its_rows_only(device: CpuDevice) -> None:
-    stream = device.new_stream("s")
-    dst, src = filled(0), torch.arange(64, dtype=torch.uint8)
-    device.copy_2d(PitchedCopy(dst[3:], src[5:], 10, 8, 4, 5, "d2h"), stream)
-    stream.synchronize()
-    expected = filled(0)
-    for row in range(5):
-        expected[3 + 10 * row :][:4] = src[5 + 8 * row :][:4]
-    assert torch.equal(dst, expected)
-
-
-def test_copies_run_alongside_the_host_on_a_thread_of_their_own(device: CpuDevice) -> None:
-    stream = device.new_stream("kv-slot-7")
-    gate = Gate(stream)
-    dst = filled(0)
-    copy(device, dst, filled(1), stream)
-    threads: list[str] = []
-    assert isinstance(stream, WorkerStream)
-    stream.put(lambda: threads.append(threading.current_thread().name))
-    assert int(dst[0]) == 0, "the call came back before the copy ran"
-    gate.open()
-    stream.synchronize()
-    assert int(dst[0]) == 1
-    assert threads == ["kv-slot-7"] != [threading.current_thread().name]
 
 
 # ---- events
@@ -103,21 +74,6 @@ def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CpuDevice) -> N
     assert not reached.wait(0.05)
     gate.open()
     assert reached.wait(PATIENCE)
-
-
-def test_an_event_can_be_recorded_again_and_again(device: CpuDevice) -> None:
-    writer, reader = device.new_stream("writer"), device.new_stream("reader")
-    written, read = device.new_event(), device.new_event()
-    slot, seen = filled(0), [filled(0) for _ in range(200)]
-    for value, into in enumerate(seen):
-        writer.wait(read)
-        copy(device, slot, filled(value % 251), writer)
-        writer.record(written)
-        reader.wait(written)
-        copy(device, into, slot, reader)
-        reader.record(read)
-    reader.synchronize()
-    assert [int(tensor[0]) for tensor in seen] == [value % 251 for value in range(200)]
 
 
 def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice) -> None:
@@ -181,23 +137,6 @@ def test_a_failed_call_reaches_the_waiting_stream_and_skips_what_follows(device:
     assert ran == [2]
 
 
-# ---- what it costs
-
-
-def test_bytes_to_the_device_and_their_time_are_counted(device: CpuDevice) -> None:
-    stream, other = device.new_stream("s"), device.new_stream("other")
-    big = torch.zeros(1 << 24, dtype=torch.uint8)
-    assert device.link_busy() == Busy(0, 0.0)
-    start = time.perf_counter()
-    for busy in (stream, other):
-        copy(device, torch.empty_like(big), big, busy)
-    device.copy_2d(PitchedCopy(torch.empty_like(big), big, 1 << 24, 1 << 24, 1 << 24, 1, "d2h"), stream)
-    for busy in (stream, other):
-        busy.synchronize()
-    found = device.link_busy()
-    assert found.num_bytes == 2 << 24 and 0 < found.seconds <= time.perf_counter() - start
-
-
 # ---- failures
 
 
@@ -258,19 +197,6 @@ def test_a_device_that_is_dropped_ends_its_threads() -> None:
     assert any(thread.name == "dropped" for thread in threading.enumerate())
     del device
     assert eventually(lambda: not any(thread.name == "dropped" for thread in threading.enumerate()))
-
-
-def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:
-    device = CpuDevice()
-    stream, event = device.new_stream("s"), device.new_event()
-    stream.record(event)
-    device.close()
-    with pytest.raises(EngineError, match="closed"):
-        stream.record(event)
-    waiter = threading.Thread(target=device.compute_stream.wait, args=(event,), daemon=True)
-    waiter.start()
-    waiter.join(PATIENCE)
-    assert not waiter.is_alive()
 
 
 @pytest.mark.slow

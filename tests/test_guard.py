@@ -15,7 +15,6 @@ from checkpoints import checkpoint_fixture
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
-from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.errors import EngineError
 from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
 
@@ -143,39 +142,6 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch:
         during_step(llm, patch, 4, let_go)
         assert token_ids(llm, PROMPTS[1:], greedy(6)) == expected
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
-
-
-def test_closing_does_not_wait_for_a_suspended_call(model_dir: Path) -> None:
-    llm = LLM(model_dir, num_gpu_blocks=8)
-    streams: list[Any] = []
-    held = threading.Event()
-
-    def begin() -> None:
-        streams.append(llm.stream(PROMPTS[0], greedy(6)))
-        next(streams[0])
-
-    worker = threading.Thread(target=lambda: (begin(), held.wait(60)))
-    worker.start()
-    while not streams or not llm.engine.has_unfinished_requests() or streams[0]._call.running:
-        pass
-    llm.close()
-    held.set()
-    worker.join(60)
-    with pytest.raises(EngineError, match="closed"):
-        list(streams[0])
-
-
-def test_an_interrupt_anywhere_leaves_the_guard_free() -> None:
-    guard = EngineGuard()
-    for context in (guard.operation("step"), guard.call("generate"), guard.resumed(EngineCall("stream"))):
-        with pytest.raises(KeyboardInterrupt), context:
-            raise KeyboardInterrupt
-    with guard.call("generate"), guard.operation("step"):
-        with pytest.raises(EngineError, match="from a callback of step"), guard.operation("step"):
-            pass
-        with pytest.raises(EngineError, match="from a callback of step"), guard.call("chat"):
-            pass
-    assert in_thread(lambda: guard.operation("step").__enter__()) != [], "a suspended stream of this thread is left"
 
 
 def in_fork(work: Callable[[], object]) -> str:

@@ -14,11 +14,10 @@ from checkpoints import make_checkpoint
 from engines import random_prompt
 
 from nanovllm import LLM
-from nanovllm.errors import ConfigError
 from nanovllm.features.distributed import rank
 from nanovllm.ops import kernel_choice
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, instruction_sets
-from nanovllm.ops.kernel_choice import WORKS, agreed, candidates, choice_file, faster, find_choice
+from nanovllm.ops.kernel_choice import WORKS, candidates, choice_file, find_choice
 
 ALL = ("avx512bf16", "avx512", "avx2", "portable")
 SLOW_BF16 = dict.fromkeys(WORKS, "avx512bf16") | {"linear.bfloat16": "avx512"}
@@ -38,29 +37,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.delenv("NANOVLLM_CPU_KERNELS")
     monkeypatch.delenv("NANOVLLM_CPU_ISA", raising=False)
     return works
-
-
-@pytest.mark.parametrize(
-    ("many", "few", "expected"),
-    [
-        ([2.0, 2.1, 1.9], [1.3, 1.3, 1.2], "avx512"),  # bf16 instructions at half the rate
-        ([1.07, 1.07, 1.07], [1.07, 1.07, 1.07], "avx512bf16"),  # within the margin
-        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], "avx512bf16"),  # a disturbed round
-        ([2.0, 2.0, 2.0], [0.5, 0.5, 0.5], "avx512bf16"),  # many rows gain what few rows lose
-    ],
-)
-def test_another_instruction_set_is_used_where_it_is_clearly_faster(
-    many: list[float], few: list[float], expected: str
-) -> None:
-    assert faster("avx512bf16", "avx512", [many, few]) == expected
-
-
-def test_only_other_kernels_that_can_be_the_fastest_are_measured() -> None:
-    assert candidates("linear.bfloat16", ALL) == candidates("attention.int8", ALL) == ("avx512bf16", "avx512")
-    assert candidates("linear.float32", ALL) == candidates("packed", ALL) == ("avx512bf16", "avx2")
-    assert candidates("linear.bfloat16", ALL[1:]) == ("avx512", "avx2")
-    assert candidates("packed", ALL[2:]) == ("avx2",)  # never portable kernels
-    assert candidates("packed", ALL[3:]) == ("portable",)
 
 
 def test_a_choice_is_measured_once_and_kept(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -101,19 +77,6 @@ def test_the_environment_overrides_measurement(measured: list[str], monkeypatch:
     monkeypatch.delenv("NANOVLLM_CPU_ISA")
     monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "measure")
     assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == len(WORKS)
-
-
-@pytest.mark.parametrize("setting", ["fast", "packed=avx512bf16", "packed=avx2,"])
-def test_a_setting_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", setting)
-    with pytest.raises(ConfigError, match=r"NANOVLLM_CPU_KERNELS=.*WORK=INSTRUCTION_SET; works: .*avx2, portable"):
-        find_choice(ALL[2:])
-
-
-def test_ranks_agree_on_what_all_of_them_support(measured: list[str]) -> None:
-    slow, older = find_choice(ALL), find_choice(ALL[2:])
-    assert agreed([slow.setting, slow.setting]) == slow.setting
-    assert agreed([slow.setting, older.setting]) == agreed([older.setting, slow.setting]) == older.setting
 
 
 @pytest.mark.slow

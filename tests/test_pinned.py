@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.comm import _sgdma, memcpy_2d_async
 from nanovllm.device import memory, pinned
-from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
+from nanovllm.device.pinned import PageLock, empty_pinned
 from nanovllm.errors import ConfigError
 
 PAGE = 4096
@@ -155,29 +155,6 @@ def test_a_lock_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lock.covers(start, size + 1) and not lock.covers(start + PAGE, PAGE)
     del tensor
     assert not lock.covers(start, size), "other memory may be there now"
-
-
-@pytest.mark.parametrize(("block_bytes", "max_piece", "rows"), [(PAGE, 3 * PAGE, 3), (6144, 5 * PAGE, 2), (96, 1, 128)])
-def test_a_piece_holds_whole_rows(block_bytes: int, max_piece: int, rows: int) -> None:
-    ledger = Ledger()
-    tensor = empty_pinned("host blocks", (40, block_bytes), torch.uint8, ledger, max_piece=max_piece)
-    assert rows_in_reach(tensor, max_piece) == rows
-    assert {(start - tensor.data_ptr()) // block_bytes % rows for start in ledger.locked} == {0}
-
-
-def test_a_numa_node_is_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _sgdma.prefer_node(0, PAGE, -1)
-    assert not _sgdma.prefer_node(0, PAGE, 1 << 20)
-    tensor = empty_pinned("host blocks", (4, PAGE), torch.uint8, Ledger(), node=1023)
-    assert bool((tensor == 0).all())
-    monkeypatch.setattr(_sgdma, "pci_bus_id", lambda device: "FFFF:FF:FF.F")
-    assert nearest_node(0) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_locking_fails_with_a_reason() -> None:
-    with pytest.raises(ConfigError, match=r"page-locking failed \(.*\); lower num_cpu_blocks"):
-        empty_pinned("host blocks", (4, PAGE), torch.uint8, PageLock())
 
 
 # ---- on a GPU

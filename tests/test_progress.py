@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import pty
 import re
@@ -17,14 +16,13 @@ from typing import Any
 
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, set_stdin
-from engines import greedy, offloaded, random_prompt
+from engines import greedy
 
 from nanovllm import LLM
 from nanovllm.apps.cli.main import main
-from nanovllm.data.progress import Progress
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features import progress_bar
-from nanovllm.features.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine
+from nanovllm.features.progress_bar import ERASE
 
 COLUMNS = 90
 DOCUMENT = "All that is known. " * 40
@@ -115,54 +113,6 @@ def test_chat_shows_the_prefill_of_a_document(
     assert prefills(drawn[document:question]) != [], "the question is a prefill too"
     assert re.fullmatch(r"\[document: 0 tokens cached, \d+ computed in [\d.]+ s\]\n", drawn[document])
     assert capsys.readouterr().out != ""
-
-
-def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[float] = []
-    with LLM(model, max_num_batched_tokens=64, **offloaded(16, 6, 60)) as llm:
-        llm.watch_steps(watched.append)
-        with terminal(monkeypatch) as shown:
-            llm.generate(random_prompt(400, 300, 1), greedy(2))
-        assert llm.watch_steps(None) == watched.append, "the function that was there before is back"
-        seen = prefills(shown.drawn)
-        assert (
-            len(set(seen)) > 6 and seen == sorted(seen) and shown.drawn[-1].startswith("1 prompt, 400 tokens computed")
-        )
-        assert len(watched) >= 2 * 7 and watched[0] == 0.0 and all(0 <= share < 1 for share in watched)
-        with terminal(monkeypatch) as silent:
-            llm.generate("Hello", greedy(2), use_tqdm=False)
-        assert silent.written == b""
-
-
-class Log(io.StringIO):
-    """A file that knows when each line was written."""
-
-    def __init__(self, now: list[float]) -> None:
-        super().__init__()
-        self.times: list[float] = []
-        self._now = now
-
-    def write(self, text: str) -> int:
-        self.times += [self._now[0]] * text.count("\n")
-        return super().write(text)
-
-
-def test_in_a_file_there_is_at_most_a_line_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    log = Log(now)
-    monkeypatch.setattr("sys.stderr", log)
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    progress = Progress(num_requests=1, prompt_tokens=1000)
-    with StatusLine(shown=True) as line:
-        display = ProgressDisplay(line, Meter(1), lambda share: progress.plus(share * 500), lambda watch: None)
-        with display:
-            for tick in range(400):  # for 20 seconds
-                now[0] += 0.05
-                display.refresh(min(1.0, max(0, tick - 160) / 200))
-    lines = log.getvalue().splitlines()
-    assert all(b - a >= 1 for a, b in zip(log.times, log.times[1:], strict=False)) and len(set(lines)) >= 18
-    assert lines[0].startswith("prefill 0 of 1,000 tokens (0%)") and "prefill 500 of 1,000 tokens (50%)" in lines[-1]
-    assert "\r" not in log.getvalue()
 
 
 def test_a_process_without_standard_error_generates(

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import checkpoint_fixture
 from cli_helpers import TEMPLATE
 from engines import greedy, token_ids
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted, told
+from nanovllm.errors import EngineError, RequestError
 
 VOCAB = 300
 QUESTION = "what is known"
@@ -58,17 +57,6 @@ class Hostile:
 class HostileList(list[Any]):
     def __iter__(self) -> Any:
         raise ArithmeticError("no items")
-
-
-def test_half_a_character_in_a_prompt(llm: LLM, answer: list[list[int]]) -> None:
-    half: dict[str, Any] = {
-        "generate": ["good", {"prompt": "a\udfffb"}],
-        "chat": [{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}],
-    }
-    for method, prompts in half.items():
-        with pytest.raises(RequestError, match=r"holds '\\ud.*half of a surrogate pair and no character"):
-            getattr(llm, method)(prompts, greedy(2), use_tqdm=False)
-    goes_on(llm, answer)
 
 
 PARAMETERS: list[dict[str, Any]] = [
@@ -166,29 +154,3 @@ def test_bans_that_leave_nothing_later_end_with_an_error(
     )
     assert [good.outputs[0].token_ids] == answer
     goes_on(llm, answer)
-
-
-# ---- the sentences themselves
-
-
-def test_quoted_values_are_short_whatever_they_are() -> None:
-    for value in (1, -1.5, True, None, "text", b"bytes", [1, "a"], {"a": [1]}, (1,), float("nan"), 10**40):
-        assert quoted(value) == repr(value)
-    deep: list[Any] = []
-    for _ in range(100_000):
-        deep = [deep]
-    for value in (HUGE, -HUGE, "x" * 10**6, ["x" * 10**6] * 1000, deep, Hostile(), [Hostile()], {1: HostileList([1])}):
-        assert 0 < len(quoted(value)) <= 200
-    assert quoted(HUGE) == "<a whole number of about 4,983 digits>"
-    assert quoted(torch.ones(2, 2)) == "tensor([[1., 1.], [1., 1.]])", "which has two lines"
-
-
-def test_errors_of_others_are_told_in_a_line() -> None:
-    assert told(ValueError("two\nlines  of it")) == "two lines of it (ValueError)"
-    assert told(MemoryError()) == "MemoryError"
-    assert len(told(ValueError("x" * 10**6))) < 600
-    assert told(ValueError("a\ud800")).encode() == b"a\\ud800 (ValueError)"
-    for error in (RequestError("r"), EngineError("e"), ConfigError("c"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as passed, as_request_error("never said"):
-            raise error
-        assert passed.value is error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from block_helpers import one_group, request
 from content_model import VOCAB, expected_output
-from engine_helpers import BLOCK, Bench, crowd, prompt_of
+from engine_helpers import BLOCK, Bench, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -101,20 +101,6 @@ def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
     assert bench.tokens("c") == expected_output(prompt_of(9, 2), 8)
 
 
-def test_a_failed_step_forgets_the_moves_that_it_did_not_make() -> None:
-    bench = Bench(2, 8)
-    old = prompt_of(8)
-    bench.add("old", old, 1)
-    bench.run()
-    bench.add("new", prompt_of(8, 1), 1)
-    bench.executor.error = ValueError("no")
-    with pytest.raises(EngineError):
-        bench.step()  # would have moved the blocks of "old" to the host
-    bench.add("again", [*old, 1], 4)
-    assert bench.run()["again"].num_cached_tokens == 0
-    assert bench.tokens("again") == expected_output([*old, 1], 4)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_interrupts_pass_through_and_the_engine_goes_on(error: BaseException) -> None:
     bench = Bench(max_num_seqs=1)
@@ -154,17 +140,6 @@ def test_an_interrupt_outside_the_model_leaves_a_usable_engine(where: str, monke
 # ---- ends
 
 
-def test_every_end_token_ends_a_request() -> None:
-    prompt = prompt_of(5)
-    free = expected_output(prompt, 20)
-    for eos in ({free[0]}, {free[3], free[7]}, {free[19]}):
-        bench = Bench(eos=sorted(eos))
-        bench.add("a", prompt, 20)
-        bench.run()
-        end = next(i for i, token in enumerate(free) if token in eos)
-        assert bench.tokens("a") == free[: end + 1] and bench.reason("a") == ("stop", None)
-
-
 def test_ignore_eos_goes_past_end_tokens_and_not_past_stop_tokens() -> None:
     prompt = prompt_of(5)
     free = expected_output(prompt, 20)
@@ -186,15 +161,6 @@ def test_max_model_len_ends_a_request_with_length(length: int, generated: int, m
     assert bench.reason("a") == ("length", None)
     assert bench.tokens("a") == expected_output(prompt_of(length), generated)
     assert max(row.context_len + len(row.token_ids) for row in bench.rows("a")) <= 20
-
-
-def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
-    last = expected_output(prompt_of(5), 4)
-    bench = Bench()
-    stop = last[3]
-    bench.add("a", prompt_of(5), 4, stop_token_ids=[stop])
-    bench.run()
-    assert bench.reason("a") == ("stop", stop)
 
 
 class SpelledOut:
@@ -238,24 +204,6 @@ def test_metrics_have_units_and_durations_survive_a_change_of_the_systems_clock(
     assert (named["e2e_latency_s"], named["queue_time_s"], named["prefill_tok_s"], named["decode_tokens"]) == values
     bench.add("b", prompt_of(3), 1)
     assert bench.run()["b"].metrics.arrival_time < 60, "an idle engine follows the clock"
-
-
-def test_metrics_of_one_token_and_of_cached_and_preempted_requests() -> None:
-    bench = Bench(6)
-    bench.add("first", prompt_of(13), 1)
-    bench.add("unseeded", prompt_of(3, 5), 1)
-    bench.run()
-    assert bench.finished["first"].metrics.tpot is None, "there is only one token"
-    bench.add("second", prompt_of(13), 2)
-    cached = bench.run()["second"]
-    assert (cached.num_cached_tokens, cached.metrics.prefill_tokens) == (12, 1)
-
-    crowded = Bench(6, caching=False)
-    crowd(crowded, {"a": 7, "b": 7, "c": 7})
-    metrics = crowded.run()["c"].metrics
-    assert metrics.preemptions >= 1
-    assert metrics.prefill_tokens == 7 * (1 + metrics.preemptions), "recomputed prompt tokens count again"
-    assert metrics.decode_tokens == 11
 
 
 class Unspeakable(SpelledOut):

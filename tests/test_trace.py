@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
-from host_tasks import PythonTask
 
 from nanovllm import LLM
-from nanovllm.device import PitchedCopy, Stream
-from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.trace import TracedDevice
-from nanovllm.errors import EngineError
 
 BLOCK, VOCAB = 16, 97
 LINEAR = ("norm, QKV, RoPE", "output projection, MLP", "embedding", "final norm", "logits")
@@ -55,11 +48,6 @@ def in_turn(slices: list[dict[str, Any]]) -> bool:
     return all(a["ts"] + a["dur"] <= b["ts"] + 1e-2 for a, b in itertools.pairwise(slices))
 
 
-def copy(device: TracedDevice, stream: Stream, size: int = 64) -> None:
-    dst, src = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    device.copy_2d(PitchedCopy(dst, src, size, size, size, 1, "h2d"), stream)
-
-
 def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with LLM(model_dir, dtype="float32", trace=path, max_num_batched_tokens=45, **offloaded(BLOCK, 6)) as llm:
@@ -81,31 +69,6 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert 0 < len(of_kind) <= count, "a call carries neighbouring blocks"
         assert sum(args["bytes"] for args in of_kind) == total
     assert all(in_turn(slices) for slices in rows.values())
-
-
-@pytest.mark.parametrize("chunk", [96, 200], ids=["layer by layer", "chunk by chunk"])
-def test_work_of_the_compute_stream_names_its_layer(model_dir: Path, tmp_path: Path, chunk: int) -> None:
-    path = tmp_path / "trace.json"
-    with LLM(model_dir, dtype="float32", trace=path, max_num_batched_tokens=chunk, **offloaded(BLOCK, 6)) as llm:
-        token_ids(llm, [random_prompt(length, VOCAB, 3) for length in (130, 30)], greedy(4))
-        num_layers = llm._runner.spec.num_layers
-    work = [s for s in rows_of(path)["compute"] if s["name"] not in ("step", "wait", *LINEAR[2:])]
-    assert {s["args"]["layer"] for s in work} == set(range(num_layers))
-    for layer in range(num_layers):
-        names = {s["name"] for s in work if s["args"]["layer"] == layer}
-        assert names >= {*LINEAR[:2], "write K/V", "attend"}
-
-
-def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
-    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    calls, tensor = device.new_call_stream("kv-cpu-attention"), torch.zeros(8)
-    device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
-    calls.launch(PythonTask(lambda: time.sleep(0.01)))
-    calls.launch(PythonTask(lambda: None))
-    device.close()
-    slices = rows_of(tmp_path / "trace.json")["kv-cpu-attention"]
-    assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
-    assert slices[0]["dur"] >= 1e4 and in_turn(slices)
 
 
 def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
@@ -132,26 +95,3 @@ def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_p
             step["ts"] - 1e-2 <= kernel["ts"] and kernel["ts"] + kernel["dur"] <= step["ts"] + step["dur"] + 1e-2
             for step in steps
         )
-
-
-def test_a_failed_step_and_a_second_close_leave_a_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    device = TracedDevice(CpuDevice(), path)
-    with pytest.raises(ZeroDivisionError), device.compute():
-        device.declare_kernel("attend")
-        raise ZeroDivisionError
-    device.close()
-    before = path.read_text()
-    device.close()
-    assert path.read_text() == before
-    assert [s["name"] for s in rows_of(path)["compute"]] == ["step", "attend"]
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    directory = tmp_path / "gone"
-    directory.mkdir()
-    device = TracedDevice(CpuDevice(), directory / "trace.json")
-    directory.rmdir()
-    with pytest.raises(EngineError, match=r"trace='.*trace.json': the file cannot be written"):
-        device.close()
-    device.close()
