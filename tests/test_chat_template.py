@@ -73,11 +73,6 @@ def test_an_open_message_ends_where_transformers_ends_it(
         assert made.prompts(conversation)[0].text == expected
 
 
-def test_an_open_message_that_the_template_drops_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
-    template = ChatTemplate(tokenizer, "{{ 1 }}", add_generation_prompt=False, continue_final_message=True)
-    assert "continue_final_message" in refusal(lambda: template.prompts(QUESTION), RequestError)
-
-
 def test_a_tokenizer_may_have_several_templates(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     named = HuggingFaceTokenizer(tmp_path)
@@ -109,14 +104,3 @@ def test_a_template_reaches_nothing(tokenizer: HuggingFaceTokenizer) -> None:
         with suppress(RequestError):
             text = ChatTemplate(tokenizer, template).prompts(QUESTION)[0].text
             assert text == "", "what is not there prints as nothing"
-
-
-def test_a_template_that_fails_costs_one_sentence(tokenizer: HuggingFaceTokenizer) -> None:
-    for template, says in (
-        ("{{ raise_exception('roles must\nalternate') }}", "cannot take the messages: roles must alternate"),
-        ("{% if %}", "cannot take the messages: Expected an expression"),
-        ("{{ messages[9].content.x }}", "cannot take the messages"),
-        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
-    ):
-        message = refusal(lambda text=template: ChatTemplate(tokenizer, text).prompts(QUESTION), RequestError)  # type: ignore[misc]
-        assert says in message and "\n" not in message

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_cases import QUICK, TEXTS
-from tokenizer_files import END, write_byte_fallback, write_byte_level
+from tokenizer_files import write_byte_fallback, write_byte_level
 
-from nanovllm.engine.detokenizer import MAX_HELD, Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -75,12 +75,6 @@ def test_any_tokens_give_their_text(bytes_tokenizer: HuggingFaceTokenizer, slow:
         assert "".join(found) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-def test_a_prompt_that_ends_within_a_character_is_not_shown(bytes_tokenizer: HuggingFaceTokenizer) -> None:
-    half = list("日".encode()[:2])
-    assert pieces(bytes_tokenizer, [*b"ab"], [*b"x", *half]) == ["a", "b", ""]
-    assert pieces(bytes_tokenizer, [*"日".encode()[2:], *b"b"], half) == ["", REPLACEMENT + "b", ""]
-
-
 # ---- byte fallback and marked spaces
 
 
@@ -101,13 +95,6 @@ def test_text_continues_that_of_the_prompt(
     assert not any(REPLACEMENT in piece for piece in shown)
 
 
-def test_a_space_after_the_prompt_is_kept(marks_tokenizer: HuggingFaceTokenizer) -> None:
-    token_ids = marks_tokenizer.encode("abc")
-    assert "".join(pieces(marks_tokenizer, token_ids)) == "abc"
-    assert "".join(pieces(marks_tokenizer, token_ids, marks_tokenizer.encode("日" * 9))) == " abc"
-    assert "".join(pieces(marks_tokenizer, token_ids, marks_tokenizer.encode("本" * 9))) == " abc", "bytes"
-
-
 def test_malformed_bytes_never_change_what_was_shown(marks_tokenizer: HuggingFaceTokenizer) -> None:
     """A run of bytes is decoded together: if it becomes malformed, that would take back the character before."""
     byte = {value: marks_tokenizer.tokenizer.convert_tokens_to_ids(f"<0x{value:02X}>") for value in range(256)}
@@ -116,16 +103,6 @@ def test_malformed_bytes_never_change_what_was_shown(marks_tokenizer: HuggingFac
     assert pieces(marks_tokenizer, [*good, byte[255], a, b]) == ["", "", "日", "", REPLACEMENT + " a", "b", ""]
     shown = pieces(marks_tokenizer, [a, *[byte[255]] * 50, *good, b])
     assert shown[0] == "a" and "".join(shown).replace(REPLACEMENT, "") in ("ab", "a日b")
-
-
-@given(token_ids=st.lists(st.integers(2 + 128, 300), max_size=40))  # no bytes of ASCII
-@QUICK
-def test_no_tokens_break_the_stream(marks_tokenizer: HuggingFaceTokenizer, token_ids: list[int]) -> None:
-    text, joined = marks_tokenizer.decode(token_ids), "".join(pieces(marks_tokenizer, token_ids))
-    if REPLACEMENT not in text:
-        assert joined == text
-    else:  # an earlier byte's meaning may have been decided before
-        assert [c for c in joined if c.isalpha() and c.isascii()] == [c for c in text if c.isalpha() and c.isascii()]
 
 
 # ---- slow tokenizers
@@ -144,15 +121,3 @@ class SentencePieceLike:
 def test_spaces_between_words_are_kept_where_decoders_drop_the_first() -> None:
     assert "".join(pieces(SentencePieceLike(), [97, 98, 99, 0, 100, 0, 0, 101])) == "a b c d e"
     assert "".join(pieces(SentencePieceLike(), [97, 98], [100])) == " a b"
-
-
-# ---- cost
-
-
-@pytest.mark.parametrize("data", [b"ab", b"\xff", REPLACEMENT.encode(), "日".encode() + b"\xe6"])
-def test_it_never_holds_many_tokens(bytes_tokenizer: HuggingFaceTokenizer, data: bytes) -> None:
-    detokenizer, shown = Detokenizer(bytes_tokenizer), ""
-    for token in [*data * 100, *bytes_tokenizer.encode(END) * 100]:
-        shown += detokenizer.step(token)
-        assert len(detokenizer._held) <= MAX_HELD
-    assert shown + detokenizer.flush() == (data * 100).decode(errors="replace")

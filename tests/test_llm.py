@@ -11,7 +11,7 @@ from checkpoints import checkpoint_fixture, edit_config, make_checkpoint
 from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
 
 from nanovllm import LLM, RequestOutputKind, SamplingParams
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import RequestError
 
 VOCAB = 300
 CONVERSATION = [
@@ -133,13 +133,6 @@ def test_without_tokenizer_or_template(bare: LLM, tmp_path: Path) -> None:
 # ---- arguments
 
 
-def test_arguments_that_do_not_exist_are_refused_by_name(llm: LLM) -> None:
-    for name in ("prompt_token_ids", "use_tqmd"):
-        match = f"unknown argument of generate '{name}': (did you mean|the valid names)"
-        with pytest.raises(RequestError, match=match):
-            llm.generate("Hello", GREEDY, **{name: [1]})
-
-
 def test_prompts_run_in_the_order_of_their_priorities(model_dir: Path) -> None:
     with LLM(model_dir, max_num_seqs=1, num_gpu_blocks=16) as one_at_a_time:
         prompts = ["a", "b", "c"]
@@ -167,18 +160,6 @@ def test_the_checkpoint_recommends_default_parameters(tmp_path: Path) -> None:
         assert len(output.outputs[0].token_ids) == 3
 
 
-# ---- text
-
-
-@pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_generate_gives_complete_outputs_whatever_the_kind(llm: LLM, kind: RequestOutputKind) -> None:
-    (expected,) = llm.generate("Hello", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1), use_tqdm=False)
-    params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, output_kind=kind)
-    (output,) = llm.generate("Hello", params, use_tqdm=False)
-    assert output.outputs == expected.outputs and output.prompt_logprobs == expected.prompt_logprobs
-    assert params.output_kind is kind, "the caller's own are not touched"
-
-
 # ---- streams
 
 
@@ -198,18 +179,6 @@ def test_a_bad_stream_is_refused_before_it_is_read(llm: LLM) -> None:
         llm.stream([[]], GREEDY)
 
 
-def test_calls_within_a_stream_take_nothing_from_it(llm: LLM) -> None:
-    (hello,), (other,) = (llm.generate(text, GREEDY, use_tqdm=False) for text in ("Hello", "one two"))
-    lengths = []
-    for output in llm.stream("Hello", GREEDY):
-        if not lengths:
-            (inner,) = llm.generate("one two", GREEDY, use_tqdm=False)
-            assert inner.outputs == other.outputs
-        lengths.append(len(output.outputs[0].token_ids))
-        last = output
-    assert lengths == list(range(1, 13)) and last.outputs == hello.outputs
-
-
 def test_a_stream_that_is_left_aborts_its_requests(llm: LLM) -> None:
     stream = llm.stream(["Hello", "one"], GREEDY)
     assert not llm.engine.has_unfinished_requests(), "nothing is asked for yet"
@@ -218,10 +187,3 @@ def test_a_stream_that_is_left_aborts_its_requests(llm: LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
     assert next(stream, None) is None, "also not what the step has computed for the other request"
-
-
-def test_a_stream_whose_request_is_aborted_elsewhere_says_so(llm: LLM) -> None:
-    stream = llm.stream("Hello", GREEDY)
-    llm.engine.abort_request(next(stream).request_id)
-    with pytest.raises(EngineError, match="ended by another"):
-        next(stream)

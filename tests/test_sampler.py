@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm.data.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.layers import sampler
@@ -188,48 +187,11 @@ def test_sorting_a_window_draws_as_sorting_all(monkeypatch: pytest.MonkeyPatch) 
         assert sample(logits, rows) == whole, window
 
 
-@pytest.mark.parametrize("seed", [0, -1, 1, 2**31, 2**32, -(2**63), 2**63 - 1])
-def test_any_64_bit_seed_is_its_own(seed: int) -> None:
-    others = [s for s in (0, -1, 1, 2**31, 2**32, -(2**63), 2**63 - 1) if s != seed]
-    own = draws([0.0] * 500, 50, seed=seed)
-    for other in others:
-        assert sum(x == y for x, y in zip(own, draws([0.0] * 500, 50, seed=other), strict=True)) < 10
-
-
-@pytest.mark.parametrize("index", [0, 1, 2**31, 2**40])
-def test_noise_is_finite_and_of_mean_and_variance_of_gumbel(index: int) -> None:
-    noise = gumbel_noise([row(seed=5, index=index)], torch.arange(40_000))
-    assert noise.dtype == torch.float64 and noise.shape == (1, 40_000) and noise.isfinite().all()
-    assert abs(noise.mean().item() - 0.5772) < 0.03
-    assert abs(noise.var().item() - math.pi**2 / 6) < 0.08
-
-
 @pytest.mark.parametrize("bits", [0, -1, 1, 2**63 - 1, -(2**63)])
 def test_the_outermost_random_numbers_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform that rounds to 0 or 1 would make a token impossible or certain."""
     monkeypatch.setattr(torch_rows, "splitmix64", lambda z: torch.full_like(z, bits))
     assert gumbel_noise([row()], torch.arange(5)).isfinite().all()
-
-
-def test_noise_is_named_by_seed_index_and_token() -> None:
-    rows = [row(seed=seed, index=index) for seed in (1, 2) for index in (0, 7)]
-    noise = gumbel_noise(rows, torch.arange(30))
-    assert noise.unique().numel() == noise.numel()
-    order = torch.stack([torch.randperm(30, generator=torch.Generator().manual_seed(i)) for i in range(4)])
-    assert torch.equal(gumbel_noise(rows, order), noise.gather(1, order))
-    assert torch.equal(gumbel_noise(rows[2:3], torch.arange(30)), noise[2:3])
-
-
-@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9, 0.01])
-@pytest.mark.parametrize("others", [{}, {"top_k": 4}, {"min_p": 0.3}], ids=str)
-def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float, others: dict[str, Any]) -> None:
-    assert set(draws(LOGITS, 50, top_p=top_p, **others)) == {4}
-
-
-def test_top_p_includes_the_token_that_crosses_it() -> None:
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().tolist()
-    for top_p, kept in ((0.4, {0}), (0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.76, {0, 1, 2}), (0.9, {0, 1, 2, 3})):
-        assert set(draws(logits, 300, top_p=top_p)) == kept, top_p
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e30, 3e38])
@@ -253,15 +215,6 @@ def test_logits_that_are_not_finite_give_no_token(kind: dict[str, Any]) -> None:
         assert found == [whole[0], NOT_FINITE, whole[2]], "and the rows beside are as they were"
     adjusted = sample(torch.full((1, 12), math.nan), [row(adjustments=changes(banned=range(12)), **kind)])
     assert adjusted == [NOT_FINITE]
-
-
-def test_logits_are_left_as_they_were() -> None:
-    logits = torch.randn(6, 30)
-    before: Tensor = logits.clone()
-    by = changes(banned=[3], bias={4: 1.0}, repetition_penalty=2.0, presence_penalty=1.0, output_tokens=[5])
-    rows = [row(), row(temperature=0.0), row(top_k=2), row(top_p=0.2, min_p=0.1)]
-    sample(logits, [*rows, row(adjustments=by), row(temperature=0.0, adjustments=by)])
-    assert torch.equal(logits, before)
 
 
 @KINDS

@@ -6,7 +6,6 @@ And of every field that it has an effect.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -21,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from nanovllm.data.batch import LogitAdjustments, LogitsProcessors, PackedMask, SamplingRow, token_array
+from nanovllm.data.batch import PackedMask, SamplingRow
 from nanovllm.errors import RequestError
-from nanovllm.layers.logits import mask_, process
+from nanovllm.layers.logits import mask_
 from nanovllm.layers.sampler import ALL_BANNED, sample
 
 VOCAB, END_ID = 290, 277  # of `write_byte_level`: <|end|>
@@ -76,14 +75,6 @@ def test_a_scored_prompt_generates_nothing(model_dir: Path, name: str) -> None:
         assert output.metrics.first_token_time is None and output.metrics.finished_time is not None
 
 
-def test_a_prompt_of_the_model_length_is_scored_and_streamed(llm: LLM) -> None:
-    prompt = random_prompt(llm.max_model_len, VOCAB, 4)
-    params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprobs=1, output_kind=RequestOutputKind.DELTA)
-    outputs = list(llm.stream(prompt, params))
-    assert outputs[-1].finished and sum(len(output.prompt_logprobs or ()) for output in outputs) == len(prompt)
-    assert outputs[-1].outputs[0].logprobs == [] and outputs[-1].outputs[0].finish_reason == "length"
-
-
 # ---- allowed_token_ids
 
 
@@ -105,15 +96,6 @@ def test_only_allowed_tokens_are_sampled(llm: LLM) -> None:
     assert logprobs is not None and any(set(entries) - set(allowed) for entries in logprobs), "of the raw logits"
 
 
-def test_allowed_tokens_that_cannot_be_sampled_are_refused(llm: LLM) -> None:
-    for params, says in [
-        ({"allowed_token_ids": [VOCAB]}, f"allowed_token_ids={VOCAB}: must hold token ids of the model, from 0 to 289"),
-        ({"allowed_token_ids": [5], "logit_bias": {5: -math.inf}}, "ban all allowed tokens of the model"),
-    ]:
-        with pytest.raises(RequestError, match=re.escape(says)):
-            run(llm, [[1, 2]], SamplingParams(**params))
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_a_packed_mask_is_applied_as_the_reference_does(data: st.DataObject) -> None:
@@ -132,24 +114,7 @@ def test_a_packed_mask_is_applied_as_the_reference_does(data: st.DataObject) -> 
         assert found[row] == (ALL_BANNED if allowed == set() else int(expected[row].argmax()))
 
 
-def test_mask_bans_and_penalties_work_together() -> None:
-    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
-    adjustments = LogitAdjustments(banned=token_array([1]), presence_penalty=1.5, output_tokens=token_array([2]))
-    mask = PackedMask.of([1, 2, 3, 4], 5)
-    assert sample(logits, [SamplingRow(temperature=0.0, seed=1, index=0, adjustments=adjustments, mask=mask)]) == [3]
-    assert logits.tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]], "the raw logits stay"
-
-
 # ---- logits_processors
-
-
-def only(token: int) -> Any:
-    def processor(token_ids: list[int], logits: Tensor) -> Tensor:
-        logits[:] = -math.inf
-        logits[token] = 0.0
-        return logits
-
-    return processor
 
 
 def test_processors_see_tokens_and_change_one_row_only(llm: LLM) -> None:
@@ -168,19 +133,6 @@ def test_processors_see_tokens_and_change_one_row_only(llm: LLM) -> None:
     assert seen == [([20, 21], [20, 21, 22, 23, 24][:count], [VOCAB]) for count in range(5)]
     assert beside.outputs[0].token_ids == alone.token_ids
     assert all(entry.logprob < -0.01 for entries in changed.outputs[0].logprobs or () for entry in entries.values())
-
-
-def test_processors_run_in_order_before_masks_and_bans(llm: LLM) -> None:
-    def double(token_ids: list[int], logits: Tensor) -> Tensor:
-        return logits * 2 + 1
-
-    params = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[only(7), double])
-    assert run(llm, [[1, 2]], params)[0].outputs[0].token_ids == [7, 7]
-    params.logits_processors, params.logit_bias = [lambda token_ids, logits: logits], {7: 100.0}
-    assert run(llm, [[1, 2]], params)[0].outputs[0].token_ids == [7, 7]
-    sampled = SamplingParams(seed=5, max_tokens=8, n=3, top_p=0.9)
-    same = SamplingParams(seed=5, max_tokens=8, n=3, top_p=0.9, logits_processors=[lambda token_ids, logits: logits])
-    assert run(llm, [[1, 2]], sampled)[0].outputs == run(llm, [[1, 2]], same)[0].outputs
 
 
 def fail(token_ids: list[int], logits: Tensor) -> Tensor:
@@ -204,19 +156,6 @@ def test_a_processor_that_fails_ends_its_request_alone(llm: LLM, processor: Any,
     failed, beside = run(llm, [[1, 2], [5, 6]], [bad, plain])
     assert failed.outputs[0].finish_reason == "error" and says in (failed.error or "")
     assert beside.outputs == alone and llm.metrics().used_blocks == 0
-
-
-def test_the_functions_get_copies() -> None:
-    logits, prompt = torch.zeros(4), [1, 2]
-
-    def spoil(prompt_ids: list[int], past_ids: list[int], logits: Tensor) -> Tensor:
-        prompt_ids.clear()
-        past_ids.append(9)
-        return logits.add_(1)
-
-    rows = LogitsProcessors([(spoil, True), (spoil, True)], prompt, output := [3])
-    assert process(logits, rows).tolist() == [2.0] * 4
-    assert (logits.tolist(), prompt, output) == ([0.0] * 4, [1, 2], [3])
 
 
 # ---- detokenize, truncate_prompt_tokens

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.batch import LogitAdjustments, SamplingRow, TokenLogprobs, token_array
+from nanovllm.data.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
-from nanovllm.layers.sampler import kept_in_order, scale_, token_logprobs
+from nanovllm.layers.sampler import kept_in_order, scale_
 
 VOCAB, ROWS = 97, 12
 ENDS = [*range(10, 40), 8, 9]  # so many that an end token comes soon
@@ -149,26 +149,3 @@ def test_greedy_generation(params: dict[str, Any], arguments: dict[str, Any], tm
     if "min_tokens" in params:
         assert all(len(tokens) > params["min_tokens"] for tokens in found)
         assert any(len(tokens) < 30 for tokens in found), "no end token was met"
-
-
-# ---- log-probabilities
-
-
-def test_logprobs_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = (random_logits(12) * 4).round() / 4  # many equal ones
-    token_ids, counts = list(range(ROWS)), [None, 0, 3, 20, 5, 3] * 2
-    alone: list[TokenLogprobs | None] = []
-    for row in range(ROWS):
-        alone += token_logprobs(logits[row : row + 1], token_ids[row : row + 1], counts[row : row + 1])
-    assert token_logprobs(logits, token_ids, counts) == alone
-    assert token_logprobs(logits.flip(0), token_ids[::-1], counts[::-1]) == alone[::-1]
-    monkeypatch.setattr("nanovllm.layers.sampler.LOGPROB_ROWS", 5)
-    assert token_logprobs(logits, token_ids, counts) == alone
-
-
-def test_equal_logits_share_a_rank_and_impossible_tokens_have_one() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, -math.inf]])
-    found = [token_logprobs(logits, [token], [4])[0] for token in range(4)]
-    assert [row.rank for row in found if row is not None] == [3, 1, 1, 4]
-    assert found[3] is not None and found[3].logprob == -math.inf
-    assert sorted(found[0].top_token_ids[:2]) == [1, 2] if found[0] else False

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm import RequestOutputKind, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.sampling_rules import takes_prompt
 
 NAN, INF = math.nan, math.inf
 
@@ -95,39 +94,6 @@ def test_every_field_has_a_refusal() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(REFUSED)
 
 
-ACCEPTED: dict[str, list[Any]] = {
-    "temperature": [0, 1e-9, 1e30],
-    "top_p": [1e-300, 1],
-    "min_p": [0, 1],
-    "top_k": [-1, 0, 2**70],
-    "seed": [None, 0, -2, -(2**63), 2**63 - 1],
-    "max_tokens": [None, 1, 10**9],
-    "allowed_token_ids": [None, [0], (1, 2), range(3)],
-    "truncate_prompt_tokens": [None, -1, 1],
-    "stop_token_ids": [[], (1, 2), range(3)],
-    "n": [1, 100],
-    "best_of": [None, 1, 5],
-    "presence_penalty": [-2, 0.5, 2.0],
-    "frequency_penalty": [-2.0, 2],
-    "repetition_penalty": [1e-300, 1, 1e300],
-    "min_tokens": [0, 16],
-    "logprobs": [None, -1, 0, 10**6],
-    "prompt_logprobs": [None, -1, 0],
-    "logit_bias": [{}, {0: 1.0, 5: -100.0}, {3: -INF}],
-    "bad_words": [[], ("a", " b")],
-    "stop": [[], ["a"], ("a", "b")],
-    "output_kind": list(RequestOutputKind),
-}
-
-
-@pytest.mark.parametrize("field", ACCEPTED)
-def test_valid_values_are_kept(field: str) -> None:
-    lists = ("stop_token_ids", "stop", "bad_words", "allowed_token_ids")
-    for value in ACCEPTED[field]:
-        expected = tuple(value) if field in lists and value is not None else value
-        assert getattr(SamplingParams(**{field: value}), field) == expected
-
-
 def test_lists_are_copies_and_may_be_none() -> None:
     mine: dict[str, Any] = {"stop_token_ids": [1, 2], "stop": ["a"], "bad_words": ["b"], "logit_bias": {1: 2}}
     params = SamplingParams(**mine)
@@ -179,26 +145,6 @@ def test_from_optional_reads_none_as_the_default() -> None:
     ]:
         with pytest.raises(RequestError, match=re.escape(says)):
             SamplingParams.from_optional(**arguments)
-
-
-def test_a_clone_shares_its_functions_only() -> None:
-    schema = {"type": "object"}
-    params = SamplingParams(logits_processors=[max], structured_outputs={"json": schema}, logit_bias={1: 2.0})
-    clone = params.clone()
-    assert clone == params and clone.structured_outputs is not None and params.structured_outputs is not None
-    assert clone.structured_outputs.json is not schema and clone.logits_processors[0] is max
-    clone.max_tokens = 3
-    assert params.max_tokens == 16
-    params.skip_clone = True
-    assert params.clone().structured_outputs is params.structured_outputs
-
-
-def test_a_processor_says_by_its_arguments_whether_it_takes_the_prompt() -> None:
-    assert takes_prompt(lambda output, logits: logits) is False
-    assert takes_prompt(lambda output, logits, scale=2.0: logits) is False
-    assert takes_prompt(lambda prompt, output, logits: logits) is True
-    assert takes_prompt(lambda logits: logits) is None
-    assert takes_prompt(lambda a, b, c, d: d) is None
 
 
 # ---- structured outputs

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from engine_helpers import Bench, prompt_of
-from test_requests import SpelledOut, Unspeakable
+from test_requests import SpelledOut
 
 from nanovllm.data.batch import Batch, Sample, StepResult, TokenLogprobs
-from nanovllm.engine.request import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -70,12 +69,6 @@ def test_deltas_join_to_what_cumulative_outputs_hold() -> None:
     assert [token for new in news for token in new.token_ids] == only(final).token_ids
 
 
-def test_a_chunk_of_the_prompt_brings_no_news() -> None:
-    bench = Bench(budget=8)
-    bench.add("a", prompt_of(20), 2, output_kind=DELTA)
-    assert [len(output.outputs) for output in streamed(bench)["a"]] == [0, 0, 1, 1]
-
-
 @KINDS
 def test_logprobs_come_as_the_tokens_do(kind: RequestOutputKind) -> None:
     bench = speaking(budget=8)
@@ -104,31 +97,6 @@ def test_an_abort_gives_the_rest(kind: RequestOutputKind) -> None:
     assert last is not None and last.finished
     assert (only(last).text, only(last).finish_reason) == (free.text, "abort")
     assert only(last).token_ids == ([] if kind is DELTA else free.token_ids)
-
-
-@KINDS
-def test_a_request_whose_text_fails_says_so_once(kind: RequestOutputKind) -> None:
-    bench = Bench(tokenizer=SpelledOut())
-    bench.add("free", prompt_of(6), 3)
-    tokens = only(bench.run()["free"]).token_ids
-    bench = Bench(tokenizer=Unspeakable(tokens[2]))
-    bench.add("a", prompt_of(6), 8, output_kind=kind)
-    last = streamed(bench)["a"][-1]
-    assert last.finished and only(last).finish_reason == "error"
-
-
-def test_the_cost_of_a_delta_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output of what is new never looks at the entire output."""
-    bench = speaking(max_model_len=200)
-
-    def everything(*_: object) -> None:
-        raise AssertionError("the entire output was asked for")
-
-    monkeypatch.setattr(Sequence, "output_token_ids", property(everything))
-    monkeypatch.setattr("nanovllm.engine.detokenizer.SequenceText.visible", everything)
-    bench.add("a", prompt_of(4), 100, output_kind=DELTA, logprobs=0)
-    sizes = [(len(new.token_ids), len(new.logprobs or [])) for out in streamed(bench)["a"] for new in out.outputs]
-    assert sizes == [(1, 1)] * 100
 
 
 def test_deltas_of_a_group_join_to_its_sequences() -> None:

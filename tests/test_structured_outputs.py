@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,9 @@ from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt
 from tokenizer_files import END, write_byte_fallback, write_byte_level
 
-from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from nanovllm.data.batch import Batch, PackedMask, StepResult
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
-from nanovllm.features.structured_outputs.grammar_worker import close_objects
 from nanovllm.text.tokenizer import load_tokenizer
 
 VOCAB, EOS = 300, 277
@@ -150,14 +147,6 @@ def test_outputs_do_not_depend_on_batch_or_memory(
     assert name != "swapped" or metrics.preemptions_by_swap > 0
 
 
-def test_logprobs_are_of_the_raw_logits(llm: LLM) -> None:
-    prompt = random_prompt(9, VOCAB, 1)
-    free = SamplingParams(max_tokens=1, logprobs=VOCAB, temperature=0.0)
-    (raw,) = run(llm, [prompt], free)[0].outputs[0].logprobs or ()
-    (found,) = run(llm, [prompt], structured("schema", max_tokens=1, logprobs=VOCAB))[0].outputs[0].logprobs or ()
-    assert {token: entry.logprob for token, entry in found.items()} == {t: entry.logprob for t, entry in raw.items()}
-
-
 def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     (completion,) = run(llm, [[1, 2]], structured("schema", stop='"age"', seed=1))[0].outputs
     assert (completion.finish_reason, completion.stop_reason) == ("stop", '"age"') and '"age"' not in completion.text
@@ -191,55 +180,7 @@ def test_with_allowed_tokens_processors_and_penalties(llm: LLM) -> None:
     assert max(map(completion.text.count, "0135")) == 3, "penalties choose among what the mask leaves"
 
 
-def test_a_ban_of_all_that_may_follow_ends_the_request_alone(llm: LLM) -> None:
-    banned = SamplingParams(structured_outputs={"regex": "ab"}, logit_bias={ord("b"): float("-inf")}, bad_words=[])
-    beside = structured("schema", seed=1)
-    alone = run(llm, [[1, 2]], beside)[0].outputs
-    failed, other = run(llm, [[1, 2], [1, 2]], [banned, beside])
-    assert failed.outputs[0].finish_reason == "error" and "structured_outputs" in (failed.error or "")
-    assert other.outputs == alone
-
-
-def test_a_stream_gives_the_output_in_pieces(llm: LLM) -> None:
-    params = structured("schema", seed=2, output_kind=RequestOutputKind.DELTA)
-    pieces = [completion.text for output in llm.stream([[1, 2]], params) for completion in output.outputs]
-    assert len(pieces) > 10 and is_person("".join(pieces))
-    assert "".join(pieces) == run(llm, [[1, 2]], params)[0].outputs[0].text
-
-
 # ---- masks
-
-
-def test_a_batch_with_masks_is_plain_data(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is pickled on its way to the executor gives the same tokens."""
-    params, prompts = [structured(kind, seed=1, n=2) for kind in KINDS], [[1, 2, 3]] * len(KINDS)
-    expected = [output.outputs for output in run(llm, prompts, params)]
-    execute, masks = llm.engine.executor.execute, []
-
-    def through_a_pipe(batch: Batch) -> StepResult:
-        received = pickle.loads(pickle.dumps(batch))
-        masks.extend(row.mask for seq in received.sequences for row in seq.samples)
-        return execute(received)
-
-    monkeypatch.setattr(llm.engine.executor, "execute", through_a_pipe)
-    assert [output.outputs for output in run(llm, prompts, params)] == expected
-    assert masks and all(type(mask) is PackedMask and mask.error is None for mask in masks)
-
-
-def test_an_end_token_is_allowed_exactly_where_the_output_may_end(model_dir: Path) -> None:
-    tokenizer = load_tokenizer(model_dir)
-    compiler = LLGuidanceCompiler(tokenizer, VOCAB, [EOS, EOS + 1])
-    grammar = compiler.compile(StructuredOutputsParams(regex="(ab)*c?"), [EOS, 290], None)
-    for text, ends in {"": True, "a": False, "ab": True, "aba": False, "abc": True}.items():
-        state = grammar.start()
-        mask = state.mask([ord(character) for character in text], hold_end=False)
-        allowed = {token for token in range(VOCAB) if mask.bits[token // 8] >> token % 8 & 1}
-        assert mask.error is None and state.num_read == len(text)
-        assert (EOS in allowed, 290 in allowed, EOS + 1 in allowed) == (ends, ends, False), text
-        assert {token for token in allowed if token < 256} == {
-            ord(c) for c in {"a": "b", "aba": "b", "abc": ""}.get(text, "ac")
-        }
-    compiler.close()
 
 
 def test_a_tokenizer_with_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
@@ -250,16 +191,6 @@ def test_a_tokenizer_with_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
     with LLM(tmp_path, num_gpu_blocks=40, kvcache_block_size=16) as llm:
         for completion in run(llm, "a prompt", params)[0].outputs:
             assert re.fullmatch("( [a-f]{2,4}|é日?){3} x", completion.text) and completion.token_ids[-1] == 310
-
-
-def test_schemas_are_closed_where_they_do_not_speak_of_other_properties() -> None:
-    schema: Any = {
-        "properties": {"a": {"properties": {}}, "b": {"items": [{"properties": {}, "additionalProperties": 1}]}}
-    }
-    close_objects(schema)
-    assert schema["additionalProperties"] is False and schema["properties"]["a"]["additionalProperties"] is False
-    assert schema["properties"]["b"]["items"][0]["additionalProperties"] == 1
-    assert "additionalProperties" not in schema["properties"]
 
 
 # ---- refusals

@@ -137,15 +137,6 @@ def read(tokenizer: Any, token_ids: Sequence[int], ends: bool = False, **params:
     return text.finish(), text.visible()
 
 
-def test_the_earliest_to_complete_wins_then_the_first_in_the_list(tokenizer: HuggingFaceTokenizer) -> None:
-    assert read(tokenizer, b"xabcd", stop=["abcd", "bc"]) == ("bc", "xa")
-    assert read(tokenizer, b"xabcd", stop=["c", "abc"]) == ("c", "xab")
-    assert read(tokenizer, b"xabcd", stop=["abc", "c"]) == ("abc", "x")
-    at_once = tokenizer.encode("日本")
-    assert len(at_once) == 1 and read(tokenizer, at_once, stop=["日本", "日"]) == ("日", "")
-    assert read(tokenizer, at_once, stop=["日本", "日"], include_stop_str_in_output=True) == ("日", "日")
-
-
 def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(tokenizer: HuggingFaceTokenizer) -> None:
     end = tokenizer.encode(END)
     assert read(tokenizer, b"ab", ends=True) == (None, "a")
@@ -154,23 +145,6 @@ def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(token
     assert read(tokenizer, [*b"ab", *end], skip_special_tokens=False) == (None, f"ab{END}")
     assert read(tokenizer, [*b"ab", *end]) == (None, "ab")
     assert read(tokenizer, b"ab", ends=True, stop="ab") == (None, "a"), "what was held back is text now"
-
-
-def test_special_tokens_can_be_stop_strings_where_they_are_shown(tokenizer: HuggingFaceTokenizer) -> None:
-    token_ids = [*b"ab", *tokenizer.encode(END), *b"c"]
-    assert read(tokenizer, token_ids, stop=END) == (None, "abc")
-    assert read(tokenizer, token_ids, stop=END, skip_special_tokens=False) == (END, "ab")
-
-
-def test_what_was_held_back_is_flushed_at_the_end(tokenizer: HuggingFaceTokenizer) -> None:
-    text = SequenceText(tokenizer, SamplingParams(stop=["stop it"]))
-    text.append(b"do stop")
-    assert text.visible() == "do "
-    text.append("é".encode()[:1])
-    assert text.visible() == "do "
-    assert text.finish() is None and text.finish() is None
-    assert text.visible() == f"do stop{REPLACEMENT}"
-    assert read(tokenizer, [*b"do", 0xC3], stop=REPLACEMENT) == (REPLACEMENT, "do")
 
 
 def test_a_text_continues_its_prompt(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -204,14 +178,3 @@ def test_a_stop_string_ends_its_request_and_no_other() -> None:
     assert bench.reason("long") == ("length", None) and bench.finished["long"].outputs[0].text == text
     assert bench.reason("other") == ("length", None)
     assert bench.manager.num_used == 0
-
-
-def test_a_stop_string_with_the_last_token_is_a_stop() -> None:
-    bench = Bench(tokenizer=SpelledOut())
-    bench.add("free", prompt_of(6), 4)
-    text = bench.run()["free"].outputs[0].text
-    bench.add("a", prompt_of(6), 4, stop=text[-2:])
-    bench.add("b", prompt_of(6), 4, stop=text[-2:] + "9")
-    bench.run()
-    assert bench.reason("a")[0] == "stop"
-    assert bench.reason("b") == ("length", None) and bench.finished["b"].outputs[0].text == text
