@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from nanovllm.formats.gguf.model import RANDOM_SCALES
 
 PLAIN = ("F32", "F16", "BF16")
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden": 256, "intermediate": 256, "head_dim": 64, "vocab": VOCAB}  # rows that blocks of 256 divide
 OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -49,7 +48,6 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     **{"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"},
 }
-ALIGNMENT = 32
 
 
 def write_gguf(

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, refusal
-from engines import greedy, token_ids
-from graph_devices import CapturingDevice, use_graphs
-from graph_devices import arguments as graph_arguments
-from lora_helpers import adapter_tensors, write_adapter
+from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from test_models import assert_same_logits, random_prompts, reference, run
 from torch import Tensor
@@ -23,12 +19,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from nanovllm import LLM
 from nanovllm.data.network import ExpertSpec, SharedExpert
-from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 
@@ -170,18 +163,6 @@ def test_fused_experts_are_read(tmp_path: Path, family: str) -> None:
 # ---- sizes
 
 
-def test_sizes_are_those_of_the_decoder(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", layers=4, mlp_only_layers=[2], experts=6)
-    spec = load_decoder_spec(tmp_path)
-    decoder = Decoder(spec, torch.bfloat16, CPU)
-    held = [sum(slot.view.nbytes for _, slot in each.slots()) for each in decoder.layers]
-    assert spec.weight_bytes(2) == decoder.weight_bytes == sum(slot.view.nbytes for _, slot in decoder.slots())
-    assert spec.layer_weight_bytes(2) == sum(held) // 4 and held[2] != held[0] == held[1] == held[3]
-    assert dict(spec.tensors()).keys() == dict(decoder.slots()).keys()
-    kinds = spec.one_of_each_kind()
-    assert kinds.num_layers == 2 and kinds.experts is not None and kinds.experts.layers == (True, False)
-
-
 def test_decode_reads_the_chosen_experts_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", layers=2, experts=8, experts_per_tok=2)
     spec = load_decoder_spec(tmp_path)
@@ -193,30 +174,3 @@ def test_decode_reads_the_chosen_experts_only(tmp_path: Path) -> None:
     assert spec.layer_weight_bytes(4, 1000) == whole
     dense = 64 * (2 * 64 + 2 * 32) + 8 * 64  # q, k, v, o and the router
     assert network.matrix_operations(10) == 10 * 2 * 2 * (dense + 2 * 3 * 64 * 48)
-
-
-# ---- refusals
-
-
-def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
-    tensors = adapter_tensors(model, ("q_proj",))
-    spec = load_decoder_spec(tmp_path / "model")
-    assert len(read_adapter(write_adapter(tmp_path / "good", tensors), spec, 8).modules) == 2
-    name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{}.weight"
-    tensors |= {name.format("A"): torch.zeros(4, 64), name.format("B"): torch.zeros(48, 4)}
-    path = write_adapter(tmp_path / "bad", tensors)
-    assert "has no such linear layer to adapt" in refusal(lambda: read_adapter(path, spec, 8))
-
-
-# ---- CUDA graphs
-
-
-def test_no_graphs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "dense", "qwen3")
-    make_checkpoint(tmp_path / "experts", "qwen3_moe")
-    use_graphs(monkeypatch, CapturingDevice(), rows=True)
-    for name, recorded in (("dense", True), ("experts", False)):
-        with LLM(tmp_path / name, **graph_arguments("full steps")) as llm:
-            assert (llm._runner.passes[0].decode_runner is not None) is recorded
-            assert token_ids(llm, [[1, 2, 3]], greedy(3))

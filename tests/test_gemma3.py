@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
+from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from safetensors.torch import load_file, save_file
 from test_models import assert_same_logits, load, random_prompts, reference, run
@@ -77,23 +76,6 @@ def test_older_configs_mean_the_same(tmp_path: Path) -> None:
     assert defaults.sliding_windows == spec.sliding_windows == (256, None)
 
 
-def test_an_override_scales_the_layers_without_a_window(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "gemma3")
-    spec = load_decoder_spec(tmp_path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
-    assert spec.ropes == (RopeSpec("linear", 1e4, 2.0, original_max_position=128), RopeSpec(theta=300.0))
-
-
-def test_another_family_may_have_gemmas_activation(tmp_path: Path) -> None:
-    """The decoder reads it for all families, also for experts."""
-    for family in ("llama", "mixtral"):
-        path = tmp_path / family
-        model = make_checkpoint(path, family, hidden_act="gelu_pytorch_tanh")
-        assert json.loads((path / "config.json").read_text())["hidden_act"] == "gelu_pytorch_tanh"
-        prompt = random_prompt(40, VOCAB, seed=1)
-        with LLM(path, **RESIDENT) as llm:
-            assert token_ids(llm, prompt, greedy(8)) == [greedy_reference(model, prompt, 8)]
-
-
 # ---- the text model of one for images too
 
 
@@ -133,10 +115,3 @@ def test_text_is_continued_as_by_the_text_model(whole: Path, older: bool, tmp_pa
         with LLM(path, dtype="float32", **RESIDENT) as llm:
             found.append(logits_by_request(llm, [prompt], 5))
     assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
-
-
-def test_a_model_for_images_must_say_what_its_text_model_is(whole: Path) -> None:
-    edit_config(whole, quantization_config={"quant_method": "none"})
-    assert "quant_method='none': not supported" in refusal(lambda: load_decoder_spec(whole))
-    edit_config(whole, quantization_config=..., text_config=5)
-    assert "text_config=5" in refusal(lambda: load_decoder_spec(whole))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,12 @@ import gguf
 from checkpoints import GPT_OSS_ROPE, ROPES, make_checkpoint, refusal
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
-from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
+from gguf_files import TEMPLATE, VOCAB, WIDE, write_gguf
 from test_gemma4 import MIXTURE
 from test_gemma4 import SMALL as WITH_OWN_INPUTS
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli.main import main
-from nanovllm.errors import ConfigError, ModelError
-from nanovllm.formats.gguf.header import TENSOR_TYPES
-from nanovllm.formats.gguf.model import GgufWeight
+from nanovllm.errors import ModelError
 from nanovllm.layers.packed_matrix import StackedWeights
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
@@ -188,12 +184,6 @@ def test_rope_is_scaled_as_the_file_says(tmp_path: Path, kind: str) -> None:
     check_tokens(write_gguf(tmp_path / "model.gguf", model, changes=changes, factors=factors), model)
 
 
-def test_an_overridden_rope_replaces_that_of_the_file(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "llama", vocab=VOCAB, rope=ROPES["yarn"])
-    path = write_gguf(tmp_path / "model.gguf", model, factors=[2.0] * 8)
-    check_tokens(path, model, hf_overrides={"rope_parameters": ROPES["yarn"]})
-
-
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", vocab=VOCAB)
     whole = write_gguf(tmp_path / "whole.gguf", model)
@@ -247,17 +237,6 @@ def test_tokenizer_template_and_defaults_come_from_the_file(tiny: Path) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
-def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
-    with LLM(tiny, **SMALL, load_format="dummy") as llm:
-        assert len(token_ids(llm, PROMPTS, greedy(2))) == len(PROMPTS)
-    for kind in QUANTIZED:
-        weight = GgufWeight(TENSOR_TYPES[kind], {"o_proj": 256}, 256, torch.float32, torch.device("cpu"))
-        ((_, slot),) = weight.slots()
-        slot.randomize(torch.Generator().manual_seed(0))
-        values = weight.rows(torch.arange(256))
-        assert abs(float(values.std()) - 256**-0.5) < 0.3 * 256**-0.5 and abs(float(values.mean())) < 0.01, kind
-
-
 # ---- refused
 
 
@@ -279,57 +258,3 @@ def test_a_network_that_is_not_supported_is_refused(tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "model.gguf", model, changes=changes)
         with pytest.raises(ModelError, match=message):
             LLM(path)
-
-
-def test_experts_that_the_metadata_do_not_count_are_refused(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "qwen3_moe", vocab=VOCAB, intermediate=128)
-    for changes, message in (
-        ({"qwen3moe.expert_count": 4}, r"ffn_gate_exps.weight has shape \[5, 64, 64\]; it should have .* 4 experts"),
-        ({"qwen3moe.expert_used_count": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
-        ({"qwen3moe.expert_count": None}, "has no qwen3moe.expert_count, which its network needs"),
-        ({"qwen3moe.expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 may change what the model computes"),
-        ({"qwen3moe.attention.sliding_window": 8}, "qwen3moe.attention.sliding_window=8 may change what"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            LLM(write_gguf(tmp_path / "model.gguf", model, changes=changes))
-
-
-def test_an_architecture_is_named_before_the_types_of_tensors(tmp_path: Path) -> None:
-    """A file of another architecture may have other types too: to read them would not help."""
-    model = make_checkpoint(tmp_path / "model", vocab=VOCAB)
-    for architecture, message in (
-        ("gemma2", "general.architecture='gemma2' is not supported"),
-        ("qwen3", "tensor 'token_embd.weight' is of type Q2_K, which is not supported; supported: F32, .*Q5_0, Q5_1,"),
-    ):
-        path = write_gguf(tmp_path / "model.gguf", model, changes={"general.architecture": architecture})
-        content = bytearray(path.read_bytes())
-        at = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8  # the sizes of two dimensions
-        content[at : at + 4] = gguf.GGMLQuantizationType.Q2_K.to_bytes(4, "little")
-        path.write_bytes(content)
-        with pytest.raises(ModelError, match=message):
-            LLM(path)
-
-
-def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> None:
-    assert "is a file, which has no revisions" in refusal(lambda: LLM(tiny, revision="main"), ConfigError)
-    assert "load_format='safetensors'" in refusal(lambda: LLM(tiny, load_format="safetensors"), ConfigError)
-    other = tmp_path / "tiny.bin"
-    other.write_bytes(tiny.read_bytes())
-    assert "or of a GGUF file" in refusal(lambda: LLM(other), ConfigError)
-    other.rename(tmp_path / "text.gguf").write_text("<html>no such file</html>")
-    assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
-
-
-# ---- commands
-
-
-def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks", "20", "--kvcache-block-size", "16"]
-    assert main(["generate", "--model", str(tiny), *memory, "--temperature", "0", "--max-tokens", "2", "th"]) == 0
-    assert capsys.readouterr().out.strip()
-    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    with LLM(tiny, **SMALL) as llm:
-        weights = llm.engine.executor.model.weight_bytes
-    assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
-    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0

@@ -19,11 +19,9 @@ import gguf
 from checkpoints import refusal
 from gguf import TokenType
 from gguf_files import add_value
-from tiny_gguf import TEMPLATE
 from tokenizer_files import byte_symbols
 
 from nanovllm.formats.gguf.header import read_header
-from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from nanovllm.formats.gguf.tokenizer import end_token_ids
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
@@ -122,14 +120,6 @@ def test_byte_level_gives_the_ids_of_the_original(pair: tuple[Any, Tokenizer], t
         ids = reference.encode(each).ids
         assert tokenizer.encode(each) == ids
         assert tokenizer.decode(ids) == reference.decode(ids)
-
-
-@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_every_pre_tokenizer_keeps_text(pre: str, tmp_path: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(write(tmp_path / "model.gguf", byte_level_values(pre)))
-    text = "the 1234 héllo's WORDS 日本語\n\n  x_y <tool> ½ ٣ +=$^~|\t!"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tokenizer.encode(text)[0] == tokenizer.tokenizer.bos_token_id) == PRE_TOKENIZERS[pre].add_bos
 
 
 IN_THREES = ["123", "4"]
@@ -237,14 +227,6 @@ def test_special_tokens_and_prefix_follow_the_metadata(tmp_path: Path) -> None:
     assert ids[-1] == 2 and ids[0] != 1 and ids.count(2) == 2
     assert tokenizer.decode(ids) == "the a"
     assert tokenizer.silent_ids == {0, 1, 2}
-
-
-def test_templates_may_have_names(tmp_path: Path) -> None:
-    values = byte_level_values("gpt-2") | {"tokenizer.chat_template": TEMPLATE}
-    assert HuggingFaceTokenizer(write(tmp_path / "one.gguf", values)).tokenizer.chat_template == TEMPLATE
-    named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools"}
-    tokenizer = HuggingFaceTokenizer(write(tmp_path / "two.gguf", values | named)).tokenizer
-    assert tokenizer.chat_template == {"default": TEMPLATE, "tool_use": "tools"}
 
 
 # ---- refused

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, make_checkpoint, refusal, write_old_style_rope
+from checkpoints import make_checkpoint
 from engines import (
     greedy,
     greedy_reference,
@@ -56,11 +56,6 @@ def make_phi3(path: Path, partial: float = 1.0, **others: Any) -> PreTrainedMode
 def test_logits_equal_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     """Prompts on both sides of the trained length."""
     model = make_phi3(tmp_path, **options)
-    assert_same_logits(model, tmp_path)
-
-
-def test_without_longrope(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "phi3", tie=True)
     assert_same_logits(model, tmp_path)
 
 
@@ -137,30 +132,3 @@ def test_angles_equal_transformers(tmp_path: Path, factors: dict[str, float]) ->
         ours = rotary.cos_sin(positions, torch.full_like(positions, length))
         torch.testing.assert_close(ours[0][:, 0], cos[0], atol=2e-6, rtol=0)
         torch.testing.assert_close(ours[1][:, 0], sin[0, :, :8], atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
-def test_older_configs(tmp_path: Path, kind: str) -> None:
-    make_phi3(tmp_path)
-    expected = load_decoder_spec(tmp_path)
-    write_old_style_rope(tmp_path, "type")
-    rope = longrope(8)
-    scaling = {"type": kind, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
-    edit_config(tmp_path, rope_scaling=scaling)
-    assert load_decoder_spec(tmp_path) == expected and expected.rope.kind == "longrope"
-    assert expected.rope.original_max_position == TRAINED and expected.max_model_len == LONGEST
-
-
-@pytest.mark.parametrize(
-    ("rope", "expected"),
-    [
-        ({"short_factor": [1.0] * 7}, "short_factor must be a list of 8 numbers, one for each rotated pair"),
-        ({"long_factor": [0.0] * 8}, "long_factor"),
-        ({"rope_type": "linear", "factor": 2.0}, "RoPE kind 'linear' is not supported; supported: default, longrope."),
-        ({"partial_rotary_factor": 0.2}, "rotates 3 of 16 features of a head; it must be an even number above 0"),
-    ],
-)
-def test_factors_that_do_not_fit_are_refused(tmp_path: Path, rope: dict[str, Any], expected: str) -> None:
-    make_phi3(tmp_path)
-    edit_config(tmp_path, rope_parameters={**longrope(8), **rope})
-    assert expected in refusal(lambda: load_decoder_spec(tmp_path))

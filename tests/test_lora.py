@@ -15,8 +15,6 @@ from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.errors import ConfigError
-from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.request import LoRARequest
 
 VOCAB, BLOCK = 199, 16
@@ -222,26 +220,6 @@ def test_files_that_vanish_end_their_requests_alone(folder: Path, tmp_path: Path
         assert again.num_cached_tokens == 0
         (copy,) = llm.generate(prompt, greedy(5), use_tqdm=False, lora_request=LoRARequest("a0", 2, str(folder / "a0")))
         assert again.outputs[0].token_ids == copy.outputs[0].token_ids
-
-
-def test_adapters_count_when_the_cache_is_sized(folder: Path) -> None:
-    with make_llm(folder, num_gpu_blocks=-1) as llm:
-        memory, manager = llm.engine.executor.sizing.memory, llm.engine.executor.adapters
-        assert isinstance(manager, LoRAManager)
-        assert memory.adapter_bytes == manager._slots.nbytes > 0
-        rows = sum(sum(shape) for _, shape in _linear_shapes(folder))
-        assert memory.adapter_bytes >= 3 * 8 * rows * 4
-    with pytest.raises(
-        ConfigError, match=r"^max_loras=1000000, max_lora_rank=32768: adapters take .* GiB .*lower them"
-    ):
-        make_llm(folder, max_loras=10**6, max_lora_rank=2**15)
-
-
-def _linear_shapes(folder: Path) -> list[tuple[str, tuple[int, int]]]:
-    from nanovllm.memory.adapters import modules_of
-    from nanovllm.models.hf_config import load_decoder_spec
-
-    return list(modules_of(load_decoder_spec(str(folder / "model"), {})).items())
 
 
 def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

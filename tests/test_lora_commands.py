@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import GREEDY, SMALL_CACHE, exit_status, generate, json_lines, make_model, set_stdin, write_jsonl
+from cli_helpers import SMALL_CACHE, exit_status, generate, json_lines, make_model, set_stdin, write_jsonl
 from lora_helpers import make_adapter
 from server_helpers import CACHE, NAME, ask, events, nothing_left
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.cli.main import main
 from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.features.lora.request import LoRARequest
 
@@ -110,13 +109,6 @@ def flags(setup: Setup, *indices: int) -> list[str]:
     ]
 
 
-def test_generate_with_the_only_adapter_or_the_chosen_one(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(setup.model, "hello", *flags(setup, 0)) == 0
-    assert capsys.readouterr().out == setup.texts["sql"] + "\n"
-    assert generate(setup.model, "hello", *flags(setup, 0, 1), "--lora", "law") == 0
-    assert capsys.readouterr().out == setup.texts["law"] + "\n"
-
-
 def test_lines_of_a_file_name_their_own(setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a name it is that of --lora; null is the model alone; an unknown name fails its line alone."""
     lines = [{"prompt": "hello", "lora": name} for name in ("law", None, "sq", 5)] + [{"prompt": "hello"}]
@@ -126,16 +118,6 @@ def test_lines_of_a_file_name_their_own(setup: Setup, tmp_path: Path, capsys: py
     texts = [result["outputs"][0]["text"] if result.get("outputs") else result["error"] for result in results]
     assert texts[:2] == [setup.texts["law"], setup.texts[None]] and texts[4] == setup.texts["sql"]
     assert "unknown lora 'sq': did you mean 'sql'?" in texts[2] and "unknown lora '5'" in texts[3]
-
-
-def test_a_conversation_in_the_terminal(
-    setup: Setup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_stdin(monkeypatch, b"hello\n")
-    assert main(["chat", "--model", setup.model, *SMALL_CACHE, *GREEDY, *flags(setup, 0)]) == 0
-    with LLM(setup.model, **CACHE, **LORA) as llm:
-        (expected,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY_PARAMS, False, setup.adapters[0])
-    assert capsys.readouterr().out.strip() == expected.outputs[0].text.strip()
 
 
 def test_flags_that_are_refused(

@@ -43,7 +43,7 @@ def peft_model(model: Any, seed: int, **config: Any) -> Any:
     "family, engine",
     [
         ("qwen3", {"kvcache_block_size": 16, "num_gpu_blocks": 80}),
-        ("qwen2", offloaded(16, 4, 80, max_num_batched_tokens=32)),
+        pytest.param("qwen2", offloaded(16, 4, 80, max_num_batched_tokens=32), marks=pytest.mark.slow),
         pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("mistral", offloaded(16, 4, 80), marks=pytest.mark.slow),
         pytest.param("gemma4", offloaded(16, 4, 80), marks=pytest.mark.slow),

@@ -113,23 +113,6 @@ def test_tensors_that_do_not_fit_the_model(llm: LLM, model: tuple[Path, PreTrain
         check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), says)
 
 
-FILES: dict[str, tuple[str, bytes | None, str]] = {
-    "no tensors": ("adapter_model.safetensors", None, "has no adapter_model.safetensors"),
-    "a config that is no JSON": ("adapter_config.json", b"{", "cannot be read as JSON"),
-    "a config without a rank": ("adapter_config.json", b'{"peft_type": "LORA", "lora_alpha": 1}', "lacks r: save"),
-    "a truncated file": ("adapter_model.safetensors", b"\x10\0\0\0\0\0\0\0{", "is truncated or damaged"),
-}
-
-
-def test_damaged_files(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    for name, (file, content, says) in FILES.items():
-        path = write_adapter(tmp_path / name, adapter_tensors(model[1], ["q_proj"]))
-        (path / file).unlink()
-        if content is not None:
-            (path / file).write_bytes(content)
-        check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), says)
-
-
 def test_requests_that_name_no_adapter(llm: LLM, model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     path = str(write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"])))
     check_refused(llm, 5, "lora_request=5: must be a LoRARequest")
@@ -174,7 +157,7 @@ def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], 
     path, random = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"])), Random(1)
     original = {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
     refused = 0
-    for _ in range(400):
+    for _ in range(150):
         name = random.choice(list(original))
         content = bytearray(original[name])
         for _ in range(random.randrange(1, 4)):
@@ -188,5 +171,5 @@ def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], 
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 1500
         (path / name).write_bytes(original[name])
-    assert 200 < refused < 400
+    assert 75 < refused < 150
     read_packed(read_adapter(path, spec, 8), decoder)

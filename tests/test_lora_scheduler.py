@@ -10,7 +10,6 @@ from content_model import expected_output
 from engine_helpers import Bench, adapter_salt, prompt_of
 
 from nanovllm.data.batch import Batch
-from nanovllm.errors import RequestError
 
 
 def check_adapters(batch: Batch, max_loras: int) -> None:
@@ -76,34 +75,3 @@ def test_no_request_waits_for_ever_behind_an_adapter_that_is_in_use() -> None:
     bench.run()
     assert bench.tokens("b") == expected_output(prompt_of(5), 3, salt=adapter_salt(2))
     assert len(bench.finished) == 31
-
-
-def test_a_later_request_with_another_adapter_does_not_take_the_slot_of_an_earlier_one() -> None:
-    bench = Bench(max_loras=1)
-    bench.add("a", prompt_of(4), 2, adapter=1)
-    bench.add("b", prompt_of(4), 2, adapter=2)
-    bench.add("c", prompt_of(4), 2, adapter=3)
-    bench.run()
-    assert bench.order == ["a", "b", "c"]
-
-
-def test_an_engine_without_adapters_refuses_them() -> None:
-    with pytest.raises(
-        RequestError, match=r"^lora_request=1: the engine was made without LoRA; make it with enable_lora"
-    ):
-        Bench().add("a", prompt_of(4), adapter=1)
-
-
-def test_a_swapped_request_waits_until_another_adapter_is_not_in_use() -> None:
-    bench = Bench(10, swap=40, mode="swap", max_loras=1)
-    bench.add("plain", prompt_of(4, 1), 20, priority=-2)
-    bench.add("a", prompt_of(12, 2), 14, adapter=1)
-    while not bench.scheduler.swapped:
-        bench.step()
-    bench.add("b", prompt_of(4, 3), 16, priority=-1, adapter=2)
-    bench.run()
-    assert bench.order == ["plain", "b", "a"]
-    together = [{seq.request_id for seq in batch.sequences} for batch in bench.executor.batches]
-    assert {"plain", "b"} in together and {"b"} in together and {"a", "b"} not in together
-    assert bench.tokens("a") == expected_output(prompt_of(12, 2), 14, salt=adapter_salt(1))
-    assert bench.scheduler.preemption.stats.swapped == 1

@@ -85,15 +85,6 @@ def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
     assert Network(spec, "float32").matrix_operations(1) == 2 * read
 
 
-def test_norms_over_all_heads_are_summed_over_the_ranks(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "olmo3", layers=4)
-    spec = load_decoder_spec(tmp_path)
-    sums = [Network(each, "float32").num_all_reduces for each in (spec, *spec.of_ranks(2))]
-    assert sums == [0, 1 + 3 * 4, 1 + 3 * 4]
-    hidden, means = 10 * 64 * 4, 10 * 2 * 4  # bytes of 10 tokens
-    assert Network(spec.of_rank(0, 2), "float32").all_reduce_bytes(10) == 9 * hidden + 4 * means
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [

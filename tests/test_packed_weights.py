@@ -16,7 +16,6 @@ from nanovllm.ops.packed_weights import (
     PackedWeight,
     dequantize,
     gguf_weight,
-    pack_int4,
     packed_linear,
 )
 
@@ -129,16 +128,3 @@ def test_refuses_parts_that_do_not_fit() -> None:
         with pytest.raises(ValueError) as refused:
             int4(**changed)
         assert message in str(refused.value)
-
-
-def test_refuses_products_that_do_not_fit() -> None:
-    weight, x = int4(), torch.zeros(2, 64)
-    for bad_x, bias, message in (
-        (torch.zeros(2, 65), None, "float32 [rows, 64] on cpu, got torch.float32 (2, 65)"),
-        (x, torch.zeros(5), "bias must be torch.float32 [4] on cpu, got torch.float32 (5,)"),
-    ):
-        with pytest.raises(ValueError) as refused:
-            packed_linear(bad_x, weight, bias)
-        assert message in str(refused.value)
-    with pytest.raises(ValueError, match="an even number of inputs"):
-        pack_int4(torch.zeros(2, 3, dtype=torch.uint8))

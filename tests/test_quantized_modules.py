@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from engines import greedy, random_prompt, token_ids
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plans import parameter_bytes
 from quantized_checkpoints import VOCAB, dequantized, load, set_quantization, write_dequantized
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
-from nanovllm.formats.quantization.config_fields import Modules
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers.packed_matrix import StackedWeights
 
@@ -61,46 +56,3 @@ def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tm
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "plain"), **SMALL) as reference:
         prompt = [random_prompt(20, VOCAB, 4)]
         assert token_ids(llm, prompt, greedy(4)) == token_ids(reference, prompt, greedy(4))
-
-
-# ---- patterns
-
-
-NAMES = st.lists(
-    st.sampled_from(["model", "layers", "0", "1", "mlp", "q_proj", "proj", "lm_head", ""]), max_size=4
-).map(".".join)
-PATTERNS = st.one_of(NAMES, NAMES.map("re:{}".format), st.sampled_from(["Linear", r"re:.*mlp\.", "re:model$"]))
-
-
-@settings(max_examples=60)
-@given(
-    patterns=st.lists(PATTERNS, max_size=5),
-    targets=st.lists(PATTERNS, max_size=2),
-    as_parts=st.booleans(),
-    modules=st.lists(NAMES, min_size=1, max_size=8),
-)
-def test_names_are_found_as_if_compared_with_every_pattern(
-    patterns: list[str], targets: list[str], as_parts: bool, modules: list[str]
-) -> None:
-    def matches(pattern: str, module: str, parts: bool) -> bool:
-        if pattern.startswith("re:"):
-            return re.match(pattern[3:], module) is not None
-        if parts and (module.startswith(f"{pattern}.") or module.endswith(pattern)):
-            return True
-        return pattern in ("Linear", module)
-
-    found = Modules(tuple(patterns), tuple(targets), as_parts)
-    for module in modules:
-        is_target = any(matches(target, module, False) for target in targets)
-        is_ignored = any(matches(pattern, module, as_parts) for pattern in patterns)
-        assert found.include(module) == (
-            is_target and not is_ignored and module not in ("model.embed_tokens", "lm_head")
-        )
-
-
-def test_patterns_travel_to_the_ranks_and_compare_by_what_they_say() -> None:
-    modules = Modules(("model.layers.0", r"re:.*\.mlp\."), as_parts=True)
-    copied = pickle.loads(pickle.dumps(modules))
-    assert copied == modules != Modules(("model.layers.1",))
-    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"):
-        assert copied.include(name) == modules.include(name) == ("1.self_attn" in name)

@@ -89,25 +89,6 @@ def test_dynamic_frequencies_are_those_of_transformers(factor: float, trained: i
     torch.testing.assert_close(torch.atan2(sin[0, 0], cos[0, 0, : head_dim // 2]), theirs, atol=1e-7, rtol=2e-6)
 
 
-def test_dynamic_is_default_up_to_the_trained_length() -> None:
-    rope = RopeSpec("dynamic", factor=3.7, original_max_position=100)
-    positions, lengths = torch.arange(100), torch.full((100,), 100)
-    dynamic = RotaryEmbedding(rope, 64, CPU).cos_sin(positions, lengths)
-    default = RotaryEmbedding(RopeSpec(), 64, CPU).cos_sin(positions, lengths)
-    assert torch.equal(dynamic[0], default[0]) and torch.equal(dynamic[1], default[1])
-    assert rope.length_dependent_above == 100 and RopeSpec().length_dependent_above is None
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_angles_do_not_depend_on_the_batch(variant: str) -> None:
-    rotary = RotaryEmbedding(spec_of(llama_config(VARIANTS[variant])), 64, CPU)
-    positions = torch.arange(0, 200_000, 1999)
-    cos, sin = rotary.cos_sin(positions, positions + 1)
-    for row, position in enumerate(positions):
-        cos_alone, sin_alone = rotary.cos_sin(position[None], position[None] + 1)
-        assert torch.equal(cos_alone[0], cos[row]) and torch.equal(sin_alone[0], sin[row])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rotate_turns_as_transformers_does(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
