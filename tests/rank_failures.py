@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import build
-from nanovllm.errors import ModelError
 from nanovllm.features.distributed import rank
 from nanovllm.features.distributed.rank import RankSetup
 from nanovllm.models.decoder import DecoderLayer
@@ -63,13 +62,8 @@ def _raise() -> None:
     raise LookupError("injected")
 
 
-def _raise_model_error() -> None:
-    raise ModelError("model.safetensors is truncated or damaged (injected); copy it again.")
-
-
 FAILURES: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
-    "damaged": _raise_model_error,
     "hang": lambda: time.sleep(1000),
 }

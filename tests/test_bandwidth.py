@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -41,17 +40,3 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     assert most == 4 * 16 * LAYOUT.block_layer_bytes, "sixteen layers of blocks are all that the host pool holds"
     assert all(16 * LAYOUT.block_layer_bytes / elapsed < rate < 1e13 for rate in (rates.link, rates.host, rates.device))
     assert rates.round_trip > 0 and not rates.one_processor
-
-
-def test_cpu_attention_is_measured_with_its_own_backend(engine: OffloadEngine) -> None:
-    """A slow backend for the host makes the host's rate slow, and only that one."""
-
-    class Slow:
-        name = "slow"
-
-        def attend(self, *_: Any) -> None:
-            time.sleep(0.05)
-
-    rates = measure_bandwidths(engine, GEOMETRY, select_cpu_backend(LAYOUT.head_dim), Slow())
-    assert rates.host < 16 * LAYOUT.block_layer_bytes / 0.05
-    assert rates.device > rates.host

@@ -54,7 +54,7 @@ MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), VALUES
 NAMES = st.sampled_from(sorted(USED_COLUMNS))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(columns=st.dictionaries(NAMES, VALUES, max_size=3), messages=MESSAGES | VALUES)
 def test_any_row_makes_a_request_or_an_error(columns: dict[str, Any], messages: Any) -> None:
     with suppress(RequestError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from checkpoints import make_checkpoint
 from engines import beam_reference, offloaded, random_prompt
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.beams import BeamSearch
 
 BLOCK, VOCAB = 16, 61
 ENGINES: dict[str, dict[str, Any]] = {
@@ -61,14 +59,3 @@ def test_same_sequences_and_scores(tmp_path: Path, family: str, seed: int, ends:
             found = beams_of(output, case[2])
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in beams], case
             assert [score for _, score in found] == pytest.approx([score for _, score in beams], abs=2e-4), case
-
-
-@pytest.mark.parametrize(("penalty", "score"), [(1e6, 0.0), (-1e6, -math.inf)])
-def test_no_penalty_is_too_large_for_a_float(penalty: float, score: float) -> None:
-    search = BeamSearch(width=2, max_length=5, end_token_ids={9}, length_penalty=penalty)
-    assert search.score(-2.0, 3) == score
-
-
-def test_there_are_candidates_enough_for_every_end_token() -> None:
-    sizes = [BeamSearch(2, 5, end_token_ids=set(range(count))).num_candidates for count in (0, 3)]
-    assert sizes == [4, 8] and BeamSearch(2, 5, end_token_ids={1, 2, 3}, vocab_size=6).num_candidates == 6

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from cli_helpers import exit_status, generate, json_lines, set_stdin, write_jsonl
 
+from nanovllm.apps.cli import generate as command
+from nanovllm.apps.cli import prompts
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -90,6 +93,29 @@ def test_help_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for command_name in ("generate", "chat", "plan"):
         assert command_name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(prompts, "_read_content"), (command.Generation, "_add"), (command, "_text_result")]
+)
+def test_an_error_of_any_type_is_the_error_of_its_request(
+    model: str, owner: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a prompt is read, added, and its result is written."""
+    function, calls = getattr(owner, name), iter(range(10))
+
+    def fails_once(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise MemoryError
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, fails_once)
+    assert generate(model, "one", "one", "one") == 1
+    printed = capsys.readouterr()
+    first, failed, third, end = printed.out.split("\n")
+    assert first == third != failed == end == ""
+    assert "1 of 3 prompts failed; the first: prompt 2: unexpected error: " in printed.err
+    assert printed.err.count("\n") == 2
 
 
 @pytest.mark.parametrize("verbose", [(), ("--verbose",)], ids=["plain", "verbose"])

@@ -13,20 +13,15 @@ import torch
 from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
 from engines import greedy, logits_by_request, random_prompt, token_ids
 from graph_devices import MODES, PROMPTS, VOCAB, CapturingDevice, arguments, measured_memory, use_graphs
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
-from nanovllm.config import EngineConfig
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.features.cuda_graphs.decode_graphs import (
-    LARGEST_BUCKET,
     DecodeGraphs,
     StepMemory,
-    bucket_sizes,
     run_piece,
 )
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
@@ -34,10 +29,6 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.memory import profiling
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.ops import row_attention
-from nanovllm.ops.cpu_attention import NativeAttention
-from nanovllm.ops.flash_attention import FlashAttention
-from nanovllm.ops.triton_attention import TritonAttention
 
 LAYERS = 2
 Logits = dict[tuple[int, int], Tensor]
@@ -67,20 +58,6 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def same_logits(found: Logits, expected: Logits) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-# ---- buckets
-
-
-@given(seqs=st.integers(1, 3000), tokens=st.integers(1, 3000))
-def test_buckets_waste_less_than_eight_rows(seqs: int, tokens: int) -> None:
-    sizes = bucket_sizes(EngineConfig(model=".", max_num_seqs=seqs, max_num_batched_tokens=tokens))
-    assert sizes == sorted(set(sizes)) and sizes[-1] == min(seqs, tokens, LARGEST_BUCKET)
-    for rows in range(1, sizes[-1] + 1):
-        bucket = next(size for size in sizes if size >= rows)
-        assert bucket - rows < 8 and bucket < 2 * rows
-    under_offload = EngineConfig(model=".", max_num_seqs=300, enable_cpu_offload=True)
-    assert bucket_sizes(under_offload) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300], "each is a graph for each layer"
 
 
 # ---- the same logits
@@ -259,23 +236,6 @@ def test_a_failed_recording_is_one_warning(
         "decode runs without CUDA graphs, recording them failed: operation not permitted when stream is capturing"
     ]
     assert not device.replays and not device.live
-
-
-def test_larger_batches_and_prefill_are_eager(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.features.cuda_graphs.decode_graphs.LARGEST_BUCKET", 4)
-    graphed(monkeypatch, "full steps")
-    batches = watch_batches(monkeypatch)
-    with LLM(model_dir, **arguments("full steps")) as llm:
-        prompts = [random_prompt(3, VOCAB, seed) for seed in range(6)]
-        token_ids(llm, prompts, [greedy(5 + 2 * index) for index in range(6)])
-    assert Counter(batches) == {4: 2, 3: 2, 2: 2, 1: 2}
-
-
-def test_what_can_be_recorded() -> None:
-    own = TritonAttention()
-    assert row_attention(own) is own and row_attention(NativeAttention()) is None
-    assert row_attention(FlashAttention("with", lambda *_: None, own)) is own  # type: ignore[arg-type, return-value]
-    assert row_attention(FlashAttention("without", lambda *_: None, None)) is None  # type: ignore[arg-type, return-value]
 
 
 # ---- devices around devices

@@ -14,7 +14,6 @@ from nanovllm.features.cpu_attention.shares import (
     LayerLoad,
     best_share,
     blocks_for_cpu_attention,
-    corrected,
     layer_seconds,
 )
 
@@ -73,20 +72,3 @@ def test_no_number_of_blocks_is_better(
 
     best = blocks_for_cpu_attention(LayerLoad(reads, link, device, weights), given_rates)
     assert seconds(best) == pytest.approx(min(map(seconds, range(len(reads) + 1))))
-
-
-def test_a_block_with_many_readers_is_the_links() -> None:
-    """The link copies it once, the CPU would read it for each."""
-    alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
-    assert blocks_for_cpu_attention(LayerLoad([alone] * 10), GPU) == 8
-    assert blocks_for_cpu_attention(LayerLoad([crowded] * 10), GPU) == 0
-
-
-def test_rates_are_bounded_and_little_work_says_nothing() -> None:
-    fast = slow = 10e9
-    for _ in range(1000):
-        fast = corrected(fast, 10e9, num_bytes=10**12, seconds=1e-6)
-        slow = corrected(slow, 10e9, num_bytes=10**7, seconds=100.0)
-    assert (fast, slow) == (40e9, 2.5e9)
-    assert corrected(10e9, 10e9, num_bytes=1000, seconds=1.0) == 10e9
-    assert corrected(10e9, 10e9, num_bytes=10**9, seconds=0.0) == 10e9

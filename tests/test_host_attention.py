@@ -13,11 +13,9 @@ import torch
 from host_tasks import run
 from torch import Tensor
 
-from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
-from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.cpu_attention import HostAttention, Meter, NativeAttention, empty_task, supports_head_dim
+from nanovllm.ops.cpu_attention import HostAttention, Meter, NativeAttention, empty_task
 
 LAYERS, BLOCKS, HEADS, KV_HEADS, BLOCK, HEAD_DIM = 3, 6, 4, 2, 16, 32
 SCALE = HEAD_DIM**-0.5
@@ -114,41 +112,12 @@ def test_arguments_live_as_long_as_a_task_may_run() -> None:
     assert not (state.out == 7.0).any()
 
 
-def test_a_task_that_was_taken_can_be_dropped() -> None:
-    pool, q, state, meter = host_pool(torch.float32), torch.randn(3, HEADS, HEAD_DIM), some_state(3), Meter()
-    task = prepare(pool, q, state, meter).task(0)
-    task.drop(task.take()[1])
-    assert meter.read()[0] == 0
-    run(task)
-    assert meter.read()[0] == 1000
-
-
 def test_tables_that_do_not_fit_are_refused_before_anything_runs() -> None:
     pool, q = host_pool(torch.float32), torch.randn(1, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="must lie within the 1 rows of q"):
         prepare(pool, q, some_state(1), Meter())
     with pytest.raises(ValueError, match="head_dim a multiple of 16"):
         prepare(pool[..., :24], torch.randn(3, HEADS, 24), some_state(3), Meter())
-
-
-def test_the_heads_that_are_planned_for_are_those_that_the_kernel_takes() -> None:
-    assert all(can_attend_concurrently(size) == supports_head_dim(size) for size in range(1, 300))
-
-
-def test_streams_run_tasks_in_order_and_an_empty_one_does_nothing() -> None:
-    device = CpuDevice()
-    pool, q, state, meter = host_pool(torch.float32), torch.randn(3, HEADS, HEAD_DIM), some_state(3), Meter()
-    attention, stream = prepare(pool, q, state, meter), device.new_call_stream("calls")
-    for layer in (0, 2, 1):
-        stream.launch(attention.task(layer * pool[0, 0].nbytes))
-    stream.launch(empty_task())
-    stream.synchronize()
-    device.close()
-    assert meter.read()[0] == 3000
-    expected = AttentionState.empty(q)
-    for table in TABLES:
-        NativeAttention(1).attend(q, pool[:, 1], table, expected, SCALE, None)
-    assert torch.equal(state.out, expected.out)
 
 
 # ---- on a GPU

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import random_prompt
 
 from nanovllm import LLM
 from nanovllm.features.distributed import rank
@@ -101,41 +96,3 @@ def test_every_measurement_runs_and_gives_one_of_the_two() -> None:
         newest, *others = candidates(work, available)
         other = others[0] if others else newest
         assert kernel_choice.measure(work, newest, other) in (newest, other)
-
-
-TOKENS = """
-import json, sys
-from nanovllm import LLM, SamplingParams
-from nanovllm.ops.cpu_kernels import cpu_kernel_choice
-with LLM(sys.argv[1], device="cpu") as llm:
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
-    outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
-    print(json.dumps([[o.outputs[0].token_ids, o.outputs[0].cumulative_logprob] for o in outputs]))
-"""
-
-
-@pytest.mark.slow
-def test_a_kept_choice_gives_the_bits_of_the_pinned_one(tmp_path: Path) -> None:
-    """The choice in the file of this machine, against the instruction set that NANOVLLM_CPU_ISA pins."""
-    available = instruction_sets()
-    if available[0] not in ("avx512bf16", "avx512"):
-        pytest.skip("this machine has nothing to choose")
-    other = available[1]
-    make_checkpoint(tmp_path / "model")
-    prompts = json.dumps([random_prompt(length, 199, 1) for length in (150, 7)])
-
-    def run(**variables: str) -> str:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("NANOVLLM_CPU_")} | variables
-        environment |= {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", TOKENS, str(tmp_path / "model"), prompts]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    file = choice_file(available)
-    assert file is not None
-    kept = tmp_path / "nanovllm" / file.name
-    kept.parent.mkdir()
-    isa_of = {work: other if other in candidates(work, available) else available[0] for work in WORKS}
-    kept.write_text(json.dumps({"machine": kernel_choice.machine_key(available), "isa_of": isa_of}))
-    before = kept.read_text()
-    assert run() == run(NANOVLLM_CPU_ISA=other)
-    assert kept.read_text() == before

@@ -26,10 +26,9 @@ from test_ordering import order_calls, without_call
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
-from nanovllm.config import EngineConfig
 from nanovllm.device import ordering
 from nanovllm.device.ordering import OrderingError
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, loading, part, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk import writing as writing_module
@@ -594,16 +593,3 @@ def test_the_command_lists_verifies_and_removes(
     assert main(["cache", "verify", str(tmp_path / "kv")]) == 1 and "damaged" in capsys.readouterr().out
     assert main(["cache", "rm", str(tmp_path / "kv")]) == 0 and not segments(tmp_path / "kv")
     assert main(["cache", "ls", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"kv_cache_dir_space": 1.0},
-        {"kv_cache_dir": "kv", "enable_prefix_caching": False},
-        {"kv_cache_dir": __file__},
-    ],
-)
-def test_arguments_that_are_refused(model: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        EngineConfig(model=str(model), **arguments)

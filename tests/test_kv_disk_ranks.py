@@ -21,12 +21,8 @@ from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
-from nanovllm.data.kv_groups import KVGroup, KVGroups
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, under_way, verify
-from nanovllm.features.kv_disk.messages import OPENING, Begin, CancelAll, Described, Ended, Found, Report
-from nanovllm.features.kv_disk.store import DiskStore
-from nanovllm.features.kv_disk.under_way import UnderWay
 from nanovllm.outputs import RequestOutput
 
 
@@ -134,25 +130,6 @@ def test_8_bit_kv_and_adapters(tmp_path: Path, ranks: int) -> None:
     assert [each.metrics.cached_tokens_disk for each in found] == [768, 768]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_conversation_computes_only_what_is_new(tmp_path: Path, family: str) -> None:
-    """With recurrent layers it goes on at the last state of the output, which each rank has held until the end."""
-    make_checkpoint(tmp_path / "model", family, layers=4, kv_heads=1, max_positions=2048)
-    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True, logprobs=3)
-    prompt = random_prompt(300, VOCAB, 1)
-    new = len(prompt)
-    for turn in range(4):
-        with engine(tmp_path / "model", tmp_path / "kv", max_num_batched_tokens=500) as llm:
-            found = ask(llm, prompt, params)
-        assert found.metrics.prefill_tokens <= new + 256
-        assert turn == 0 or found.metrics.cached_tokens_disk > 0
-        last, said = prompt, random_prompt(40, VOCAB, turn)
-        new, prompt = len(said), [*prompt, *found.outputs[0].token_ids, *said]
-    with engine(tmp_path / "model", None, max_num_batched_tokens=500) as llm:
-        assert numbers(ask(llm, last, params)) == numbers(found)
-
-
 # ---- what goes wrong in one rank
 
 
@@ -218,28 +195,6 @@ def test_a_disk_that_does_not_answer_one_rank(
     assert run(model, tmp_path / "kv") == (768, written[1])
 
 
-@pytest.mark.slow
-def test_a_disk_that_does_not_answer_at_the_start_is_not_used(
-    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    shutil.copytree(written[0], tmp_path / "kv")
-    monkeypatch.setattr(under_way, "PATIENCE_SECONDS", 2.0)
-    with unanswered(of_rank(tmp_path / "kv", 1)):
-        assert run(model, tmp_path / "kv") == (0, written[1])
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "is not used: the disk has not answered for" in warning
-
-
-@pytest.mark.slow
-def test_a_directory_that_vanishes(
-    model: Path, written: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with engine(model, tmp_path / "kv") as llm:
-        shutil.rmtree(tmp_path / "kv")
-        assert numbers(ask(llm)) == written[1]
-    assert [record.levelname for record in caplog.records].count("WARNING") == 1
-
-
 def test_an_interrupted_step_leaves_the_store_usable(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
     """What parts are told meanwhile reaches them after it: the first rank waits for what a logits processor says."""
     shutil.copytree(written[0], tmp_path / "kv")
@@ -277,67 +232,3 @@ def test_a_rank_that_dies_ends_the_engine(
     assert eventually(lambda: not any(Path(f"/proc/{rank.process.pid}").exists() for rank in ranks))
     llm.close()
     assert run(model, tmp_path / "kv") == (768, written[1])
-
-
-# ---- the engine's half alone
-
-
-class ToldParts:
-    """Implements `store.Parts`: keeps the commands, and reports what it is given."""
-
-    num_parts = 2
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.coming: list[tuple[int, Report]] = []
-
-    def tell(self, command: Any) -> None:
-        self.told.append(command)
-        if isinstance(command, Begin):
-            self.coming += [(part, Ended(command.work)) for part in (0, 1)]
-
-    def reports(self, seconds: float) -> Iterator[tuple[int, Report]]:
-        while self.coming:
-            yield self.coming.pop(0)
-
-
-def test_the_oldest_work_of_a_part_must_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(under_way.time, "monotonic", lambda: now)
-    work = UnderWay(2)
-    for number in (1, 2):
-        work.begin(number)
-    now = 9.0
-    work.progressed(0, 1)
-    assert not work.is_stuck
-    now = 11.0
-    assert work.is_stuck  # part 1
-    work.ended(1, 1)
-    assert not work.is_stuck and 1 in work  # its second work could not begin before
-    now = 20.0
-    assert work.is_stuck  # part 0
-    for part in (0, 1):
-        for number in (1, 2):
-            work.ended(part, number)
-    work.progressed(1, 2)  # said by another thread, too late
-    now = 99.0
-    assert not work.is_stuck and 2 not in work
-
-
-def test_every_part_must_have_a_record() -> None:
-    parts = ToldParts()
-    store = DiskStore(parts, KVGroups((KVGroup(None, 128, (0,)),), planes=1))
-    for part in (0, 1):
-        parts.coming += [(part, Described(bytes([part]), None, [10], 0)), (part, Ended(OPENING))]
-    assert store.open() is None
-    names = [(bytes([number]), 0) for number in range(3)]
-    parts.coming = [(0, Found(names)), (1, Found(names[:2]))]
-    store.hear()
-    assert [store._is_everywhere(name) for name in names] == [True, True, False]
-    parts.coming = [(0, Found(gone=names[:1])), (1, Found(gone=names[2:])), (1, Found(names[1:]))]
-    store.hear()
-    assert [store._is_everywhere(name) for name in names] == [False, True, True]
-    work = store._new_work()
-    assert store.is_under_way(work)
-    store.cancel_all()  # after an interrupt, which may have come before every part was told its work
-    assert not store.is_under_way(work) and isinstance(parts.told[-1], CancelAll)

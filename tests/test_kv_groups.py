@@ -13,11 +13,8 @@ from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroup, kv_groups
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.request import Sequence as TokenSequence
-from nanovllm.memory.layout import KVLayout
 
 WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=40).map(tuple)
-GEMMA = (512, 512, 512, 512, 512, None) * 3
-GPT_OSS = (128, None) * 12
 
 
 # ---- layers and groups
@@ -44,36 +41,6 @@ def test_what_a_sequence_holds_at_most(
     longest = groups.longest_sequence(blocks, chunk)
     assert groups.most_blocks(longest, chunk) <= blocks
     assert longest == ANY_LENGTH or groups.most_blocks(longest + 1, chunk) > blocks
-
-
-def held_bytes(layout: KVLayout, tokens: int, chunk: int) -> int:
-    """The most that a sequence holds while it is computed chunk by chunk, and then token by token."""
-    manager = BlockManager(10_000, 0, layout.groups, chunk=chunk)
-    seq = sequence([1] * tokens)
-    manager.allocate(seq)
-    most = 0
-    while True:
-        most = max(most, manager.num_used)
-        compute(manager, seq, min(seq.end, seq.num_computed + chunk))
-        manager.release_hidden(seq)
-        if seq.num_computed == tokens:
-            check_blocks(manager)
-            return most * layout.block_bytes
-        manager.grow([seq])
-
-
-@pytest.mark.parametrize(("windows", "share"), [(GEMMA, 6), (GPT_OSS, 2)])
-def test_bytes_held_at_32k(windows: tuple[int | None, ...], share: int) -> None:
-    """Layers without a window hold all tokens, the others their window and a chunk, with a block more in each group."""
-    tokens, chunk = 32_768, 512
-    layout = KVLayout(len(windows), 1, 256, 256, 2, windows=windows)
-    window = max(filter(None, windows))
-    found, before = held_bytes(layout, tokens, chunk), tokens * layout.token_bytes
-    kept = sum(tokens if each is None else window - 1 + chunk for each in windows) * layout.token_layer_bytes
-    assert kept == layout.held_bytes(tokens, chunk)
-    assert kept <= found <= kept + 2 * len(layout.groups) * layout.block_bytes
-    assert found <= layout.groups.most_blocks(tokens, chunk) * layout.block_bytes
-    assert before / share < found < before / share * 1.25
 
 
 # ---- prefixes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,29 +63,6 @@ def test_a_device_that_measures_is_asked_before_its_free_memory_is(
     assert facts.activation_peak == 100 * MIB
     assert (facts.device_total, facts.device_free) == (1024 * MIB, (1024 - 200 - 50) * MIB)
     assert device.runs == ["a step"]
-
-
-def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens as a step may have go through every layer, with attention of the real backend."""
-    device, shapes = Measures(), []
-    monkeypatch.setattr(build, "create_device", lambda name: device)
-    select = build.select_backend
-
-    def watched(*asked: Any) -> object:
-        backend = select(*asked)
-        attend = backend.attend
-
-        def watch(q: torch.Tensor, *rest: object) -> None:
-            shapes.append(tuple(q.shape))
-            attend(q, *rest)  # type: ignore[arg-type]
-
-        backend.attend = watch  # type: ignore[method-assign]
-        return backend
-
-    monkeypatch.setattr(build, "select_backend", watched)
-    with LLM(model_dir, dtype="float32", max_num_batched_tokens=333) as llm:
-        spec = llm._runner.spec
-    assert shapes == [(333, spec.num_heads, spec.head_dim)] * spec.num_layers
 
 
 def test_weights_that_are_still_to_come_are_not_free(model_dir: Path) -> None:

@@ -13,7 +13,6 @@ from engines import greedy, offloaded, random_prompt, token_ids
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import is_finite
 
 VOCAB, BAD = 97, 96  # the last token's embedding is damaged
 GOOD = [token % BAD for token in random_prompt(40, VOCAB, 1)]
@@ -54,7 +53,7 @@ def test_a_damaged_weight_ends_the_requests_that_meet_it(model_dir: Path, argume
         assert len(expected[0]) == 8
         for kind in KINDS:
             params = SamplingParams(**{"max_tokens": 6, "seed": 5, "ignore_eos": True, **kind})
-            for bad in ([BAD], [*GOOD, BAD], [BAD, *GOOD], [*GOOD, BAD, *GOOD]):
+            for bad in ([*GOOD, BAD], [BAD, *GOOD]):
                 failed, good = llm.generate([bad, GOOD], [params, ANSWER], use_tqdm=False)
                 assert {completion.finish_reason for completion in failed.outputs} == {"error"}, (kind, bad)
                 assert failed.error is not None and failed.finished
@@ -100,11 +99,3 @@ def test_what_grows_too_large_was_computed(tmp_path: Path) -> None:
     with LLM(tmp_path, num_gpu_blocks=8, dtype="float32") as llm:
         (output,) = llm.generate(GOOD, greedy(4), use_tqdm=False)
         assert output.error is None and len(output.outputs[0].token_ids) == 4
-
-
-def test_weights_are_searched_to_the_last_element() -> None:
-    weights = torch.zeros(33, 17, dtype=torch.bfloat16)
-    assert is_finite(weights) and is_finite(weights[:0])
-    for value in (float("nan"), float("inf"), float("-inf")):
-        weights[32, 16] = value
-        assert not is_finite(weights) and not is_finite(weights.t()) and is_finite(weights[:, :16])

@@ -12,7 +12,7 @@ from engines import greedy, offloaded, random_prompt
 from fast import fast_only
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from plans import GIB, RATES, make_plan, parameter_bytes, sizing_for
+from plans import RATES, parameter_bytes
 from torch import Tensor
 
 from nanovllm import LLM
@@ -31,7 +31,6 @@ from nanovllm.features.planner.predict import (
     StepModel,
 )
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
-from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -235,16 +234,6 @@ def test_yarn_extends_the_positions_to_four_times_the_trained_length(model_dir: 
             assert further[0]["hf_overrides"]["rope_parameters"] == rope | {"factor": 4.0}, "of the trained length"
 
 
-# ---- sizing on machines that are not here
-
-
-def longest(sizing: KVSizing) -> int:
-    try:
-        return sizing.plan().max_model_len
-    except ConfigError:
-        return 0
-
-
 # ---- time
 
 CHUNK = LayerwisePrefill(100, 140, 40)
@@ -305,32 +294,6 @@ def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec, overlap: f
     assert step.seconds == pytest.approx(together + head + fixed)
     assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying, FIXED: fixed})
     assert step.limit == max(step.terms, key=lambda name: step.terms[name])
-
-
-def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderSpec) -> None:
-    for unknown, prefill, decode in (
-        ("compute", True, False), ("attention", True, False), ("link", True, True), ("device_bandwidth", False, True),
-        ("weight_bandwidth", False, True), ("head_bandwidth", False, True), ("host_bandwidth", False, False),
-    ):  # fmt: skip
-        model = step_model(spec, replace(RATES, **{unknown: None}))
-        chunk = model.prefill(CHUNK, samples=True, moves=moves_of(model, 100, 40))
-        step = model.decode(100, moves_of(model, 100))
-        assert chunk.missing == ((unknown,) if prefill else ()) and (chunk.seconds is None) == prefill
-        assert step.missing == ((unknown,) if decode else ()) and (step.seconds is None) == decode
-    resident = step_model(spec, replace(RATES, link=None))
-    step = resident.decode(100, moves_of(resident, 100, resident=99))
-    assert step.seconds is not None, "nothing is streamed: no link is needed"
-
-
-def test_a_chunk_that_hides_the_link(spec: DecoderSpec) -> None:
-    """C query rows on one key: 4 * q_size * C operations; the key and value: 2 * kv_size elements."""
-    network = Network(spec, "float32")
-    plan = make_plan(network, sizing_for(network, 8 * GIB, 0, num_gpu_blocks=9), RATES)
-    chunk = plan.hiding_chunk
-    assert chunk is not None
-    q_size, kv_bytes = 4 * 16, 2 * 2 * 16 * 4
-    assert 4 * q_size * (chunk - 1) / 5e8 < kv_bytes / 1e8 <= 4 * q_size * chunk / 5e8
-    assert make_plan(network, plan.sizing, Rates()).hiding_chunk is None
 
 
 # ---- CPU attention: its share, its time and the transfers that it saves

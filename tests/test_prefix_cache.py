@@ -1,14 +1,17 @@
-"""The prefix cache: an example step by step, salts, resets, hit rates; and admission. No torch."""
+"""The prefix cache: salts, resets, hit rates, collisions; and admission. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from block_helpers import one_group, sequence
+from block_helpers import cache, check_blocks, found, new_tokens, one_group, running, sequence
 from content_model import expected_output
 from engine_helpers import BLOCK, Bench, prompt_of
 
+from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -46,6 +49,40 @@ def test_reset_and_hit_rate() -> None:
     assert (metrics.prefix_cache_queried_tokens, metrics.prefix_cache_hit_tokens) == (36, 8)
     assert metrics.prefix_cache_hit_rate == 8 / 36
     assert (metrics.used_blocks, metrics.cached_blocks, metrics.free_blocks) == (0, 3, 61)
+
+
+# ---- content
+
+
+def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
+    manager = BlockManager(8, 0, one_group(BLOCK))
+    prompt, other = new_tokens(fresh, 2), new_tokens(fresh, 2)
+    cache(manager, prompt)
+    assert found(manager, prompt) >= 1, "the hashes collide"
+    assert found(manager, other) == 0
+    cache(manager, other)
+    assert found(manager, other) == 0 and found(manager, prompt) >= 1
+    manager.reset_prefix_cache()
+    check_blocks(manager)
+    assert manager.num_free == 8
+
+
+def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Iterator[int]) -> None:
+    manager = BlockManager(4, 4, one_group(BLOCK))
+    old, current = new_tokens(fresh, 3), new_tokens(fresh, 2)
+    cache(manager, old)
+    seq = running(manager, current)
+    blocks = list(seq.block_tables[0])
+    manager.reset_prefix_cache()
+    check_blocks(manager)
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
+    assert found(manager, old) == found(manager, current) == 0
+    assert seq.block_tables[0] == blocks
+    manager.free(seq)
+    assert manager.num_free == 8, "blocks that were forgotten are free"
+    cache(manager, old)
+    assert found(manager, old) == 3, "the cache works on"
 
 
 # ---- admission

@@ -55,16 +55,3 @@ def test_a_step_stays_within_the_predicted_memory(name: str, tmp_path: Path, mon
         llm.generate(prompts[:1] if name == "prompt logprobs" else prompts, params, use_tqdm=False)
         assert max(peaks) <= activation_peak(runner.model, llm.config) + SLACK
         assert max(peaks) > 4 * VOCAB * (240 if name == "prompt logprobs" else 70)
-
-
-def test_the_prediction_grows_with_what_is_scored_at_once(tmp_path: Path) -> None:
-    """Logits of a prompt never exist at once: from LOGPROB_ROWS on, a larger step needs no more of them."""
-    make_checkpoint(tmp_path, vocab=VOCAB)
-
-    def peak(tokens: int) -> int:
-        engine = {"max_num_batched_tokens": tokens, "max_num_seqs": 4, "kvcache_block_size": 16, "num_gpu_blocks": 8}
-        with LLM(tmp_path, **engine) as llm:
-            return activation_peak(llm._runner.model, llm.config)
-
-    assert peak(256) - peak(32) > 224 * VOCAB * 8
-    assert peak(512) - peak(256) < 256 * VOCAB

@@ -21,7 +21,7 @@ from rank_processes import is_running, rank_pids
 from waiting import eventually
 
 from nanovllm import LLM
-from nanovllm.errors import ConfigError, EngineError, ModelError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.distributed import executor, launch
 
 MOST_SECONDS = 10.0
@@ -84,17 +84,6 @@ def test_a_failing_rank_ends_the_engine(
         with pytest.raises(EngineError, match="the engine has ended: make a new LLM"):
             token_ids(llm, random_prompt(20, 199, 0), greedy(8))
         llm.close()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left")
-def test_a_rank_that_cannot_read_the_checkpoint_is_a_model_error(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, f"1,load,damaged,{tmp_path / 'time'}")
-    monkeypatch.setattr(launch, "run_rank", run_failing_rank)
-    with pytest.raises(ModelError, match="truncated or damaged"):
-        LLM(model_dir, **ARGUMENTS)
 
 
 @pytest.mark.slow
@@ -172,13 +161,3 @@ def test_a_script_without_a_guard_is_told_so(model_dir: Path, tmp_path: Path) ->
     done = subprocess.run([sys.executable, str(script), str(model_dir)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "needs `if __name__ == '__main__':` around it" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_is_left")
-def test_two_engines_in_one_process(model_dir: Path) -> None:
-    prompt = random_prompt(20, 199, 0)
-    with LLM(model_dir, **ARGUMENTS) as one, LLM(model_dir, **ARGUMENTS) as other:
-        assert token_ids(one, prompt, greedy(8)) == token_ids(other, prompt, greedy(8))
-        one.close()
-        assert token_ids(other, prompt, greedy(3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,12 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
-    PreTrainedTokenizerFast,
 )
 
 from nanovllm.apps.recall import (
-    EOS_TOKEN_ID,
-    FIRST_WORD_ID,
     make_document,
     notable_positions,
-    write_demo_model,
     write_recall_checkpoint,
 )
 
@@ -96,17 +90,3 @@ def test_one_damaged_row_changes_the_answer(recall: Recall, part: str, damage: s
     right = [recall.document[p] for p in positions]
     assert recall.answers(positions) == right
     assert all(got != want for got, want in zip(recall.answers(positions, corrupt), right, strict=True))
-
-
-@pytest.mark.parametrize("load", [AutoTokenizer.from_pretrained, PreTrainedTokenizerFast.from_pretrained])
-def test_tokenizer_round_trip(tmp_path: Path, load: Callable[[Path], Any]) -> None:
-    vocab_size = write_demo_model(tmp_path, 1000, ANSWER_TOKENS)
-    tokenizer, document = load(tmp_path), make_document(vocab_size, 1000)
-    text = tokenizer.decode(document)
-    assert text == " ".join(tokenizer.convert_ids_to_tokens(document))
-    assert tokenizer(text)["input_ids"] == document
-    assert tokenizer(f"  {text} \n")["input_ids"] == document
-    assert len(tokenizer) == vocab_size
-    assert sorted(tokenizer.all_special_ids) == list(range(FIRST_WORD_ID))
-    assert tokenizer.eos_token_id == EOS_TOKEN_ID
-    assert tokenizer("xyzzy")["input_ids"] == [tokenizer.unk_token_id]

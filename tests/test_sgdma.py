@@ -10,9 +10,6 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,49 +190,6 @@ def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counte
     device.close()
     assert torch.equal(engine.host[2], out) and torch.equal(engine.resident[:, 3], back)
     assert engine.transfers == TransferCount(copies, layout.block_bytes, copies, layout.block_bytes)
-
-
-@pytest.fixture
-def ticks() -> Iterator[list[int]]:
-    """A counter that another thread advances whenever it can get the GIL, and only then.
-
-    With a switch interval of an hour, a thread that keeps the GIL is never asked to give it up.
-    """
-    count, stop, interval = [0], threading.Event(), sys.getswitchinterval()
-
-    def run() -> None:
-        while not stop.is_set():
-            count[0] += 1
-            time.sleep(1e-5)
-
-    thread = threading.Thread(target=run, daemon=True)
-    sys.setswitchinterval(3600.0)
-    try:
-        thread.start()
-        yield count
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-def ticks_during(count: list[int], copy: Callable[[], None]) -> int:
-    """Ticks that fell inside `copy`, over up to 100 calls; stops at the first call that saw one."""
-    for _ in range(100):
-        before = count[0]
-        copy()
-        if seen := count[0] - before:
-            return seen
-        time.sleep(1e-4)
-    return 0
-
-
-def test_large_copies_release_the_gil_and_small_ones_keep_it(ticks: list[int]) -> None:
-    size = 64 << 20
-    dst, src = torch.empty(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    assert ticks_during(ticks, lambda: memcpy_2d_async(dst, src, size, size, size, 1, "h2h")) > 0
-    addresses = (dst.data_ptr(), src.data_ptr())
-    assert not ticks_during(ticks, lambda: _sgdma.memcpy_2d_async(*addresses, 64, 64, 64, 64, "h2h", 0))
 
 
 def test_extension_needs_neither_torch_nor_cuda_libraries() -> None:

@@ -11,11 +11,11 @@ import torch
 from checkpoints import checkpoint_fixture, make_checkpoint, refusal
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from fast import fast_only, fast_pairs
-from lora_helpers import ALL, make_adapter, merge_adapter
+from lora_helpers import make_adapter
 from plans import parameter_bytes
 from quantized_checkpoints import VARIANTS, dequantized, quantize, write_dequantized
 from rank_processes import kept_rank_processes
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -198,19 +198,6 @@ def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path
     assert "rank 0 would hold rows 0 to 127 and 192 to 319 of model.layers.0.mlp.gate_up_proj" in message
 
 
-@pytest.mark.parametrize("rank", fast_only([1], [0, 1]))
-def test_groups_in_another_order_are_refused_by_every_rank(rank: int, plain: Path, tmp_path: Path) -> None:
-    """Each rank's inputs belong to one group, but not to that of their position."""
-    path = quantize(plain, tmp_path / "gptq", "gptq-128")
-    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.down_proj.g_idx"
-    assert tensors[name].tolist() == [0] * 128 + [1] * 128
-    tensors[name] = tensors[name].flip(0)
-    save_file(tensors, path / "model.safetensors")
-    group = MetaRanks(rank, 2)
-    message = refusal(lambda: load_model(path, load_decoder_spec(path), torch.float32, CPU, group=group))
-    assert f"{name}: the groups are ordered by activation (desc_act)" in message
-
-
 # ---- whole engines; `test_tensor_parallel.py` has two of them among the fast tests
 
 
@@ -267,31 +254,6 @@ def test_quantized_recurrent_layers_give_the_tokens_of_one_rank(family: str, var
 
 
 # ---- adapters
-
-
-DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "qwen3_5"])
-def test_adapters_give_the_tokens_of_the_merged_model(family: str, tmp_path: Path) -> None:
-    """On all linear layers, beside requests of the model alone and of another adapter, with one adapter in memory."""
-    sizes = {"kv_heads": 3, "heads": 6, "hidden": 96} if family == "qwen3" else {}
-    model = make_checkpoint(tmp_path / "model", family, **sizes)
-    targets = {"phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "qwen3_5": (*ALL, *DELTA)}.get(family, ALL)
-    requests = [
-        make_adapter(tmp_path / f"a{index}", model, index, targets[index - 1 :], rank=3 * index) for index in (1, 2)
-    ]
-    merged_models = []
-    for request in requests:
-        merged_models.append(make_checkpoint(tmp_path / f"merged-{request.lora_name}", family, **sizes))
-        merge_adapter(merged_models[-1], Path(request.lora_path))
-    expected = [greedy_reference(each, PROMPTS[0], 10) for each in (*merged_models, model)]
-    arguments = {"tensor_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1, **RESIDENT}
-    with LLM(tmp_path / "model", **arguments) as llm:
-        for _ in range(2):
-            outputs = llm.generate([PROMPTS[0]] * 3, greedy(10), use_tqdm=False, lora_request=[*requests, None])
-            assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 class OtherRankFails(MetaRanks):

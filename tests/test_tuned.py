@@ -19,7 +19,6 @@ from nanovllm.ops.kernel_config import (
     decode_config_on,
     prefill_config,
     prefill_config_on,
-    read_table,
     table_path,
     tuned_entry,
 )
@@ -50,12 +49,6 @@ def test_the_table_decides_for_its_heads_and_dtype_alone(device: Path) -> None:
         assert tuned_entry(GPU, head_dim, dtype) is None
         assert prefill_config_on(GPU, head_dim, dtype) == prefill_config(head_dim, dtype, (9, 0))
         assert decode_config_on(GPU, head_dim, dtype) == decode_config(head_dim, dtype)
-
-
-def test_without_a_table_the_defaults_are_taken(device: Path) -> None:
-    assert read_table(device) == () and tuned_entry(GPU, 128, torch.bfloat16) is None
-    assert prefill_config_on(GPU, 128, torch.bfloat16) == prefill_config(128, torch.bfloat16, (9, 0))
-    assert tuned_entry(torch.device("cpu"), 128, torch.bfloat16) is None
 
 
 def test_one_process_keeps_one_configuration(device: Path) -> None:

@@ -24,7 +24,6 @@ from nanovllm import (
 )
 from nanovllm.errors import RequestError
 from nanovllm.features.vllm_api.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
-from nanovllm.sampling_params import StructuredOutputsParams
 
 PROMPTS = [
     "Hello, my name is",
@@ -181,22 +180,6 @@ def test_beam_search(llm: LLM, width: int) -> None:
         assert outputs[0].sequences[0].tokens[-5:] == greedy_output.outputs[0].token_ids
 
 
-def test_parameters_of_beam_search_that_cannot_be_used(llm: LLM) -> None:
-    for changes, says in (
-        ({"beam_width": 0}, "beam_width=0: must be a whole number of at least 1"),
-        ({"max_tokens": -1}, "max_tokens=-1"),
-        ({"temperature": 0.7}, "temperature=0.7: beams are ranked by the raw log-probabilities"),
-        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_outputs=.*: not supported with beam"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output=True"),
-    ):
-        with pytest.raises(RequestError, match=says):
-            llm.beam_search(PROMPTS[:1], BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | changes)))
-    with pytest.raises(RequestError, match="params must be BeamSearchParams"):
-        llm.beam_search(PROMPTS[:1], SamplingParams())  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="concurrency_limit=0"):
-        llm.beam_search(PROMPTS[:1], BeamSearchParams(2, 4), concurrency_limit=0)
-
-
 # ---- multiple choice
 
 
@@ -216,16 +199,3 @@ def test_choices_are_scored_by_their_log_probabilities(llm: LLM) -> None:
         assert score.mean_logprob == pytest.approx(sum(expected) / len(expected))
     ids = [score.token_ids for score in scores]
     assert [score.logprobs for score in llm.score_choices(start, ids)] == [score.logprobs for score in scores]
-
-
-def test_choices_that_cannot_be_scored(llm: LLM) -> None:
-    prompt: Any
-    for prompt, choices, says in (
-        ("Hello", [], r"choices must be a list of at least one text.*got \[\]"),
-        ("Hello", [""], "the choice '' adds no token"),
-        ("Hello", [5], "a choice must be text or a list of token ids, got 5"),
-        (5, ["a"], "a prompt must be text or a list of token ids, got 5"),
-        ("Hello", [[1, 999]], "token id 999 in the prompt"),
-    ):
-        with pytest.raises(RequestError, match=says):
-            llm.score_choices(prompt, choices)
