@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, make_checkpoint
+from checkpoints import edit_config, make_checkpoint, refusal
+from cpu_attention_helpers import add_cpu_attention_streams, force_share
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_models import assert_same_logits, load, random_prompts, reference, run
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.data.network import RopeSpec
+from nanovllm.errors import ConfigError
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory.layout import layout_of
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
@@ -64,7 +66,8 @@ MODELS = {
     "odd": {**ODD, "head_dim": 32, "attention_bias": True},
 }
 ALL = pytest.mark.parametrize("name", MODELS)
-FEWER = pytest.mark.parametrize("name", fast_only(["small"], MODELS))
+FEWER = pytest.mark.parametrize("name", fast_only(["small", "large"], MODELS))
+TIGHT = 40  # KV blocks that are too few for all sequences
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
 
 
@@ -99,6 +102,61 @@ def test_bits_do_not_depend_on_batch_and_chunk(name: str, tmp_path: Path) -> Non
         assert all(torch.equal(row, other[key]) for key, row in found[0].items())
 
 
+@pytest.mark.parametrize("name", fast_only(["small"], MODELS))
+def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
+    """Forks, copies on write, sequences swapped out or computed again: the tokens of a roomy engine."""
+    make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=7) for length in (83, 3 * BLOCK, 5, 60)]
+    params = [SamplingParams(n=3, max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+
+    def answers(**arguments: Any) -> tuple[list[list[list[int]]], int, int]:
+        with LLM(tmp_path, dtype="float32", max_num_batched_tokens=33, max_model_len=128, **arguments) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            manager, metrics = llm.engine.scheduler.block_manager, llm.engine.scheduler.preemption.stats
+            assert manager.num_copied_blocks > 0 and manager.num_used == manager.num_swapped == 0
+            found = [[each.token_ids for each in output.outputs] for output in outputs]
+            return found, metrics.swapped, metrics.recomputed
+
+    expected, *_ = answers(kvcache_block_size=BLOCK, num_gpu_blocks=400)
+    tight = {"kvcache_block_size": BLOCK, "num_gpu_blocks": TIGHT}
+    for arguments, way in (
+        ({**tight, "preemption_mode": "swap", "swap_space": 0.1}, "swap"),
+        ({**tight, "preemption_mode": "recompute"}, "recompute"),
+        (offloaded(BLOCK, 4, TIGHT - 4, preemption_mode="swap", swap_space=0.1), "swap"),
+    ):
+        found, swapped, recomputed = answers(**arguments)
+        assert found == expected
+        assert swapped > 0 if way == "swap" else recomputed > 0
+
+
+@FEWER
+def test_concurrent_cpu_attention(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor attends to half of the host blocks, in groups of each head size."""
+    model = make_checkpoint(tmp_path, "gemma4", **MODELS[name])
+    prompts = [random_prompt(length, VOCAB, seed=6) for length in (90, 5 * BLOCK)]
+    expected = [greedy_reference(model, prompt, 12) for prompt in prompts]
+    add_cpu_attention_streams(monkeypatch)
+    with LLM(tmp_path, dtype="float32", **offloaded(BLOCK, max_num_batched_tokens=31)) as llm:
+        force_share(llm, 0.5)
+        assert token_ids(llm, prompts, greedy(12)) == expected
+        assert llm.kv_stats().transfers.cpu_attention_blocks > 0
+
+
+@FEWER
+def test_blocks_on_disk_and_drafts(name: str, tmp_path: Path) -> None:
+    """A later engine, with another memory budget, goes on from what the first one stored; drafts change no token."""
+    model = make_checkpoint(tmp_path / "model", "gemma4", max_positions=1024, **MODELS[name])
+    prompt = random_prompt(300, VOCAB, seed=2) * 2
+    expected = [greedy_reference(model, prompt, 12)]
+    roomy: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    for index, arguments in enumerate((roomy, offloaded(BLOCK, 8, 200), {**roomy, **drafts})):
+        with LLM(tmp_path / "model", dtype="float32", kv_cache_dir=tmp_path / "disk", **arguments) as llm:
+            (output,) = llm.generate(prompt, greedy(12), use_tqdm=False)
+            assert [output.outputs[0].token_ids] == expected
+            assert (output.num_cached_tokens >= 512) == (index > 0)
+
+
 @pytest.mark.parametrize("name", ["small", "large", "mixture"])
 def test_half_precision_is_as_near_to_float32_as_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "gemma4", dtype="bfloat16", **MODELS[name])
@@ -125,6 +183,14 @@ def test_published_configs_mean_the_same(tmp_path: Path) -> None:
     defaults = load_decoder_spec(tmp_path)
     assert defaults.ropes == (RopeSpec("proportional", 1e6, rotated_pairs=4), RopeSpec())
     assert defaults.sliding_windows == (20,) * 5 + (None,)
+
+
+def test_ranks_that_would_differ_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4", **LARGE)
+    spec = load_decoder_spec(tmp_path)
+    assert "heads, and of its KV heads, 4 or 1; take another number of ranks" in refusal(
+        lambda: spec.of_ranks(3), ConfigError
+    )
 
 
 @pytest.mark.parametrize("name", ["small", "mixture"])
