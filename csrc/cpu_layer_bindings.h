@@ -191,9 +191,10 @@ class Layer {
         });
     }
 
-    // What the output projection of a recurrent layer reads. `qkv` projects to q, k, v, z, b and a, side by side.
+    // What the output projection of a recurrent layer reads. `qkv` projects to q, k, v, z, b and a, side by side, which
+    // are left in `projected`.
     void recur(const DeltaWeights& weights, const delta::Runs& runs, const Address& x, const Address& conv,
-               const Address& states, const Address& y, int threads) const {
+               const Address& states, const Address& projection, const Address& y, int threads) const {
         const delta::Sizes& sizes = weights.sizes;
         const int64_t count = runs.rows, heads = sizes.value_heads, values = sizes.value_size();
         if (qkv_.out != sizes.channels() + values + 2 * heads)
@@ -202,12 +203,13 @@ class Layer {
         const python::WithoutGil without_gil;
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
-            const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out), v(count, values), sums(count, values);
+            const Scratch<T> normed(count, qkv_.in), v(count, values), sums(count, values);
+            const rows::Rows<T> projected = rows_at<T>(projection);
             const Scratch<float> qk(count, 2 * sizes.key_size()), decay(count, heads), beta(count, heads);
             rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, norm_weight<T>(norms_.input), normed, count, qkv_.in,
                                norms_.eps}, threads);
             qkv_.run<T>(kernels(threads), normed, projected, count);
-            const rows::Rows<const T> mixed = projected, z{mixed.data + sizes.channels(), mixed.stride},
+            const rows::Rows<const T> mixed{projected.data, projected.stride}, z{mixed.data + sizes.channels(), mixed.stride},
                 b{z.data + values, mixed.stride}, a{b.data + heads, mixed.stride};
             delta::prepare<T>({sizes, runs, mixed, pointer<const T>(weights.conv), rows_at<T>(conv), b, a,
                                pointer<const float>(weights.rate), pointer<const float>(weights.dt_bias), qk.data(),
@@ -306,7 +308,7 @@ constexpr auto kLayer = python::names("isa", "packed_isa", "dtype", "norms", "qk
                                       "activation");
 constexpr auto kProject = python::names("x", "cos", "sin", "q", "k", "v", "gate", "count", "q_heads", "kv_heads",
                                         "threads");
-constexpr auto kRecur = python::names("weights", "runs", "x", "conv", "states", "y", "threads");
+constexpr auto kRecur = python::names("weights", "runs", "x", "conv", "states", "projected", "y", "threads");
 constexpr auto kFinish = python::names("x", "attended", "count", "threads");
 
 }  // namespace

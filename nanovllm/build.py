@@ -162,7 +162,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
     if sizing.memory.states is not None:
-        kv_cache.pools.states = StatePool(device, spec, dtype, sizing.memory.states.device, sizing.memory.states.host)
+        kv_cache.pools.states = StatePool(device, spec, dtype, sizing.memory.states, model.recurrences)
     decode_graphs = None
     if _records_graphs(config, model, device):
         from nanovllm.features.cuda_graphs import record_decode_graphs
@@ -225,15 +225,11 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
     """
     if config.speculative_config is None:
         return None
-    recomputes = spec.recurrent is not None
-    if recomputes and any(window is not None for window in spec.kv_windows):
-        logger.warning("speculative_config changes nothing: keys before a window are gone when a state goes back")
-        return None
     asked = speculative_config(config.speculative_config)
     if asked.method == "ngram":
         from nanovllm.features.speculation import NgramDrafter
 
-        return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max, recomputes)
+        return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"speculative_config: method={asked.method!r} is not supported with tensor_parallel_size="
@@ -291,7 +287,7 @@ def _draft_model(
     engine, longest = sized_draft_engine(engine, model.spec, asked, config.max_model_len or spec.max_model_len)
     logger.info("the draft model of speculative_config, %s:", asked.model)
     runner = build_runner(engine, model.spec)
-    return DraftModel(runner, longest, spec.vocab_size, recomputes=spec.recurrent is not None)
+    return DraftModel(runner, longest, spec.vocab_size)
 
 
 # ---- what build_runner assembles
@@ -447,11 +443,13 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     ):
         logger.info("%s", line)
     if (states := sizing.memory.states) is not None:
-        one = model.spec.state_bytes(model.dtype.itemsize) / mib
+        one, row = (each(model.dtype.itemsize) for each in (model.spec.state_bytes, model.spec.draft_row_bytes))
+        drafts = f"; {states.draft_rows * row / mib:,.1f} MiB for {states.draft_rows} rows with drafts"
         logger.info(
             "%s",
-            f"recurrent states of {one:,.2f} MiB: {states.device} slots on the device, {states.host} on the host; "
-            f"{states.running} sequences may run at once, the other slots hold snapshots for prefix hits",
+            f"recurrent states of {one / mib:,.2f} MiB: {states.device} slots on the device, {states.host} on the host"
+            f"; {states.running} sequences may run at once, the other slots hold snapshots for prefix hits"
+            f"{drafts if states.draft_rows else ''}",
         )
     if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:
         logger.warning(

@@ -127,6 +127,7 @@ class ContentExecutor:
     ) -> None:
         self.num_device_states = num_device_states
         self.states: dict[int, bytes | None] = {}  # by slot; None while some layers are further than others
+        self.drafted: dict[int, list[bytes]] = {}  # of the latest pass with drafts: by slot the states it went through
         self.groups = groups
         self.num_layers = len(groups.of_layer)
         self.first_host = num_device_blocks
@@ -164,6 +165,7 @@ class ContentExecutor:
             self._move_state(state_move)
         slots = [seq.state_slot for seq in batch.sequences if seq.state_slot is not None]
         assert len(set(slots)) == len(slots) == (len(batch.sequences) if self.num_device_states else 0)
+        self.drafted = {}  # replays come before the next pass
         if batch.layerwise is None:
             self.layerwise = None
         samples = [
@@ -214,6 +216,12 @@ class ContentExecutor:
 
     def _move_state(self, move: StateMove) -> None:
         assert move.src != move.dst
+        if move.num_replayed:
+            assert move.src is not None
+            passed = self.drafted[move.src]
+            assert self.states[move.dst] == passed[0], "a replay begins where the pass began"
+            self.states[move.dst] = passed[move.num_replayed]
+            return
         state = b"" if move.src is None else self.states[move.src]
         assert state is not None, "a moved state is that of one position in all layers"
         self.states[move.dst] = state
@@ -274,6 +282,8 @@ class ContentExecutor:
                     assert entry == [digest] * len(group.layers), f"wrong KV at position {position} of {seq.seq_id}"
         if seq.state_slot is not None:
             self.states[seq.state_slot] = digest
+            if seq.num_drafts:
+                self.drafted[seq.state_slot] = [b"", *digests][seq.context_len :]
         if not seq.num_drafts:
             return [self._sample(digest, row) for row in seq.samples]
         samples = [self._sample(*each) for each in zip(digests[-1 - seq.num_drafts :], seq.samples, strict=True)]

@@ -208,10 +208,11 @@ def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instructio
     states, expected = ((bf16(46, 3, *spec.conv_shape).to(dtype), bf16(47, 3, *spec.state_shape).float()) for _ in "ab")
     ours = cpu_delta.FewRows(spec, conv, decay, norm)(layer, x, rows, states)
 
-    mixed, z, b, a = linear(rms_norm(x, norms.input, EPS), products[0][0]).split(widths, dim=1)
+    projected = linear(rms_norm(x, norms.input, EPS), products[0][0])
+    mixed, z, b, a = projected.split(widths, dim=1)
     inputs = cpu_delta.delta_inputs_(spec, rows, mixed, conv, expected[0], b, a, decay)
     theirs = cpu_delta.gated_rms_norm(cpu_delta.delta_rule_(spec, rows, inputs, expected[1]), z, norm, EPS)
-    for one, other in zip((ours, *states), (theirs, *expected), strict=True):
+    for one, other in zip((*ours, *states), (theirs, projected, *expected), strict=True):
         assert same_bits(one, other)
 
 

@@ -237,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
         facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
         parts = EngineFeatures()
-        if drafts and (slots is None or not any(windows)):
+        if drafts:
             limits = replace(limits, num_speculative_tokens=drafts)
             parts = replace(parts, drafter=Guesses(wrong))
         self.engine = LLMEngine(limits, facts, self.manager, self.executor, parts)

@@ -57,7 +57,7 @@ class DenseStates:
     """A state slot for each sequence, and for one more that no sequence has."""
 
     def __init__(self, spec: RecurrentSpec, num_sequences: int, dtype: torch.dtype) -> None:
-        self.slots = torch.arange(0)
+        self.slots, self.kept = torch.arange(0), None
         shape = (len(spec.layers), num_sequences + 1)
         self.held = torch.zeros(*shape, *spec.conv_shape, dtype=dtype), torch.zeros(*shape, *spec.state_shape)
 

@@ -164,7 +164,7 @@ def by_block_tables(cache: OffloadedKVCache, batch: Batch) -> TransferCount:
         copied(MOVE_KINDS[move.src >= resident][move.dst >= resident], 1, moved)
     for state in batch.state_moves:
         assert states is not None
-        if state.src is not None:
+        if state.src is not None and not state.num_replayed:
             kind = MOVE_KINDS[state.src >= states.num_device_slots][state.dst >= states.num_device_slots]
             copied(kind, 1, sum(part.nbytes for part in states.parts(state.src)))
     return TransferCount(copies["h2d"], num_bytes["h2d"], copies["d2h"], num_bytes["d2h"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
+from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.layers.gated_delta import parts_of_states
+from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.memory.states import without_states
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.ops.attention import SequenceMetadata
 
 VOCAB, BLOCK = 199, 16
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60}
@@ -176,3 +185,50 @@ def test_text_of_a_model_for_images_is_continued(
         assert token_ids(llm, [prompt], greedy(6)) == [greedy_reference(model, prompt, 6)]
     (line,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert "mtp.norm.weight" in line and "model.visual.pos_embed.weight" in line
+
+
+@dataclass
+class RowsToKeep:
+    """Stands in for the states of a step and for the memory of its rows with drafts."""
+
+    rows: Sequence[range]
+
+    @property
+    def kept(self) -> RowsToKeep:
+        return self
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return torch.arange(len(self.rows))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 12])
+def test_each_row_with_drafts_is_kept_once_however_a_step_is_cut(chunk: int) -> None:
+    lengths, kept = [2, 5, 1, 4], [range(0), range(5), range(0), range(5, 9)]
+    starts = [*accumulate(lengths, initial=0)]
+    sequences = tuple(SequenceMetadata.full(at, size, 0, ()) for at, size in zip(starts, lengths, strict=False))
+    states: Any = RowsToKeep(kept)
+    nothing: Any = None
+    parts = parts_of_states(ForwardContext(nothing, nothing, sequences, nothing, states=states), chunk)
+    found = {
+        int(target): index * chunk + int(source)
+        for index, part in enumerate(parts)
+        if part.kept is not None
+        for source, target in zip(*part.kept, strict=True)
+    }
+    assert found == {0: 2, 1: 3, 2: 4, 3: 5, 4: 6, 5: 8, 6: 9, 7: 10, 8: 11}
+
+
+def test_rows_with_drafts_are_counted_where_memory_is_sized(half: Path) -> None:
+    spec, drafts = load_decoder_spec(half), {"method": "ngram", "num_speculative_tokens": 500}
+    memory = MemoryFacts(2**30, 2**30, 2**30, tiers_share_memory=False, activation_peak=0)
+    plain, drafting = (engine_config(half, {"speculative_config": each, "max_num_seqs": 6}) for each in (None, drafts))
+    with_rows, without = (without_states(memory, config, spec, 2) for config in (drafting, plain))
+    assert with_rows.states is not None and without.states is not None and without.states.draft_rows == 0
+    assert with_rows.states.draft_rows == with_rows.states.running + 500
+    taken = without.device_free - with_rows.device_free
+    assert taken == with_rows.states.draft_rows * spec.draft_row_bytes(2) > 0
+    few = 500 * spec.draft_row_bytes(2)
+    small = replace(memory, device_total=few, device_free=few)
+    with pytest.raises(ConfigError, match=r"rows with drafts take .*; lower num_speculative_tokens or max_num_seqs"):
+        without_states(small, drafting, spec, 2)

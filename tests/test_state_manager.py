@@ -129,11 +129,24 @@ def test_planned_snapshots(begin: int, end: int, branch: int, interval: int, exp
     assert planned_snapshots(begin, end, branch, interval, unit=4) == expected
 
 
-def test_the_state_that_drafts_of_a_new_sequence_go_back_to_is_empty(fresh: Iterator[int]) -> None:
-    """It is no copy of the other one, which is cleared after the copies of the step."""
+def test_the_state_from_before_a_wrong_draft_takes_the_right_tokens(fresh: Iterator[int]) -> None:
     manager = manager_of()
-    seq = sequence(new_tokens(fresh, 1)[:3])
+    states, seq = states_of(manager), sequence(new_tokens(fresh, 1)[:2])
     manager.allocate(seq)
-    states_of(manager).own(seq)
-    assert manager.look_ahead(seq, 1) == 1
-    assert [move.src for move in states_of(manager).take_moves()] == [None, None]
+    compute(manager, seq)
+    for right in (0, 1, 2):
+        seq.token_ids += new_tokens(fresh, 1)[:1]
+        manager.grow([seq])
+        computed_in = states.own(seq)
+        assert manager.look_ahead(seq, 2) == 2
+        held = states.take_moves()[-1].dst
+        seq.num_computed += 1
+        for token in new_tokens(fresh, 1)[:right]:
+            seq.token_ids.append(token)
+            seq.num_computed += 1
+        before = seq.num_computed
+        manager.end_look_ahead(seq)
+        assert seq.num_computed == before and seq.state is not None
+        assert seq.state.slot == (computed_in if right == 2 else held)
+        assert states.take_moves() == ([] if right == 2 else [StateMove(computed_in, held, num_replayed=1 + right)])
+        check_states(manager, [seq])

@@ -103,11 +103,13 @@ class BlockMove:
 class StateMove:
     """A copy of a recurrent state between two state slots. Moves of a step are carried out in order.
 
-    src: None makes `dst` the state before the first token.
+    src: None makes `dst` the state before the first token. num_replayed: if not 0, this is a *replay*: the state in
+    `dst` takes the first so many tokens that the latest pass, which had drafts, took in slot `src`. Replays come first.
     """
 
     src: int | None
     dst: int
+    num_replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,11 @@ class RecurrentSpec:
         return {"in_proj_qkv": self.channels, "in_proj_z": self.value_size, "in_proj_b": heads, "in_proj_a": heads}
 
     @property
+    def projected_size(self) -> int:
+        """Width of what a layer's input projection gives of a token."""
+        return sum(self.input_parts.values())
+
+    @property
     def num_wide_vectors(self) -> int:
         """Number of a layer's weights that are fp32 in memory: what gives the decay of each value head."""
         return 2 * self.num_value_heads

@@ -261,8 +261,7 @@ class BlockManager:
     def end_look_ahead(self, seq: Sequence) -> None:
         """Free the blocks beyond the sequence's tokens. Nothing in them was accepted, so that none is cached.
 
-        With recurrent layers, a sequence with a wrong draft goes back to where the step began: K and V that it computes
-        again have the same bits.
+        With recurrent layers, a state after the last right token is neither a snapshot nor stored.
         """
         if self.states is not None and self.states.end_step(seq):
             self.keep_state(seq)

@@ -166,7 +166,10 @@ class ChunkedPass:
         else:
             token_ids, positions, rope_lengths = upload(inputs, self._model.device)
             pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
-            states = pool.of_step([slot for slot in slots if slot is not None]) if pool is not None else None
+            num_kept = [len(seq.token_ids) if seq.num_drafts else 0 for seq in self._sequences]
+            states = None
+            if pool is not None:
+                states = pool.of_step([slot for slot in slots if slot is not None], num_kept)
             read = self._hidden(self._sequences) if self._hidden is not None else None
             context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states, read)
             hidden = self._model(token_ids, context)

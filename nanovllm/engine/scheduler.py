@@ -346,8 +346,7 @@ class Scheduler:
     def _most_drafts(self, seq: Sequence, chunk: int) -> int:
         """How many tokens may follow the next one, of a sequence that computes `chunk` tokens."""
         request, limits, manager = seq.request, self.limits, self.block_manager
-        again = 0 if manager.states is None else limits.num_speculative_tokens + 1  # what went back to a state
-        if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining <= 1 + again:
+        if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining == 1:
             return 0
         longest = limits.max_model_len
         if request.rope_switch is not None:

@@ -111,18 +111,17 @@ class StateManager:
 
         False, with nothing changed, if the device has no slot for it.
         """
-        assert seq.state is not None and seq.held_state is None
+        assert seq.state is not None and seq.held_state is None and seq.num_computed
         if not self._has_room:
             return False
         slot = self._new_device_slot()
-        before = seq.state.slot if seq.num_computed else None  # states that begin are cleared after all copies
-        self._moves.append(StateMove(before, slot))
+        self._moves.append(StateMove(seq.state.slot, slot))
         seq.held_state = HeldState(State(slot, num_sequences=1), seq.num_computed, seq.end + num_drafts)
         return True
 
     def end_step(self, seq: Sequence) -> bool:
-        """After a step with drafts: False if one was wrong. Then the sequence computes its tokens of the step again,
-        from the state before it: the one after it has seen the wrong ones.
+        """After a step with drafts: False if one was wrong. Then the state, which has seen it, gives way to that from
+        before the step, which takes the right tokens before anything reads it.
         """
         held = seq.held_state
         if held is None:
@@ -130,9 +129,12 @@ class StateManager:
         if seq.num_computed == held.end:
             self._release_held(seq)
             return True
+        assert seq.state is not None
+        replay = StateMove(seq.state.slot, held.state.slot, seq.num_computed - held.begin)
         seq.held_state = None
         self.free(seq)
-        seq.state, seq.num_computed = held.state, held.begin
+        seq.state = held.state
+        self._moves.append(replay)
         return False
 
     def _release_held(self, seq: Sequence) -> None:

@@ -59,6 +59,8 @@ class KVPools:
 
     def move_blocks(self, moves: Sequence[BlockMove], state_moves: Sequence[StateMove] = ()) -> None:
         """Copy the blocks and states of a step in order. Call it between passes; the next one waits for the copies."""
+        if self.states is not None:
+            self.states.replay(state_moves)
         with self.order.moves(bool(moves) or bool(state_moves)) as stream:
             for move in moves:
                 self._move(move, stream)

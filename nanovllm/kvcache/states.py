@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from nanovllm.data.batch import StateMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.layers.gated_delta import GatedDelta, runs_of_rows
+from nanovllm.memory.sizing import StateSlots
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.upload import upload
 
@@ -22,16 +25,27 @@ class StatePool:
 
     Like KV blocks, the device's memory is layer-major, so that a layer's states are one tensor, and the host's is
     slot-major. A layer has two tensors, the inputs that its convolution still sees and the recurrent state.
+
+    Of the rows of a pass with drafts, each layer keeps what its input projection gives until the next pass: from the
+    state before them, the recurrence over those that were right gives the state after them, to the bit and without a
+    product with weights. A state after each row would take 34 to 97 times the memory.
     """
 
     def __init__(
-        self, device: Device, spec: DecoderSpec, dtype: torch.dtype, num_device_slots: int, num_host_slots: int
+        self,
+        device: Device,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        slots: StateSlots,
+        recurrences: Sequence[GatedDelta],
     ) -> None:
-        """dtype: of the convolution's inputs, the network's."""
+        """dtype: of the convolution's inputs, the network's. recurrences: of the recurrent layers."""
         assert spec.recurrent is not None
-        self.num_slots = (num_device_slots, num_host_slots)
+        self.num_slots = num_device_slots, num_host_slots = slots.device, slots.host
         self.num_device_slots = num_device_slots
         self._device = device
+        self._recurrences = recurrences
+        self._rows_of = dict[int, range]()  # of the latest pass: where rows are kept, by the slot of their sequence
         self._layers = [layer for layer in range(spec.num_layers) if spec.recurrent.layers[layer]]
         parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
             ("convolution states", spec.recurrent.conv_shape, dtype),
@@ -44,11 +58,15 @@ class StatePool:
             on_host = device.empty_host(name, (num_host_slots, count, *one), kind)
             self._on_device.append(on_device.view(count, num_device_slots, *shape))
             self._on_host.append(on_host.view(num_host_slots, count, *shape))
+        width = spec.recurrent.projected_size
+        kept = device.empty("inputs of rows with drafts", (count, slots.draft_rows, 1, 1, 1, width), dtype)
+        self._kept = kept.view(count, slots.draft_rows, width)
 
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Allocated on the device and on the host."""
-        return sum(memory.nbytes for memory in self._on_device), sum(memory.nbytes for memory in self._on_host)
+        on_device = sum(memory.nbytes for memory in (*self._on_device, self._kept))
+        return on_device, sum(memory.nbytes for memory in self._on_host)
 
     def parts(self, slot: int) -> list[Tensor]:
         """The bytes of a state, layer by layer, all of one tensor first; each is contiguous."""
@@ -61,9 +79,27 @@ class StatePool:
         count: is told the kind of each move, copies (one) and bytes.
         """
         for move in moves:
-            if move.src is not None:
+            if move.src is not None and not move.num_replayed:
                 kind = MOVE_KINDS[move.src >= self.num_device_slots][move.dst >= self.num_device_slots]
                 count(kind, 1, self._copy(move.src, move.dst, kind, stream))
+
+    def replay(self, moves: Sequence[StateMove]) -> None:
+        """Take states through the right tokens of a pass with a wrong draft, before the copies of a step."""
+        replays = [move for move in moves if move.num_replayed]
+        if not replays:
+            return
+        assert all(move.num_replayed for move in moves[: len(replays)]), "copies would take states from before a replay"
+        computed_in = [(self._rows_of[move.src], move.num_replayed) for move in replays if move.src is not None]
+        rows = [row for of_slot, count in computed_in for row in of_slot[:count]]
+        device = self._device.torch_device
+        kept, slots = (upload(torch.tensor(each), device) for each in (rows, [move.dst for move in replays]))
+        runs = runs_of_rows([move.num_replayed for move in replays], slots)
+        for index, recurrence in enumerate(self._recurrences):
+            states = self._on_device[0][index], self._on_device[1][index]
+            written = (part[move.dst].flatten() for move in replays for part in states)
+            self._device.declare_kernel("replay of states", (self._kept[index].flatten(),), written)
+            recurrence(self._kept[index, kept], runs, states)
+            self._device.end_kernel()
 
     def clear(self, moves: Sequence[StateMove]) -> None:
         """Make the states that begin in this step those before the first token, after its copies."""
@@ -74,10 +110,18 @@ class StatePool:
                 memory[:, slot].zero_()
         self._device.end_kernel()
 
-    def of_step(self, slots: Sequence[int]) -> SlotStates:
-        """The states of the sequences of a pass, whose slots are given in the order of its batch."""
-        device = self._device.torch_device
-        return SlotStates(self._device, self._layers, self._on_device, slots, upload(torch.tensor(slots), device))
+    def of_step(self, slots: Sequence[int], num_kept: Sequence[int]) -> SlotStates:
+        """The states of the sequences of a pass, whose slots are given in the order of its batch.
+
+        num_kept: rows of each sequence to keep, all of them if it has drafts and else none.
+        """
+        ends = [*accumulate(num_kept, initial=0)]
+        assert ends[-1] <= self._kept.shape[1], "more rows with drafts than there is memory for"
+        rows = [range(*each) for each in pairwise(ends)]
+        self._rows_of = dict(zip(slots, rows, strict=True))
+        kept = KeptRowsOfStep(self._device, self._layers, self._kept, rows) if any(num_kept) else None
+        on_device = upload(torch.tensor(slots), self._device.torch_device)
+        return SlotStates(self._device, self._layers, self._on_device, slots, on_device, kept)
 
     def _copy(self, src: int, dst: int, kind: CopyKind, stream: Stream) -> int:
         """Submit the copies of one state; returns its bytes."""
@@ -99,6 +143,23 @@ class StatePool:
 
 
 @dataclass(slots=True)
+class KeptRowsOfStep:
+    """Implements `layers.forward_context.KeptInputs`. memory: [layers, rows, width]."""
+
+    device: Device
+    layers: Sequence[int]  # recurrent layers, by their index in the decoder
+    memory: Tensor
+    rows: Sequence[range]
+
+    def of_layer(self, layer: int) -> Tensor:
+        """See `KeptInputs`."""
+        memory = self.memory[self.layers.index(layer)]
+        self.device.declare_kernel("inputs of rows with drafts", writes=(memory.flatten(),))
+        self.device.end_kernel()
+        return memory
+
+
+@dataclass(slots=True)
 class SlotStates:
     """Implements `layers.forward_context.StepStates`. memory: of the device, layers x slots."""
 
@@ -107,6 +168,7 @@ class SlotStates:
     memory: Sequence[Tensor]
     slot_ids: Sequence[int]
     slots: Tensor  # the same on the device
+    kept: KeptRowsOfStep | None
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `StepStates`."""

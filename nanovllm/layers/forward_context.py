@@ -28,6 +28,16 @@ class KVCache(Protocol):
         ...
 
 
+class KeptInputs(Protocol):
+    """Memory in which recurrent layers keep what their input projections give of the rows of sequences with drafts."""
+
+    rows: Sequence[range]  # of each sequence of the batch: where its rows go; empty if they are not kept
+
+    def of_layer(self, layer: int) -> Tensor:
+        """[kept rows, `RecurrentSpec.projected_size`] in the model's dtype. layer: as of `StepStates.of_layer`."""
+        ...
+
+
 class StepStates(Protocol):
     """The states of a step's sequences in recurrent layers. Layers do not know who owns them, or how many there are.
 
@@ -36,6 +46,11 @@ class StepStates(Protocol):
     """
 
     slots: Tensor  # int64 [sequences] on the model's device: of each sequence of the batch, in batch order, none twice
+
+    @property
+    def kept(self) -> KeptInputs | None:
+        """None if no sequence has drafts."""
+        ...
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """What is updated in place: conv [slots, channels, conv_kernel - 1] in the model's dtype, and the recurrent

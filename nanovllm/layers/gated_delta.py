@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear, RowAdapters
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, WeightSlot, slot_of
 from nanovllm.ops.cpu_delta import FewRows
 from nanovllm.ops.delta_inputs import DecayWeights, StateRows
@@ -19,23 +21,56 @@ from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.upload import upload
 
 
-def parts_of_states(ctx: ForwardContext, chunk: int) -> Sequence[StateRows]:
-    """The runs of each part of `chunk` rows of a step, all rows being of sequences that follow each other."""
+class KeptRows(NamedTuple):
+    """Rows of a part of a step whose input projections are kept: int64 [rows] each, on the device."""
+
+    source: Tensor  # in the part
+    target: Tensor  # in the memory of `KeptInputs`
+
+
+class StatePart(NamedTuple):
+    """What rows of a part of a step have to do with states."""
+
+    rows: StateRows
+    kept: KeptRows | None
+
+
+def parts_of_states(ctx: ForwardContext, chunk: int) -> Sequence[StatePart]:
+    """Each part of `chunk` rows of a step, all rows being of sequences that follow each other."""
     assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
     slots, device = ctx.states.slots, ctx.states.slots.device
     total = sum(seq.query_len for seq in ctx.sequences)
-    return [_runs(ctx, begin, min(begin + chunk, total), slots, device) for begin in range(0, total, chunk)]
+    parts = ((begin, min(begin + chunk, total)) for begin in range(0, total, chunk))
+    return [StatePart(_runs(ctx, *part, slots), _kept_rows(ctx, *part, device)) for part in parts]
 
 
-def _runs(ctx: ForwardContext, begin: int, end: int, slots: Tensor, device: torch.device) -> StateRows:
+def runs_of_rows(lengths: Sequence[int], slots: Tensor) -> StateRows:
+    """Runs of so many rows, one after the other."""
+    starts = torch.tensor([*accumulate(lengths, initial=0)])
+    run_of_row = torch.repeat_interleave(starts.diff())
+    return StateRows(slots, upload(starts, slots.device), upload(run_of_row, slots.device))
+
+
+def _runs(ctx: ForwardContext, begin: int, end: int, slots: Tensor) -> StateRows:
     """The runs of rows [begin, end)."""
     ends = [(index, seq.query_start + seq.query_len) for index, seq in enumerate(ctx.sequences)]
     first = next(index for index, stop in ends if stop > begin)
     last = next(index for index, stop in ends if stop >= end)
-    starts = [max(seq.query_start, begin) - begin for seq in ctx.sequences[first : last + 1]] + [end - begin]
-    on_host = torch.tensor(starts)
-    run_of_row = torch.repeat_interleave(on_host.diff())
-    return StateRows(slots[first : last + 1], upload(on_host, device), upload(run_of_row, device))
+    starts = [max(seq.query_start, begin) for seq in ctx.sequences[first : last + 1]] + [end]
+    return runs_of_rows([stop - start for start, stop in pairwise(starts)], slots[first : last + 1])
+
+
+def _kept_rows(ctx: ForwardContext, begin: int, end: int, device: torch.device) -> KeptRows | None:
+    """Those of rows [begin, end)."""
+    if ctx.states is None or ctx.states.kept is None:
+        return None
+    source, target = list[int](), list[int]()
+    for seq, places in zip(ctx.sequences, ctx.states.kept.rows, strict=True):
+        for row, place in enumerate(places, seq.query_start):
+            if begin <= row < end:
+                source.append(row - begin)
+                target.append(place)
+    return KeptRows(*(upload(torch.tensor(each), device) for each in (source, target))) if source else None
 
 
 class GatedDelta:
@@ -68,15 +103,13 @@ class GatedDelta:
         self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
         self.few_rows = None if spec.merged_projections else FewRows(spec, self.conv, self.decay, self.norm)
 
-    def __call__(
-        self, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor], adapters: RowAdapters | None = None
-    ) -> Tensor:
-        """What `out` projects: [rows, hidden] -> [rows, value_heads * value_dim]. Advances the states of the rows.
+    def __call__(self, projected: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]) -> Tensor:
+        """What `out` projects, [rows, value_heads * value_dim], of what `input` gives. Advances the states of the rows.
 
         states: of the layer, as `StepStates.of_layer` gives them.
         """
         conv, state = states
-        mixed, z, b, a = self._split(self.input(x, adapters))
+        mixed, z, b, a = self._split(projected)
         inputs = self._kernels.delta_inputs_(self.spec, rows, mixed, self.conv, conv, b, a, self.decay)
         y = self._kernels.delta_rule_(self.spec, rows, inputs, state)
         return self._kernels.gated_rms_norm(y, z, self.norm, self._eps)

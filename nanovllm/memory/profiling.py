@@ -63,6 +63,7 @@ class ScratchStates:
 
     def __init__(self, model: Decoder, recurrent: RecurrentSpec) -> None:
         self.slots = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self.kept = None
         self._conv = torch.zeros(1, *recurrent.conv_shape, dtype=model.dtype, device=model.device)
         self._state = torch.zeros(1, *recurrent.state_shape, device=model.device)
 

@@ -23,12 +23,16 @@ LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE 
 
 
 class StateSlots(NamedTuple):
-    """State slots of both tiers. `running`: sequences that may run at once; the others hold snapshots."""
+    """State slots of both tiers. `running`: sequences that may run at once; the others hold snapshots.
+
+    draft_rows: rows of a step with drafts, of which the device keeps what the layers' input projections give.
+    """
 
     device: int
     host: int
     running: int
     slot_bytes: int
+    draft_rows: int
 
     def transfers(self, moves: Iterable[StateMove]) -> TransferCount:
         """What these moves copy between the tiers."""

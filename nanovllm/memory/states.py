@@ -1,4 +1,6 @@
-"""The memory of recurrent states: how many state slots each tier has, which is decided before KV blocks are sized."""
+"""The memory of recurrent states, which is decided before KV blocks are sized: how many state slots each tier has, and
+for how many rows with drafts the device keeps what a replay needs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: 
     snapshots = most * SNAPSHOTS_PER_SEQUENCE if config.enable_prefix_caching else 0
     device = max(1, min(most + snapshots, budget // one))
     running = min(most, device - device // 3 if snapshots else device)
-    return StateSlots(device, min(most + snapshots, host_budget // one), running, one)
+    drafts = config.num_speculative_tokens
+    draft_rows = running + drafts if drafts else 0  # as `Scheduler._draft` bounds them
+    return StateSlots(device, min(most + snapshots, host_budget // one), running, one, draft_rows)
 
 
 def without_states(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
@@ -38,6 +42,10 @@ def without_states(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec,
     if slots is None:
         return memory
     on_device, on_host = (count * spec.state_bytes(itemsize) for count in (slots.device, slots.host))
+    rows = slots.draft_rows * spec.draft_row_bytes(itemsize)
+    remedy = "lower num_speculative_tokens or max_num_seqs"
+    check_fits("rows with drafts take", rows, memory.device_free - on_device, "the device has", remedy)
+    on_device += rows
     taken = on_device + on_host if memory.tiers_share_memory else on_device
     return replace(
         memory,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.gated_delta import GatedDelta, parts_of_states
+from nanovllm.layers.gated_delta import GatedDelta, StatePart, parts_of_states
 from nanovllm.layers.joint_norms import JointNorms
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
@@ -43,7 +43,7 @@ class LayerInputs:
     q: Tensor  # memory [tokens, heads, head_dim]
     k: Tensor  # memory [tokens, kv_heads, head_dim]
     v: Tensor
-    state_rows: Sequence[StateRows]  # of each part of `chunk` rows; empty if no layer is recurrent
+    state_parts: Sequence[StatePart]  # of each part of `chunk` rows; empty if no layer is recurrent
 
 
 class DecoderLayer(ABC):
@@ -245,18 +245,24 @@ class RecurrentLayer(DecoderLayer):
         ctx = inputs.ctx
         assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
         states = ctx.states.of_layer(self.index)
-        parts = zip(ctx.adapters_of_parts, inputs.state_rows, row_parts(inputs.chunk, x), strict=False)
-        for adapters, rows, (x_rows,) in parts:
-            self.finish_(x_rows, self.recur_(x_rows, rows, states, adapters), adapters)
+        parts = zip(ctx.adapters_of_parts, inputs.state_parts, row_parts(inputs.chunk, x), strict=False)
+        for adapters, (rows, kept), (x_rows,) in parts:
+            mixed, projected = self.recur_(x_rows, rows, states, adapters)
+            if ctx.states.kept is not None and kept is not None:
+                ctx.states.kept.of_layer(self.index).index_copy_(0, kept.target, projected[kept.source])
+            self.finish_(x_rows, mixed, adapters)
 
     def recur_(
         self, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor], adapters: RowAdapters | None = None
-    ) -> Tensor:
-        """What the output projection reads of rows x; advances their states. See `GatedDelta`."""
+    ) -> tuple[Tensor, Tensor]:
+        """What the output projection reads of rows x, and what the input projection gives; advances their states. See
+        `GatedDelta`.
+        """
         of_few, layer = self.delta.few_rows, self.few_rows
         if adapters is None and of_few is not None and layer is not None and layer.takes(x):
             return of_few(layer, x, rows, states)
-        return self.delta(self._normed(x, self.input_norm), rows, states, adapters)
+        projected = self.delta.input(self._normed(x, self.input_norm), adapters)
+        return self.delta(projected, rows, states), projected
 
     def _mixer_slots(self) -> NamedSlots:
         yield from self.delta.slots()
@@ -360,7 +366,7 @@ class Decoder:
             q=x.new_empty(tokens, spec.num_heads, spec.head_dim),
             k=k,
             v=v,
-            state_rows=parts_of_states(ctx, self.chunk_rows) if spec.recurrent is not None else (),
+            state_parts=parts_of_states(ctx, self.chunk_rows) if spec.recurrent is not None else (),
         )
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -381,6 +387,11 @@ class Decoder:
         for (rows,) in row_parts(self.chunk_rows, x):
             self._kernels.copy_(rows, self._kernels.rms_norm(rows, self.norm, self.spec.rms_norm_eps))
         return x
+
+    @property
+    def recurrences(self) -> Sequence[GatedDelta]:
+        """Of each recurrent layer, in order."""
+        return [layer.delta for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]. Called only for rows that sample a token.

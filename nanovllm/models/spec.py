@@ -240,6 +240,10 @@ class DecoderSpec:
         """Bytes of one sequence's states in all recurrent layers; itemsize: of an element of the network's dtype."""
         return 0 if self.recurrent is None else self.num_recurrent_layers * self.recurrent.state_bytes(itemsize)
 
+    def draft_row_bytes(self, itemsize: int) -> int:
+        """Bytes that all recurrent layers keep of a row with drafts; itemsize: of an element of the network's dtype."""
+        return 0 if self.recurrent is None else self.num_recurrent_layers * self.recurrent.projected_size * itemsize
+
     @property
     def vocab_rows(self) -> int:
         """Tokens whose rows of the embedding and of the output projection are held; `vocab_size` is the whole."""

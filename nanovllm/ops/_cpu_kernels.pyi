@@ -239,6 +239,7 @@ class Layer:
         x: _Address,
         conv: _Address,
         states: _Address,
+        projected: _Address,
         y: _Address,
         threads: int,
         /,

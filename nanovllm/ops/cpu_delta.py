@@ -109,8 +109,11 @@ class FewRows:
             norm=norm.data_ptr(),
         )  # fmt: skip
 
-    def __call__(self, layer: FewRowLayer, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]) -> Tensor:
-        """Rows x [rows, hidden] of the residual stream, which `layer` takes -> [rows, value_heads * value_dim].
+    def __call__(
+        self, layer: FewRowLayer, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Rows x [rows, hidden] of the residual stream, which `layer` takes -> [rows, value_heads * value_dim], and
+        what the input projection gives.
 
         layer: with the input norm and the projections; states: as `delta_inputs_` and `delta_rule_` take them.
         """
@@ -120,9 +123,9 @@ class FewRows:
         if not (fits and _slots_are_dense(conv) and _slots_are_dense(state)):
             rule = "few rows take conv states in the dtype of the layer and fp32 recurrent ones, dense, on the CPU"
             raise misfit(rule, x=x, conv=conv, states=state)
-        y = x.new_empty(x.shape[0], spec.value_size)
-        layer.recur(self._weights, _runs(rows, x.shape[0], state), x, conv, state, y)
-        return y
+        projected, y = (x.new_empty(x.shape[0], width) for width in (spec.projected_size, spec.value_size))
+        layer.recur(self._weights, _runs(rows, x.shape[0], state), x, conv, state, projected, y)
+        return y, projected
 
 
 def _sizes(spec: RecurrentSpec) -> _cpu_kernels.DeltaSizes:

@@ -476,11 +476,14 @@ class FewRowLayer:
         x: Tensor,
         conv: Tensor,
         states: Tensor,
+        projected: Tensor,
         y: Tensor,
     ) -> None:
-        """Write what a recurrent layer's output projection reads; advance its states. See `cpu_delta.FewRows`."""
-        x_at, conv_at, states_at, y_at = (address(tensor) for tensor in (x, conv, states, y))
-        self._layer.recur(weights, runs, x_at, conv_at, states_at, y_at, torch.get_num_threads())
+        """Write what a recurrent layer projects, and what its output projection reads; advance its states. See
+        `cpu_delta.FewRows`.
+        """
+        x_at, conv_at, states_at, projected_at, y_at = (address(each) for each in (x, conv, states, projected, y))
+        self._layer.recur(weights, runs, x_at, conv_at, states_at, projected_at, y_at, torch.get_num_threads())
 
     def finish_(self, x: Tensor, attended: Tensor) -> None:
         """Project attended [rows, heads * head_dim], add it to x [rows, hidden], then add the MLP of the sum to x."""

@@ -72,10 +72,8 @@ def planned_drafts(
     model: StepModel, context_len: int, moves: StepMoves, count: int, acceptance: float, draft: DraftNetwork | None
 ) -> PlannedDrafts:
     """model: of the engine's own network; context_len, moves: of a decode step of it."""
-    planned, all_right = PlannedDrafts(count, acceptance, Prediction()), acceptance**count
-    recurrent = model.network.spec.recurrent is not None  # then a pass begins with what is computed again
-    again = round((1 - all_right) * planned.tokens) if recurrent else 0
-    parts = [model.decode(context_len, moves, rows=again + 1 + count)]
+    planned = PlannedDrafts(count, acceptance, Prediction())
+    parts = [model.decode(context_len, moves, rows=1 + count)]
     if draft is not None:
         own = StepModel(draft.network, model.rates, draft.network.layout(1), ring_slots=0)
         parts += [own.decode(min(context_len, draft.memory.longest - 1), NO_MOVES)] * count

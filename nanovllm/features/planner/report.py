@@ -191,6 +191,11 @@ def _memory(plan: Plan) -> list[str]:
         one, slots = plan.network.state_bytes, memory.states
         note = f"{slots.device} slots of {show_bytes(one)}, {slots.host} on the host; {slots.running} sequences at once"
         rows.append(_row("recurrent states", show_bytes(slots.device * one), note))
+        if slots.draft_rows:
+            kept = slots.draft_rows * plan.network.spec.draft_row_bytes(plan.network.itemsize)
+            rows.append(
+                _row("and for drafts", show_bytes(kept), f"what their layers keep of {slots.draft_rows:,} rows")
+            )
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
     if kv.layerwise_memory.max_tokens:

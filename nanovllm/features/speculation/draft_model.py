@@ -48,9 +48,9 @@ class DraftModel:
     they give it similar probabilities, at any temperature.
     """
 
-    def __init__(self, runner: ModelRunner, longest: int, vocab_size: int, recomputes: bool = False) -> None:
+    def __init__(self, runner: ModelRunner, longest: int, vocab_size: int) -> None:
         """runner: of the draft model, with all of its blocks on the device. longest: tokens of a sequence that has
-        drafts; vocab_size: of the other model; recomputes: as of `draft_length`.
+        drafts; vocab_size: of the other model.
         """
         config, plan, groups = runner.sizing.config, runner.plan, runner.sizing.layout.groups
         caching, self._chunk = config.enable_prefix_caching, config.chunk
@@ -58,7 +58,6 @@ class DraftModel:
         self._runner = runner
         self._longest = min(longest, plan.max_model_len)
         self._vocab_sizes = runner.spec.vocab_size, vocab_size  # of the draft model, and of the other
-        self._recomputes = recomputes
         self._costs = PassCosts()
         self._pass_seconds = 0.0  # of drafting one token of each sequence
         self._followed: dict[int, Followed] = {}  # by seq_id
@@ -106,8 +105,7 @@ class DraftModel:
         if not each.can_follow or each.acceptance.is_paused():
             return 0
         cost = self._pass_seconds / sequences / self._costs.fixed if self._costs.fixed else 0.0
-        share, again = self._costs.share, self._recomputes
-        length = draft_length(each.acceptance.share, most, rows, tokens, share, cost, again)
+        length = draft_length(each.acceptance.share, most, rows, tokens, self._costs.share, cost)
         if not length:
             each.acceptance.begin_pause()
         return length

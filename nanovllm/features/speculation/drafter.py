@@ -22,9 +22,8 @@ class Drafting:
 class NgramDrafter:
     """Drafts what followed the same tokens before, in the prompt or the output. See `engine.scheduler.Drafter`."""
 
-    def __init__(self, least: int, most: int, recomputes: bool = False) -> None:
-        """least, most: tokens of the n-grams that are looked up. recomputes: as of `draft_length`."""
-        self._recomputes = recomputes
+    def __init__(self, least: int, most: int) -> None:
+        """least, most: tokens of the n-grams that are looked up."""
         self._sizes = least, most
         self._costs = PassCosts()
 
@@ -36,8 +35,7 @@ class NgramDrafter:
         found = state.index.follow(seq.token_ids, most)
         if not found or state.acceptance.is_paused():
             return []
-        share, again = self._costs.share, self._recomputes
-        length = draft_length(state.acceptance.share, len(found), rows, tokens, share, 0.0, again)
+        length = draft_length(state.acceptance.share, len(found), rows, tokens, self._costs.share)
         if not length:
             state.acceptance.begin_pause()
         return found[:length]

@@ -42,28 +42,19 @@ class PassCosts:
             self.share = per_row / self.fixed
 
 
-def draft_length(
-    acceptance: float,
-    most: int,
-    rows: int,
-    tokens: int,
-    share: float,
-    each: float = 0.0,
-    recomputes: bool = False,
-) -> int:
+def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: float, each: float = 0.0) -> int:
     """How many tokens of a sequence to draft, from 0 to `most`: that which gives most tokens in a second.
 
     acceptance: the probability that a draft is right if those before it are. rows, tokens: what the pass computes and
     generates without them. share: `PassCosts.share`. each: what it costs to draft a token, as a share of
-    `PassCosts.fixed`. recomputes: whether the right tokens before a wrong one are computed again.
+    `PassCosts.fixed`.
     """
     best, best_rate = 0, MARGIN * tokens / (1 + share * rows)
     expected, probability = float(tokens), 1.0
     for length in range(1, most + 1):
         probability *= acceptance
         expected += probability
-        again = (1 - probability) * (1 + expected - tokens) if recomputes else 0.0
-        rate = expected / (1 + share * (rows + length + again) + each * length)
+        rate = expected / (1 + share * (rows + length) + each * length)
         if rate > best_rate:
             best, best_rate = length, rate
     return best
