@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         eos_token_ids,
         config.long_prefill_token_threshold,
         config.preemption_mode,
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         layerwise_memory=plan.layerwise_memory,
         max_loras=config.max_loras if config.enable_lora else 0,
         num_speculative_tokens=config.num_speculative_tokens,

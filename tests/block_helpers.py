@@ -48,7 +48,9 @@ def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
     """Every state slot is free, or holds a state that is held by these sequences or the prefix cache."""
     if manager.states is None:
         return
-    states, holders = manager.states, Counter(seq.state for seq in live if seq.state is not None)
+    states, held_by = manager.states, list(live)
+    holders = Counter(seq.state for seq in held_by if seq.state is not None)
+    holders.update(state for seq in held_by for state in seq.begun_snapshots.values())
     held = {*holders, *states._snapshots.values()}
     for state in held:
         assert state.num_sequences == holders[state]

@@ -128,6 +128,8 @@ class ContentExecutor:
         self.num_device_states = num_device_states
         self.states: dict[int, bytes | None] = {}  # by slot; None while some layers are further than others
         self.drafted: dict[int, list[bytes]] = {}  # of the latest pass with drafts: by slot the states it went through
+        self.copied: dict[int, int] = {}  # by slot of a layer-by-layer prefill's snapshot: how many layers it has
+        self.num_layerwise_snapshots = 0
         self.groups = groups
         self.num_layers = len(groups.of_layer)
         self.first_host = num_device_blocks
@@ -310,13 +312,25 @@ class ContentExecutor:
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
             layer = layerwise.layer(layer_chunk)
             table = seq.block_tables[self.groups.of_layer[layer][0]]
-            self._run_layer_chunk(layer, layerwise.positions(layer_chunk), table, digests[1:])
+            chunk = layerwise.positions(layer_chunk)
+            self._run_layer_chunk(layer, chunk, table, digests[1:])
+            for slot in (slot for position, slot in layerwise.snapshots if position == chunk.stop):
+                self._copy_layer(layer, slot, digests[chunk.stop])
         self.layerwise = (seq.seq_id, layerwise, part.end_layer_chunk)
         is_last = part.end_layer_chunk == self.num_layers * layerwise.num_chunks
         if seq.state_slot is not None:
             self.states[seq.state_slot] = digests[-1] if is_last else None
         assert is_last or not seq.samples, "a token is sampled when all layers are done"
         return [self._sample(digests[-1], row) for row in seq.samples]
+
+    def _copy_layer(self, layer: int, slot: int, digest: bytes) -> None:
+        """A layer of a snapshot, which has the layers before it."""
+        assert slot >= self.num_device_states
+        assert layer == 0 or (self.copied[slot] == layer and self.states[slot] is None)
+        self.copied[slot], self.states[slot] = layer + 1, None
+        if layer == self.num_layers - 1:
+            self.states[slot] = digest
+            self.num_layerwise_snapshots += 1
 
     def _run_layer_chunk(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
         assert layer < self.num_layers and len(chunk) > 0

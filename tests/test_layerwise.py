@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
-from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids, watch_layerwise
+from engines import (
+    PREFILL_WAYS,
+    greedy,
+    greedy_reference,
+    offloaded,
+    random_prompt,
+    set_prefill,
+    token_ids,
+    watch_layerwise,
+)
 from fast import fast_pairs
+from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
@@ -113,6 +124,19 @@ def test_the_hidden_states_are_kept_while_the_prefill_runs_and_no_longer(model_d
         assert state_of(llm) is None
 
 
+def test_the_last_chunk_gives_its_rows(model_dir: Path) -> None:
+    """Heads for multi-token prediction read them, as they read those of a chunk through all layers."""
+    prompt, chunk, found = random_prompt(190, VOCAB, 1), 40, []
+    for way in PREFILL_WAYS:
+        with open_llm(model_dir, chunk=chunk) as llm:
+            set_prefill(llm, way)
+            rows: list[Tensor] = []
+            llm._runner.keep_rows = lambda computed, to=rows: to.append(computed.hidden.clone())  # type: ignore[misc]
+            token_ids(llm, prompt, greedy(1))
+            found.append(rows[-1])
+    assert found[0].shape[0] == 190 % chunk and torch.equal(*found)
+
+
 def test_aborts_at_every_step_of_a_prefill_leave_others_alone(model_dir: Path) -> None:
     prompts = [random_prompt(length, VOCAB, 4) for length in (150, 140, 30)]
     expected = expected_tokens(model_dir, prompts, 6)
@@ -139,7 +163,7 @@ def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
     prompt = random_prompt(180, VOCAB, 8)
     expected = expected_tokens(model_dir, [prompt], 5)
     with open_llm(model_dir) as llm:
-        forward, calls = llm._runner.model.forward_layer_, []
+        forward, calls = llm._runner.model.forward_layers_, []
 
         def fail_once(*arguments: Any) -> None:
             calls.append(arguments)
@@ -147,7 +171,7 @@ def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
                 raise error
             forward(*arguments)
 
-        monkeypatch.setattr(llm._runner.model, "forward_layer_", fail_once)
+        monkeypatch.setattr(llm._runner.model, "forward_layers_", fail_once)
         with pytest.raises((EngineError, KeyboardInterrupt)):
             token_ids(llm, prompt, greedy(5))
         assert state_of(llm) is None and llm.engine.scheduler.block_manager.num_used == 0

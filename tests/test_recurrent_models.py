@@ -12,14 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+from block_helpers import check_states
 from checkpoints import GATED_DELTA, make_checkpoint, refusal
-from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from engines import (
+    PREFILL_WAYS,
+    greedy,
+    greedy_reference,
+    logits_by_request,
+    offloaded,
+    random_prompt,
+    set_prefill,
+    token_ids,
+    watch_layerwise,
+)
+from fast import fast_pairs
 from lora_helpers import ALL, make_adapter, merge_adapter
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import engine_config
+from nanovllm.engine import state_manager
 from nanovllm.errors import ConfigError
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.gated_delta import parts_of_states
@@ -83,6 +96,79 @@ def test_bits_do_not_depend_on_chunks_or_batch(half: Path) -> None:
             assert same(logits_by_request(llm, given, 5), alone)
     with LLM(half, **OFFLOADED) as llm:
         assert same(logits_by_request(llm, given, 5), alone)
+
+
+KINDS = ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "chunk"),
+    fast_pairs([("qwen3_5", 16, 40), ("qwen3_next", 32, 21)], ("qwen3_5", "qwen3_next"), (16, 32, 64), (7, 21, 40)),
+)
+def test_bits_do_not_depend_on_the_order_of_prefill(tmp_path: Path, family: str, block: int, chunk: int) -> None:
+    """Together, so that others decode between the layers of a long prompt, and again from the prefix cache."""
+    make_checkpoint(tmp_path, family, layers=6, layer_types=KINDS, dtype="bfloat16")
+    given = prompts(200, 150, 31, 3)
+    given.append(given[0][:120] + given[1][:100])
+    with LLM(tmp_path, kvcache_block_size=block, num_gpu_blocks=1600 // block) as llm:
+        expected = logits_by_request(llm, given, 5)
+    for way in PREFILL_WAYS:
+        arguments = offloaded(block, 4, 1600 // block, max_num_batched_tokens=chunk, max_num_seqs=5)
+        with LLM(tmp_path, cpu_attention=False, **arguments) as llm:
+            set_prefill(llm, way)
+            layerwise, stats = watch_layerwise(llm), llm.engine.scheduler.block_manager.stats
+            assert same(logits_by_request(llm, given, 5), expected), way
+            assert bool(layerwise) == (way == "layer-major")
+            before = stats.hit_tokens
+            assert same(logits_by_request(llm, given, 5), expected), way
+            assert stats.hit_tokens > before + 200
+
+
+def test_questions_about_a_long_document_begin_at_a_snapshot(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second where a chunk of the first ended, the others where the document ends; all layer by layer."""
+    monkeypatch.setattr(state_manager, "LEAST_SNAPSHOT_INTERVAL", 32)
+    monkeypatch.setattr(state_manager, "SHARE_OF_PROMPT", 1)
+    (document,) = prompts(150)
+    given = [document + random_prompt(40, VOCAB, seed) for seed in range(4)]
+    with LLM(half, **RESIDENT, enable_prefix_caching=False) as llm:
+        fresh = [logits_by_request(llm, [prompt], 3) for prompt in given]
+    with LLM(half, **{**OFFLOADED, "max_num_batched_tokens": 32, "max_num_seqs": 4}) as llm:
+        layerwise, hits = watch_layerwise(llm), []
+        for prompt, expected in zip(given, fresh, strict=True):
+            assert same(logits_by_request(llm, [prompt], 3), expected)
+            hits.append(llm.engine.scheduler.block_manager.stats.hit_tokens - sum(hits))
+        check_states(llm.engine.scheduler.block_manager, [])
+    begins = [part.layerwise for part in layerwise if part.layerwise and part.layerwise.first_layer_chunk == 0]
+    kept = [[position for position, _ in part.layerwise.snapshots] for part in begins]
+    assert hits == [0, 128, 144, 144] and kept == [[32, 64, 96, 128, 160], [144]]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_prefill_that_is_cut_short_between_its_layers_leaves_nothing(mode: str, half: Path) -> None:
+    """Aborted, and preempted when another request grows. It begins anew, and ends with the same tokens."""
+    long, talker = prompts(190, 25)
+    with LLM(half, **RESIDENT) as llm:
+        expected = {"talker": token_ids(llm, [talker], greedy(40))[0], "long": token_ids(llm, [long], greedy(5))[0]}
+    few = offloaded(BLOCK, 4, 12, max_num_batched_tokens=8, max_num_seqs=4, preemption_mode=mode, swap_space=0.01)
+    with LLM(half, cpu_attention=False, **few) as llm:
+        layerwise, engine = watch_layerwise(llm), llm.engine
+        for count in (1, 3, 6):
+            engine.add_request("aborted", None, greedy(5), long)
+            for _ in range(count):
+                engine.step()
+            engine.abort_request("aborted")
+            check_states(engine.scheduler.block_manager, [])
+        engine.add_request("talker", None, greedy(40), talker)
+        while not engine.step()[0].outputs[0].token_ids:
+            pass
+        engine.add_request("long", None, greedy(5), long)
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
+        check_states(engine.scheduler.block_manager, [])
+        assert engine.scheduler.preemption.stats.recomputed > 0
+    begins = [part for part in layerwise if part.layerwise and part.layerwise.first_layer_chunk == 0]
+    assert found == expected and len(begins) > 4, "three that were aborted, and one that began anew"
 
 
 def test_bits_do_not_depend_on_a_snapshot(half: Path) -> None:

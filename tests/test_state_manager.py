@@ -31,9 +31,9 @@ def compute(manager: BlockManager, seq: Sequence) -> list[int]:
     while seq.num_remaining:
         begins.append(seq.num_computed)
         states_of(manager).own(seq)
-        seq.num_computed += seq.num_to_snapshot
+        seq.num_computed += seq.snapshots.chunk(seq.num_computed, seq.num_remaining)
         manager.register_computed(seq, begins[-1])
-        manager.keep_state(seq)
+        manager.keep_state(seq, begins[-1])
     return begins
 
 
@@ -126,7 +126,57 @@ def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -
     ],
 )
 def test_planned_snapshots(begin: int, end: int, branch: int, interval: int, expected: list[int]) -> None:
-    assert planned_snapshots(begin, end, branch, interval, unit=4) == expected
+    assert planned_snapshots(begin, end, (branch,), interval, unit=4, chunk=None).fixed == tuple(expected)
+    assert planned_snapshots(begin, end, (branch,), interval, unit=4, chunk=10).fixed == tuple(expected), "it is short"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "interval", "expected"),
+    [
+        (8, 8, [8, 16, 24, 32, 40, 48]),
+        (8, 4, [8, 16, 24, 32, 40, 48]),  # no more often than chunks end
+        (8, 12, [16, 24, 40, 48]),
+        (8, 100, [48]),
+        (7, 8, [12, 16, 28, 32, 44, 48]),  # at multiples of 4: chunks end earlier for them
+        (3, 8, [8, 16, 24, 32, 40, 48]),
+        (10, 20, [20, 40, 48]),
+    ],
+)
+def test_snapshots_of_a_long_prompt_are_where_its_chunks_end(chunk: int, interval: int, expected: list[int]) -> None:
+    plan = planned_snapshots(0, 51, (), interval, unit=4, chunk=chunk)
+    assert plan.within(0, 51, chunk) == expected
+    assert plan.within(0, expected[0], chunk) == [], "the end is the sequence's own state"
+
+
+def test_chunks_of_a_long_prompt_are_whole_between_its_snapshots() -> None:
+    """Also if others take some tokens of each step: a chunk is shorter by less than a hash block."""
+    plan = planned_snapshots(0, 1000, (300,), 64, unit=16, chunk=64)
+    at, chunks = 0, []
+    while at < 300:
+        chunks.append(plan.chunk(at, 63))
+        at += chunks[-1]
+    assert at == 300 and chunks == [63, 49, 48, 48, 48, 44]
+
+
+def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]) -> None:
+    """Two of three positions, since the host has two slots. Once all layers have passed, prompts begin there."""
+    manager, prompt = manager_of(device=1, host=2), new_tokens(fresh, 9)
+    states, seq = states_of(manager), sequence(prompt)
+    for ends in (False, True):
+        manager.allocate(seq)
+        held = states.begin_snapshots(seq, [2 * BLOCK, 4 * BLOCK, 6 * BLOCK])
+        states.own(seq)
+        assert [position for position, _ in held] == [4 * BLOCK, 6 * BLOCK] and {slot for _, slot in held} == {1, 2}
+        check_states(manager, [seq])
+        if ends:
+            seq.num_computed = 8 * BLOCK
+            manager.register_computed(seq, 0)
+            manager.keep_state(seq, 0)
+        manager.free(seq)
+        check_states(manager, [])
+        assert states.num_snapshots == (3 if ends else 0)
+    for length in (5, 7, 9):
+        assert manager.num_cached_tokens(sequence(prompt[: length * BLOCK])) == (length - 1) * BLOCK
 
 
 def test_the_state_from_before_a_wrong_draft_takes_the_right_tokens(fresh: Iterator[int]) -> None:

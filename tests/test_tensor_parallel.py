@@ -107,7 +107,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", fast_only(["unequal ranks"], CHECKPOINTS))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, **CHECKPOINTS[name])
-    given = prompts(33, 48, 7)
+    given = prompts(33, 112, 7)
     expected = [greedy_reference(model, prompt, 10) for prompt in given]
     for arguments in (RESIDENT, offloaded(16, 4, 60, max_num_batched_tokens=32)):
         with two_ranks(tmp_path, **arguments) as llm:

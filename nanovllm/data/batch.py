@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any, Protocol
 
 
@@ -39,25 +40,39 @@ class Adapters(Protocol):
 class LayerwisePrefill:
     """Positions [begin, end) of a sequence, prefilled layer by layer in chunks of `chunk` tokens.
 
-    A *layer chunk* is one chunk in one layer. Layer chunks are numbered in the order in which they run: all chunks of
-    layer 0, then all of layer 1, and so on. A step runs a few of them.
+    A *layer chunk* is one chunk in one layer with K and V, and in the recurrent layers before it. Layer chunks are
+    numbered in the order in which they run: all chunks of layer 0, then all of layer 1, and so on. A step runs a few of
+    them.
+
+    snapshots: positions, ascending, where chunks end, and the state slots to which recurrent states are copied there.
     """
 
     begin: int
     end: int
     chunk: int
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_chunks(self) -> int:
-        return -(-(self.end - self.begin) // self.chunk)
+        return sum(-(-len(part) // self.chunk) for part in self._parts())
 
     def layer(self, layer_chunk: int) -> int:
         return layer_chunk // self.num_chunks
 
     def positions(self, layer_chunk: int) -> range:
         """Positions of the layer chunk's tokens."""
-        first = self.begin + layer_chunk % self.num_chunks * self.chunk
-        return range(first, min(first + self.chunk, self.end))
+        index = layer_chunk % self.num_chunks
+        for part in self._parts():
+            first = part.start + index * self.chunk
+            if first < part.stop:
+                return range(first, min(first + self.chunk, part.stop))
+            index -= -(-len(part) // self.chunk)
+        raise AssertionError("a layer chunk is a part of the prefill")
+
+    def _parts(self) -> Iterator[range]:
+        """The positions up to each snapshot, and those after the last one."""
+        edges = [self.begin, *(position for position, _ in self.snapshots), self.end]
+        return (range(begin, end) for begin, end in pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from dataclasses import replace
 from enum import Enum, IntEnum
 from itertools import islice
 
-from nanovllm.data.batch import BlockMove, Tier
+from nanovllm.data.batch import BlockMove, LayerwisePrefill, Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
-from nanovllm.engine.request import Sequence
+from nanovllm.engine.request import Sequence, SnapshotPlan
 from nanovllm.engine.state_manager import StateManager, planned_snapshots
 from nanovllm.engine.stored_blocks import BlockStore, NoBlockStore, StoredBlocks
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
@@ -264,7 +264,7 @@ class BlockManager:
         With recurrent layers, a state after the last right token is neither a snapshot nor stored.
         """
         if self.states is not None and self.states.end_step(seq):
-            self.keep_state(seq)
+            self.keep_state(seq, seq.num_computed)
             self.stored.offer_state(seq)
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
@@ -459,24 +459,41 @@ class BlockManager:
     def _start_state(self, seq: Sequence, states: StateManager, begin: int) -> None:
         """Begin at the snapshot where the prefix of `begin` tokens ends, and plan the snapshots of the rest."""
         states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
-        branch, unit = self.prefix_cache.find(seq).num_tokens, self.prefix_cache.hash_block_size
-        seq.snapshots_due = planned_snapshots(begin, seq.end, branch, states.snapshot_interval(seq.end), unit)
-        if (last := self.stored.last_snapshot(seq)) > begin:
-            seq.snapshots_due = sorted({*seq.snapshots_due, last})
+        if not self.prefix_cache.enabled:
+            seq.snapshots = SnapshotPlan()
+            return
+        # Where the prompt parts from another one, so that the next one like it begins there; and what is stored.
+        places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
+        interval, unit = states.snapshot_interval(seq.end), self.prefix_cache.hash_block_size
+        seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk)
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
         """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""
-        return not any(seq.layerwise_done for seq in sequences) and states.swap_out(sequences)
+        if any(seq.layerwise_done for seq in sequences) or not states.swap_out(sequences):
+            return False
+        for seq in sequences:
+            states.drop_snapshots(seq)
+        return True
 
-    def keep_state(self, seq: Sequence) -> None:
-        """Let the prefix cache find the state of a sequence that has computed as much as is due.
+    def begin_snapshots(self, seq: Sequence, prefill: LayerwisePrefill) -> LayerwisePrefill:
+        """A layer-by-layer prefill that a sequence begins, with the snapshots on its way."""
+        if self.states is None:
+            return prefill
+        positions = seq.snapshots.within(prefill.begin, prefill.end, prefill.chunk)
+        return replace(prefill, snapshots=self.states.begin_snapshots(seq, positions))
+
+    def keep_state(self, seq: Sequence, begin: int) -> None:
+        """Let the prefix cache find the state of a sequence that has computed tokens from `begin` on, where it is due.
 
         Of the output only the latest state is kept.
         """
         num_computed, is_output = seq.num_computed, seq.num_computed > seq.prompt_len
-        if self.states is None or num_computed % self.prefix_cache.hash_block_size:
+        if self.states is None:
             return
-        if num_computed in seq.snapshots_due or is_output:
+        self.states.end_snapshots(seq, self.prefix_cache.hash_before)
+        if num_computed % self.prefix_cache.hash_block_size:
+            return
+        if is_output or seq.snapshots.is_due(begin, num_computed):
             content_hash = self.prefix_cache.hash_before(seq, num_computed)
             self.states.keep(seq, content_hash)
             if is_output and seq.last_snapshot is not None:

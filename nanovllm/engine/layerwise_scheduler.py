@@ -27,18 +27,20 @@ class LayerwiseScheduler:
 
     def plan(self, seq: Sequence) -> None:
         """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
-        groups, chunk, memory = self._manager.groups, self._limits.chunk, self._limits.layerwise_memory
-        begin, end = seq.num_computed, seq.end
+        manager, chunk, memory = self._manager, self._limits.chunk, self._limits.layerwise_memory
+        groups, begin = manager.groups, seq.num_computed
         seq.layerwise = None
-        if seq.snapshots_due and seq.snapshots_due[-1] > begin:  # the last snapshot; those before it are left out
-            end = seq.snapshots_due[-1]
+        end = seq.end
+        if manager.states is not None:  # the last snapshot, and that of the block store, are the sequence's own state
+            last = (*seq.snapshots.fixed[-1:], manager.stored.last_snapshot(seq))
+            end = min((position for position in last if position > begin), default=end)
         reach = longest_prefill(groups.block_size, begin, end, chunk, memory)
         if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
             return
         on_host, block_size = self._on_host(seq, reach)
         planned = plan_prefill(on_host, block_size, begin, reach, chunk, memory)
-        if planned is not None and self._manager.hold_part(seq, planned.end):
-            seq.layerwise = planned
+        if planned is not None and manager.hold_part(seq, planned.end):
+            seq.layerwise = manager.begin_snapshots(seq, planned)
 
     def _on_host(self, seq: Sequence, tokens: int) -> tuple[list[int], int]:
         """Which blocks of its first tokens are on the host, in the KV group with the most of them, and their size.

@@ -179,7 +179,8 @@ class Request:
         held_back = len(sequences) > 1
         chunks: list[tuple[Sequence, int]] = []
         for seq in sequences:
-            chunk = min(seq.num_remaining - held_back, seq.num_to_snapshot, tokens, longest)
+            chunk = min(seq.num_remaining - held_back, tokens, longest)
+            chunk = seq.snapshots.chunk(seq.num_computed, chunk)
             if chunk > 0:
                 chunks.append((seq, chunk))
                 tokens -= chunk
@@ -302,6 +303,42 @@ class State:
     content_hash: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """Where the state of a prompt is kept, always at a multiple of `unit`.
+
+    fixed: positions, ascending, at which a chunk ends for it. interval: in a chunk that passes a multiple of it, at the
+    last place, where the chunk ends; 0: not so.
+    """
+
+    fixed: tuple[int, ...] = ()
+    interval: int = 0
+    unit: int = 1
+
+    def chunk(self, begin: int, most: int) -> int:
+        """How many tokens to compute after `begin`, of `most` that a step could."""
+        due = bisect_right(self.fixed, begin)
+        end = min([begin + most, *self.fixed[due : due + 1]])
+        last = end // self.unit * self.unit
+        return (last if self._passes(begin, last) else end) - begin
+
+    def is_due(self, begin: int, end: int) -> bool:
+        """Whether the state is kept after a chunk of tokens [begin, end)."""
+        return end in self.fixed or (end % self.unit == 0 and self._passes(begin, end))
+
+    def within(self, begin: int, end: int, chunk: int) -> list[int]:
+        """Where the state is kept while tokens [begin, end) are computed in chunks of `chunk`, but for the end."""
+        found, at = [], begin
+        while at < end:
+            first, at = at, at + self.chunk(at, min(chunk, end - at))
+            if at < end and self.is_due(first, at):
+                found.append(at)
+        return found
+
+    def _passes(self, begin: int, end: int) -> bool:
+        return self.interval > 0 and begin // self.interval < end // self.interval
+
+
 @dataclass(slots=True)
 class HeldState:
     """The state from before a step with drafts, which begins at token `begin` and ends before `end`."""
@@ -336,7 +373,8 @@ class Sequence:
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
         self.state: State | None = None  # recurrent, after num_computed tokens; None before the first
         self.held_state: HeldState | None = None  # during a step with drafts
-        self.snapshots_due: Seq[int] = ()  # positions, ascending, at which the prefix cache keeps the state
+        self.snapshots = SnapshotPlan()  # where the prefix cache keeps the state
+        self.begun_snapshots: dict[int, State] = {}  # by position, those of the layer-by-layer prefill in progress
         self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
@@ -378,12 +416,6 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens still to compute before the next one can be sampled; at least 1 while it runs."""
         return self.end - self.num_computed
-
-    @property
-    def num_to_snapshot(self) -> int:
-        """Of these, the tokens before the next position at which the state is kept."""
-        due = (position - self.num_computed for position in self.snapshots_due if position > self.num_computed)
-        return min(self.num_remaining, next(due, self.num_remaining))
 
     @property
     def output_token_ids(self) -> list[int]:

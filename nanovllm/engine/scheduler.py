@@ -180,8 +180,8 @@ class Scheduler:
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
-                if not scheduled.num_drafts:  # else the state has seen drafts
-                    self.block_manager.keep_state(seq)
+                if computed and not scheduled.num_drafts:  # else layers are apart, or the state has seen drafts
+                    self.block_manager.keep_state(seq, scheduled.context_len)
                 self.block_manager.stored.offer(seq, scheduled.context_len)
             self.block_manager.release_hidden(seq)
             prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
@@ -518,6 +518,7 @@ class Scheduler:
             for seq in request.live:
                 seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
                 seq.state = seq.held_state = seq.loading = None
+                seq.begun_snapshots = {}
         for request in held:
             request.rewind()
             request.status = RequestStatus.WAITING

@@ -16,7 +16,8 @@ class SchedulerLimits:
 
     long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
     preemption_mode: None swaps requests of several sequences and recomputes the others.
-    layerwise_memory: device memory for layer-by-layer prefill.
+    num_layers: those with K and V; each computes the recurrent layers before it with it. layerwise_memory: device
+    memory for layer-by-layer prefill.
     max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
     num_speculative_tokens: most drafted tokens of a sequence in a step.
     """

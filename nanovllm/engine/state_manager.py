@@ -12,15 +12,16 @@ slots, and what only the prefix cache holds moves to the host, or is forgotten, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from nanovllm.data.batch import StateMove
-from nanovllm.engine.request import HeldState, Sequence, State
+from nanovllm.engine.request import HeldState, Sequence, SnapshotPlan, State
 from nanovllm.kvcache.hybrid_manager import IdPool
 
 LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
 SHARE_OF_PROMPT = 4  # one prompt takes at most 1 / SHARE_OF_PROMPT of the slots for snapshots on its way
+LONG_PROMPT = 4  # chunks: of longer prompts, snapshots on the way cut no chunk in two, since each chunk loads all KV
 
 
 class StateManager:
@@ -65,14 +66,14 @@ class StateManager:
                 return state.slot
         slot = self._new_device_slot()
         self._moves.append(StateMove(None if state is None else state.slot, slot))
-        self.free(seq)
+        self._leave(seq)
         self._join(seq, State(slot))
         return slot
 
     def renew(self, seq: Sequence) -> int:
         """A device slot that the sequence alone holds, for a state that is read into it."""
         slot = self._new_device_slot()
-        self.free(seq)
+        self._leave(seq)
         self._join(seq, State(slot))
         return slot
 
@@ -84,6 +85,11 @@ class StateManager:
     def free(self, seq: Sequence) -> None:
         """Release the states of a sequence. What the prefix cache can find stays."""
         self._release_held(seq)
+        self.drop_snapshots(seq)
+        self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """A sequence does not go on from its state."""
         state, seq.state = seq.state, None
         if state is not None:
             state.num_sequences -= 1
@@ -95,8 +101,7 @@ class StateManager:
         False, with nothing changed, if the host has too few slots. A state that other sequences hold is copied.
         """
         holders = Counter(seq.state for seq in sequences if seq.state is not None and self._on_device(seq.state))
-        evictable = sum(not (self._on_device(each) or each.num_sequences) for each in self._snapshots.values())
-        if len(holders) > self._host.num_free + evictable:
+        if len(holders) > self._room_on_host:
             return False
         moved = {state: self._to_host(state, count) for state, count in holders.items()}
         for seq in sequences:
@@ -132,7 +137,7 @@ class StateManager:
         assert seq.state is not None
         replay = StateMove(seq.state.slot, held.state.slot, seq.num_computed - held.begin)
         seq.held_state = None
-        self.free(seq)
+        self._leave(seq)
         seq.state = held.state
         self._moves.append(replay)
         return False
@@ -156,6 +161,34 @@ class StateManager:
         elif seq.state.content_hash is None:
             seq.state.content_hash = content_hash
             self._snapshots[content_hash] = seq.state
+
+    def begin_snapshots(self, seq: Sequence, positions: Seq[int]) -> tuple[tuple[int, int], ...]:
+        """Host slots for the snapshots of a layer-by-layer prefill, into which its layers write one after the other.
+
+        Returns (position, slot), for the last of the positions if there are too few slots.
+        """
+        assert not seq.begun_snapshots
+        room = self._room_on_host if self._keeps_snapshots else 0
+        for position in positions[max(0, len(positions) - room) :]:
+            seq.begun_snapshots[position] = State(self._new_host_slot(), num_sequences=1)
+        return tuple((position, state.slot) for position, state in seq.begun_snapshots.items())
+
+    def end_snapshots(self, seq: Sequence, hash_before: Callable[[Sequence, int], bytes]) -> None:
+        """All layers have written them: let the prefix cache find them."""
+        for position, state in seq.begun_snapshots.items():
+            content_hash, state.num_sequences = hash_before(seq, position), 0
+            if content_hash in self._snapshots:
+                self._release(state.slot)
+            else:
+                state.content_hash = content_hash
+                self._snapshots[content_hash] = state
+        seq.begun_snapshots = {}
+
+    def drop_snapshots(self, seq: Sequence) -> None:
+        """The layer-by-layer prefill of a sequence does not go on."""
+        for state in seq.begun_snapshots.values():
+            self._release(state.slot)
+        seq.begun_snapshots = {}
 
     def forget(self, content_hash: bytes) -> None:
         """Forget a snapshot, if it is there."""
@@ -210,6 +243,20 @@ class StateManager:
                 self._forget(leaving)
         return self._device.allocate()
 
+    @property
+    def _room_on_host(self) -> int:
+        """Host slots that no sequence holds."""
+        evictable = sum(not (self._on_device(each) or each.num_sequences) for each in self._snapshots.values())
+        return self._host.num_free + evictable
+
+    def _new_host_slot(self) -> int:
+        """A free slot; the oldest snapshot on the host is forgotten for it if there is none."""
+        if not self._host.num_free:
+            oldest = self._oldest(on_device=False)
+            assert oldest is not None
+            self._forget(oldest)
+        return self._host.allocate()
+
     def _move_to_host(self, state: State) -> bool:
         """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
         if not self._host.num_free:
@@ -222,11 +269,7 @@ class StateManager:
 
     def _to_host(self, state: State, holders: int) -> State:
         """The state on the host, for `holders` of its sequences: moved, or copied if others hold it too."""
-        if not self._host.num_free:
-            oldest = self._oldest(on_device=False)
-            assert oldest is not None
-            self._forget(oldest)
-        slot = self._host.allocate()
+        slot = self._new_host_slot()
         if state.num_sequences == holders:
             self._move(state, slot)
             return state
@@ -253,12 +296,17 @@ class StateManager:
         (self._device if slot < self.num_device_slots else self._host).free(slot)
 
 
-def planned_snapshots(begin: int, end: int, branch: int, interval: int, unit: int) -> Seq[int]:
-    """Positions in (begin, end) at which the state of a prompt of `end` tokens is kept, ascending.
+def planned_snapshots(
+    begin: int, end: int, places: Iterable[int], interval: int, unit: int, chunk: int | None
+) -> SnapshotPlan:
+    """Where the state of a prompt of `end` tokens is kept after its first `begin`, in chunks of at most `chunk` tokens.
 
-    The last multiple of `unit` before its end, where a prompt that goes on will begin; every multiple of `interval`;
-    and `branch`, up to which another prompt had the same tokens, so that the next one with them begins there.
+    At the last multiple of `unit` before its end, where a prompt that goes on will begin; at `places`; and at every
+    multiple of `interval`. In a prompt of many chunks it is the end of a chunk instead, so that a hit loses a small
+    share of the prompt, and the KV before a chunk is not loaded more often.
     """
     interval, last = -(-interval // unit) * unit, (end - 1) // unit * unit
-    positions = {*range(interval, last, interval), branch, last}
-    return sorted(position for position in positions if begin < position < end)
+    is_long = chunk is not None and end > LONG_PROMPT * chunk
+    fixed = {last, *places, *(() if is_long else range(interval, last, interval))}
+    between = tuple(sorted(position for position in fixed if begin < position < end))
+    return SnapshotPlan(between, interval if is_long else 0, unit)

@@ -165,7 +165,8 @@ class StoredBlocks:
             self._keep(seq, seq.num_computed)
 
     def _keep(self, seq: Sequence, previously_computed: int) -> None:
-        slot, is_due = None, seq.num_computed in seq.snapshots_due or seq.num_computed >= seq.prompt_len
+        slot, is_due = None, seq.num_computed >= seq.prompt_len
+        is_due = is_due or seq.snapshots.is_due(previously_computed, seq.num_computed)
         if is_due and seq.state is not None and seq.held_state is None:  # else the state has seen drafts
             slot = seq.state.slot
         tables = self._manager.physical_ids(seq, seq.num_computed)

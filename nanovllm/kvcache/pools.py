@@ -69,6 +69,15 @@ class KVPools:
         if self.states is not None:
             self.states.clear(state_moves)
 
+    def copy_state(self, src: int, dst: int, layers: range) -> None:
+        """Copy what recurrent layers among these have in a slot, after all computation so far and before what follows.
+
+        For the layers of a pass, one span after the other. The first span with recurrent layers counts as the copy.
+        """
+        assert self.states is not None
+        with self.order.moves(any_moves=True) as stream:
+            self.states.copy_layers(src, dst, layers, stream, self.count)
+
     def _move(self, move: BlockMove, stream: Stream) -> None:
         layout, first_host = self.layout, self.split.resident_blocks
         dst, src = self.block(move.dst), self.block(move.src)

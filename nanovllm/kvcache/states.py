@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -80,8 +81,15 @@ class StatePool:
         """
         for move in moves:
             if move.src is not None and not move.num_replayed:
-                kind = MOVE_KINDS[move.src >= self.num_device_slots][move.dst >= self.num_device_slots]
-                count(kind, 1, self._copy(move.src, move.dst, kind, stream))
+                self._copy(move.src, move.dst, range(len(self._layers)), stream, count)
+
+    def copy_layers(
+        self, src: int, dst: int, layers: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
+    ) -> None:
+        """Submit the copy of a part of a state: of the recurrent ones among these layers of the decoder."""
+        own = range(bisect_left(self._layers, layers.start), bisect_left(self._layers, layers.stop))
+        if own:
+            self._copy(src, dst, own, stream, count)
 
     def replay(self, moves: Sequence[StateMove]) -> None:
         """Take states through the right tokens of a pass with a wrong draft, before the copies of a step."""
@@ -110,30 +118,35 @@ class StatePool:
                 memory[:, slot].zero_()
         self._device.end_kernel()
 
-    def of_step(self, slots: Sequence[int], num_kept: Sequence[int]) -> SlotStates:
+    def of_step(self, slots: Sequence[int], num_kept: Sequence[int] = ()) -> SlotStates:
         """The states of the sequences of a pass, whose slots are given in the order of its batch.
 
-        num_kept: rows of each sequence to keep, all of them if it has drafts and else none.
+        num_kept: rows of each sequence to keep, all of them if it has drafts and else none. At most one pass of a step
+        keeps some: the layer-by-layer part of the same step leaves them as they are.
         """
-        ends = [*accumulate(num_kept, initial=0)]
-        assert ends[-1] <= self._kept.shape[1], "more rows with drafts than there is memory for"
-        rows = [range(*each) for each in pairwise(ends)]
-        self._rows_of = dict(zip(slots, rows, strict=True))
-        kept = KeptRowsOfStep(self._device, self._layers, self._kept, rows) if any(num_kept) else None
+        kept = None
+        if any(num_kept):
+            ends = [*accumulate(num_kept, initial=0)]
+            assert ends[-1] <= self._kept.shape[1], "more rows with drafts than there is memory for"
+            rows = [range(*each) for each in pairwise(ends)]
+            self._rows_of = dict(zip(slots, rows, strict=True))
+            kept = KeptRowsOfStep(self._device, self._layers, self._kept, rows)
         on_device = upload(torch.tensor(slots), self._device.torch_device)
         return SlotStates(self._device, self._layers, self._on_device, slots, on_device, kept)
 
-    def _copy(self, src: int, dst: int, kind: CopyKind, stream: Stream) -> int:
-        """Submit the copies of one state; returns its bytes."""
-        num_bytes = 0
+    def _copy(
+        self, src: int, dst: int, own: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
+    ) -> None:
+        """Submit the copies of a state, or of some recurrent layers of it, which count as a copy with the first one."""
+        num_bytes, kind = 0, MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
         for part in range(len(self._on_device)):
-            to, origin = self._slot(part, dst), self._slot(part, src)
+            to, origin = (self._slot(part, slot)[own.start : own.stop] for slot in (dst, src))
             dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))
             width = to[0].numel() * to.element_size()
             if width:  # a convolution over one token keeps nothing
                 self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)
             num_bytes += width * len(to)
-        return num_bytes
+        count(kind, int(own.start == 0), num_bytes)
 
     def _slot(self, part: int, slot: int) -> Tensor:
         """`[layers, ...]`, each layer contiguous."""

@@ -6,7 +6,8 @@ all earlier KV from the host, so n tokens load about n^2 / (2 * chunk) tokens' w
 *Layer by layer*: several chunks go through one layer before any of them goes through the next. While a layer runs, its
 K/V of these chunks and of all tokens before them are on the device, in the *layer buffer*: earlier KV is loaded once
 per layer, and new KV is stored once per layer. In return the residual stream of all these chunks is kept from layer to
-layer. Projections, attention and MLP process one chunk at a time either way, with the same memory and shapes.
+layer. Projections, attention and MLP process one chunk at a time either way, with the same memory and shapes. Layers
+are those with K and V: recurrent layers are computed with the next of them.
 """
 
 from __future__ import annotations
@@ -142,10 +143,9 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
 def layerwise_token_bytes(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> int:
     """What layer-by-layer prefill keeps for each token: residual stream and id; 0 if no prompt goes that way.
 
-    itemsize: bytes of an element of the residual stream. With recurrent layers prompts go chunk by chunk: there is
-    little KV to load again for each chunk, and their snapshots lie between the chunks. So do they where layers read the
-    keys and values of another one, which are in the layer buffer no more, or where layers have inputs of their own.
+    itemsize: bytes of an element of the residual stream. Prompts go chunk by chunk where layers read the keys and
+    values of another one, which are in the layer buffer no more, or where layers have inputs of their own.
     """
     per_layer = spec.gemma4 is not None and spec.gemma4.per_layer_size > 0
-    goes = config.enable_cpu_offload and spec.recurrent is None and not spec.kv_shared and not per_layer
+    goes = config.enable_cpu_offload and not spec.kv_shared and not per_layer
     return spec.hidden_size * itemsize + ID_BYTES if goes else 0

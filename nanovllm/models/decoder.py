@@ -377,10 +377,12 @@ class Decoder:
             x = embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
         return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
-    def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
-        """Take the residual stream x [tokens, hidden] through one layer, in place."""
-        layer = self.layers[index]
-        layer.forward_(x, self._inputs(x, ctx, (layer.rope,)))
+    def forward_layers_(self, indices: range, x: Tensor, ctx: ForwardContext) -> None:
+        """Take the residual stream x [tokens, hidden] through some layers, in place."""
+        layers = [self.layers[index] for index in indices]
+        inputs = self._inputs(x, ctx, {layer.rope for layer in layers})
+        for layer in layers:
+            layer.forward_(x, inputs)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""

@@ -178,9 +178,11 @@ class Gemma4Decoder(Decoder):
             self._run_layer_(layer, x, buffers, inputs, own_input)
         return self.normalize_(x)
 
-    def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
-        layer = self.layers[index]
-        self._run_layer_(layer, x, self._buffers(layer, x), self._inputs(x, ctx, (layer.rope,)), None)
+    def forward_layers_(self, indices: range, x: Tensor, ctx: ForwardContext) -> None:
+        layers = [self.layers[index] for index in indices]
+        inputs = self._inputs(x, ctx, {layer.rope for layer in layers})
+        for layer in layers:
+            self._run_layer_(layer, x, self._buffers(layer, x), inputs, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, cap = super().compute_logits(hidden), self._gemma.logit_cap

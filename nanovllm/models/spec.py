@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 
 from nanovllm.data.network import EXPERT_NORMS, ExpertSpec, Gemma4Spec, RecurrentSpec, RopeSpec
@@ -229,6 +230,16 @@ class DecoderSpec:
     def kv_layer(self, layer: int) -> int:
         """The index by which the KV cache knows a layer with attention: its place among those."""
         return layer if self.recurrent is None else layer - sum(self.recurrent.layers[:layer])
+
+    @property
+    def kv_spans(self) -> tuple[range, ...]:
+        """By `kv_layer`, the layers from the one after the last that owns keys and values up to this one.
+
+        The last span goes on to the last layer.
+        """
+        owners = [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)][: self.num_kv_layers]
+        edges = [0, *(layer + 1 for layer in owners[:-1]), self.num_layers]
+        return tuple(range(begin, end) for begin, end in pairwise(edges))
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

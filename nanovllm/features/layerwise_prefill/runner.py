@@ -6,6 +6,10 @@ into the buffer. Chunks write their K/V into it. A block is stored to the host o
 prefill adds to it is written. When all chunks have attended, the buffer is released for the next layer.
 
 Blocks of the prefill that lie behind a layer's window at its end are in the buffer alone: the sequence has holes there.
+
+Layers here are those with K and V. A recurrent layer is run with the next of them, chunk after chunk, and leaves its
+state between two chunks where every step leaves it, in the sequence's slot. Where a snapshot is due, it is copied from
+there layer by layer, into a slot that the prefix cache finds when all layers have passed.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.model_runner import AdapterManager, ComputedRows
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
-from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
+from nanovllm.layers.forward_context import ForwardContext, KVCache, StepStates, WatchedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.row_kernels import as_stored, narrow_
@@ -54,6 +58,8 @@ class LayerwisePass:
         adapters: AdapterManager | None = None,
     ) -> None:
         self._model = model
+        self._spans = model.spec.kv_spans
+        self._engine = engine
         self._adapters = adapters
         self._kv_cache = LayerwiseKVCache(engine, geometry, backend)
         self._sequence: ScheduledSequence | None = None  # of the step in progress
@@ -76,21 +82,24 @@ class LayerwisePass:
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
         """Run the layer chunks of the step.
 
-        Rows are due with the last layer chunk alone: the last token's, or all of them if the prompt is scored.
+        Rows are due with the last layer chunk alone: those of its tokens, or all of them if the prompt is scored.
         """
         seq, state = self._sequence, self.state
         assert seq is not None and seq.layerwise is not None and state is not None
         part, x = seq.layerwise, state.x
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
+        pool, slot = self._engine.states, seq.state_slot
+        states = pool.of_step([slot]) if pool is not None and slot is not None else None
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
-            self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache)
+            self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache, states)
         self._kv_cache.end_part()
         state.next_layer_chunk = part.end_layer_chunk
-        if part.end_layer_chunk < part.layerwise.num_chunks * self._model.spec.num_layers:
+        if part.end_layer_chunk < part.layerwise.num_chunks * len(self._spans):
             hidden = x[:0]
         else:
             self.state = None
-            hidden = self._model.normalize_(x if seq.prompt_targets is not None else x[-1:].clone())
+            last = len(part.layerwise.positions(part.end_layer_chunk - 1))
+            hidden = self._model.normalize_(x if seq.prompt_targets is not None else x[-last:].clone())
         return ComputedRows(hidden, [seq], [hidden.shape[0] - len(seq.token_ids)])
 
     def abandon_step(self) -> None:
@@ -100,15 +109,25 @@ class LayerwisePass:
         return self._model.embed(upload(torch.tensor(seq.token_ids, dtype=torch.int64), self._model.device))
 
     def _run_layer_chunk(
-        self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor, kv_cache: KVCache
+        self,
+        layer_chunk: int,
+        seq: ScheduledSequence,
+        part: LayerwiseStep,
+        x: Tensor,
+        kv_cache: KVCache,
+        states: StepStates | None,
     ) -> None:
         where = part.layerwise.positions(layer_chunk)
         chunk = SequenceMetadata.full(0, len(where), where.start, *seq.block_tables)
         positions = torch.arange(where.start, where.stop, device=x.device)
         adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
-        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters)
+        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters, states)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
-        self._model.forward_layer_(part.layerwise.layer(layer_chunk), rows, ctx)
+        span = self._spans[part.layerwise.layer(layer_chunk)]
+        self._model.forward_layers_(span, rows, ctx)
+        for position, slot in part.layerwise.snapshots:
+            if position == where.stop and seq.state_slot is not None:
+                self._engine.copy_state(seq.state_slot, slot, span)
 
 
 class LayerwiseKVCache:

@@ -59,6 +59,9 @@ def dry_run(
         batch = scheduler.schedule(0.0)
         (seq,) = batch.sequences
         of_states = TransferCount() if states is None else states.transfers(batch.state_moves)
+        if states is not None and seq.layerwise is not None and seq.layerwise.first_layer_chunk == 0:
+            kept = len(seq.layerwise.layerwise.snapshots)
+            of_states += TransferCount(d2h_copies=kept, d2h_bytes=kept * states.slot_bytes)
         yield ScheduledStep(seq, batch.moves, of_states)
         scheduler.update(batch, StepResult([[Sample(0)] * len(seq.samples)], [0], [0]), 0.0)
 
