@@ -72,8 +72,8 @@ class StateManager:
 
     def renew(self, seq: Sequence) -> int:
         """A device slot that the sequence alone holds, for a state that is read into it."""
+        self._leave(seq)  # first: there may be no slot but the one of the snapshot at which it would have begun
         slot = self._new_device_slot()
-        self._leave(seq)
         self._join(seq, State(slot))
         return slot
 
