@@ -18,7 +18,7 @@ from nanovllm.memory.budget import split_device
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout, block_size_of
-from nanovllm.memory.sizing import KVPlan, MemoryFacts
+from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -204,6 +204,17 @@ def test_spans_are_given_memory_before_blocks_are_sized() -> None:
     shared = plan_with_layerwise(SHARED_LAYERWISE)
     assert shared.num_gpu_blocks == 328, "half of what is left"
     assert shared.num_cpu_blocks == int(0.9 * (900 - 328 - 50 - layerwise_blocks(made)))
+
+
+def test_resident_blocks_of_a_network_with_states_go_before_layer_by_layer_prefill() -> None:
+    """Where they save more loads. What named sizes leave is of no other use."""
+    memory = replace(LAYERWISE, states=StateSlots(device=2, host=2, running=2, slot_bytes=100))
+    made = plan_with_layerwise(memory)
+    assert (made.layerwise_memory, made.num_gpu_blocks) == (NO_LAYERWISE, 750)
+    assert plan_with_layerwise(memory, num_gpu_blocks=500, num_cpu_blocks=900).layerwise_memory == FOR_ALL
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_model_len": 4000}
+    deep = plan(memory, replace(LAYOUT, num_layers=64), enable_cpu_offload=True, **sizes)
+    assert deep.layerwise_memory == LayerwiseMemory(250, 4000), "a layer of many takes little of them"
 
 
 def test_spans_never_cost_a_prompt_its_blocks() -> None:

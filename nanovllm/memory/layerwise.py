@@ -95,6 +95,13 @@ def prefill_steps(
     return steps
 
 
+def prefill_loads(block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory) -> int:
+    """Tokens that each layer loads for such a prompt."""
+    host_blocks = range(resident_blocks, -(-end // block_size))
+    steps = prefill_steps(block_size, resident_blocks, end, chunk, memory)
+    return sum(stored_before(host_blocks, block_size, step.begin) for step in steps)
+
+
 def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
     """The end of a step that starts at `first_layer_chunk`, with a budget of `token_layers` tokens times layers.
 

@@ -12,7 +12,7 @@ from nanovllm.data.kv_groups import ANY_LENGTH
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, TransferCount, split_device
-from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, divide_memory
+from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, divide_memory, prefill_loads
 from nanovllm.memory.layout import KVLayout, layout_of
 from nanovllm.models.spec import DecoderSpec
 
@@ -115,8 +115,19 @@ def plan_kv_cache(
     plan = _plan_tiers(config, layout, memory, wanted_len, watermark, reserved)
     if reserved != NO_LAYERWISE and plan.max_model_len < (config.max_model_len or 1):  # rather fit the prompt
         plan = _plan_tiers(config, layout, memory, wanted_len, watermark, NO_LAYERWISE)
+    elif plan.layerwise_memory != NO_LAYERWISE and memory.states is not None:
+        # Where few layers have K and V, the memory of a layer of them would hold many tokens in all of them.
+        without = _plan_tiers(config, layout, memory, wanted_len, watermark, NO_LAYERWISE)
+        if _loads(config, layout, without) < _loads(config, layout, plan):  # its resident blocks save more
+            plan = without
     _check_capacity(config, layout, plan)
     return plan
+
+
+def _loads(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> int:
+    """Tokens that each layer loads while the longest prompt is prefilled."""
+    resident = plan.split.resident_blocks
+    return prefill_loads(layout.block_size, resident, plan.max_model_len, config.chunk, plan.layerwise_memory)
 
 
 def _plan_tiers(
