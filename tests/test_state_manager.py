@@ -99,13 +99,18 @@ def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[
 
 
 def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iterator[int]) -> None:
-    manager, prompt = manager_of(device=1), new_tokens(fresh, 3, extra=1)
+    """The other slot is of a sequence that runs."""
+    manager, prompt = manager_of(device=2), new_tokens(fresh, 3, extra=1)
     answered(manager, prompt, [])
-    seq = sequence([*prompt, *new_tokens(fresh, 3)])
-    manager.allocate(seq)
+    other, seq = sequence(new_tokens(fresh, 1)), sequence([*prompt, *new_tokens(fresh, 3)])
+    for each in (other, seq):
+        manager.allocate(each)
+        if each is other:
+            states_of(manager).own(other)
     assert seq.num_computed == 3 * BLOCK and seq.state is not None
-    assert states_of(manager).renew(seq) == 0 and states_of(manager).num_snapshots == 0
-    check_states(manager, [seq])
+    before = seq.state.slot
+    assert states_of(manager).renew(seq) == before and states_of(manager).num_snapshots == 0
+    check_states(manager, [other, seq])
 
 
 def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -> None:
