@@ -98,6 +98,14 @@ def test_beams_are_those_of_a_plain_search(
     assert bench.manager.num_used == 0 and (max_tokens == 1 or bench.executor.num_copies > 0)
 
 
+def test_the_best_n_beams_of_a_wider_search() -> None:
+    bench = Bench()
+    beam_bench(bench, "a", prompt_of(5), 6, width=2, best_of=4)
+    for step in bench.steps():
+        assert step[0].finished or step[0].outputs == []
+    assert outputs(bench, "a") == expected_beams(prompt_of(5), 4, 6)[:2]
+
+
 def test_no_beam_ends_before_min_tokens() -> None:
     prompt = prompt_of(5)
     stop = sorted({token for beam in expected_beams(prompt, 4, 3) for token in beam[:2]})

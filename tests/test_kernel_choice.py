@@ -12,7 +12,7 @@ from nanovllm import LLM
 from nanovllm.features.distributed import rank
 from nanovllm.ops import kernel_choice
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, instruction_sets
-from nanovllm.ops.kernel_choice import WORKS, candidates, choice_file, find_choice
+from nanovllm.ops.kernel_choice import WORKS, candidates, choice_file, faster, find_choice
 
 ALL = ("avx512bf16", "avx512", "avx2", "portable")
 SLOW_BF16 = dict.fromkeys(WORKS, "avx512bf16") | {"linear.bfloat16": "avx512"}
@@ -32,6 +32,21 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.delenv("NANOVLLM_CPU_KERNELS")
     monkeypatch.delenv("NANOVLLM_CPU_ISA", raising=False)
     return works
+
+
+@pytest.mark.parametrize(
+    ("many", "few", "expected"),
+    [
+        ([2.0, 2.1, 1.9], [1.3, 1.3, 1.2], "avx512"),  # bf16 instructions at half the rate
+        ([1.07, 1.07, 1.07], [1.07, 1.07, 1.07], "avx512bf16"),  # within the margin
+        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], "avx512bf16"),  # a disturbed round
+        ([2.0, 2.0, 2.0], [0.5, 0.5, 0.5], "avx512bf16"),  # many rows gain what few rows lose
+    ],
+)
+def test_another_instruction_set_is_used_where_it_is_clearly_faster(
+    many: list[float], few: list[float], expected: str
+) -> None:
+    assert faster("avx512bf16", "avx512", [many, few]) == expected
 
 
 def test_a_choice_is_measured_once_and_kept(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -161,3 +161,13 @@ def test_a_script_without_a_guard_is_told_so(model_dir: Path, tmp_path: Path) ->
     done = subprocess.run([sys.executable, str(script), str(model_dir)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "needs `if __name__ == '__main__':` around it" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_two_engines_in_one_process(model_dir: Path) -> None:
+    prompt = random_prompt(20, 199, 0)
+    with LLM(model_dir, **ARGUMENTS) as one, LLM(model_dir, **ARGUMENTS) as other:
+        assert token_ids(one, prompt, greedy(8)) == token_ids(other, prompt, greedy(8))
+        one.close()
+        assert token_ids(other, prompt, greedy(3))

@@ -120,6 +120,25 @@ def test_chat_streams_join_to_the_answer(engine: AsyncLLM) -> None:
     assert counts == sorted(counts) and counts[-1] == 16
 
 
+def test_streams_have_the_logprobs_of_prompts_computed_in_chunks(model: str) -> None:
+    prompt, more = list(range(50)), {"max_tokens": 2, "temperature": 0.5, "n": 2, "seed": 1, "ignore_eos": True}
+    long = [{"role": "user", "content": "hello " * 9}]
+    with AsyncLLM(model, **CACHE, max_num_batched_tokens=16, max_num_seqs=8) as engine:
+        body = {"prompt": [prompt, prompt[5:]], "echo": True, "logprobs": 1, "prompt_logprobs": 1, **more}
+        whole, *chunks = ok(engine, COMPLETIONS, **body), *ok(engine, COMPLETIONS, stream=True, **body)[:-1]
+        for choice in whole["choices"]:
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+            for name, values in choice["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][name]] == values
+            assert parts[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+            assert len(choice["prompt_logprobs"]) in (45, 50)
+        chat = {"messages": long, "prompt_logprobs": 0, "return_token_ids": True, **more}
+        whole, *chunks = ok(engine, CHAT, **chat), *ok(engine, CHAT, stream=True, **chat)[:-1]
+        for name in ("prompt_logprobs", "prompt_token_ids"):
+            assert chunks[0][name] == whole[name] and len(whole[name]) > 50
+            assert not any(name in chunk for chunk in chunks[1:])
+
+
 def test_a_prefix_that_was_computed_is_reported(engine: AsyncLLM) -> None:
     body = {"prompt": list(range(1, 100)), "max_tokens": 1, "cache_salt": "counted"}
     cached = [ok(engine, COMPLETIONS, **body)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]

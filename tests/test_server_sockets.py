@@ -190,3 +190,37 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
             answer = until_closed(running)
         assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
         assert nothing_left(engine)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_every_stream_with_an_error(
+    model: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And cuts off the client that never reads, whose answer waits to be sent."""
+    body = '{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
+    unread = body.replace('"a"', f'"{"a" * 900}"').replace("1000", '100, "echo": true, "logprobs": 20')
+    streams, silent = [socket.socket() for _ in range(3)], socket.socket()
+    silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
+        caplog.clear()
+        for listener in server.servers[0].sockets:  # whose connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        with held_steps(engine):
+            for connection, sent in ((silent, unread), *((stream, body) for stream in streams)):
+                connection.settimeout(60)
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(post(sent))
+            waiting = socket.create_connection(("127.0.0.1", port), timeout=60)
+            waiting.sendall(post(body.replace(', "stream": true', "")))
+            assert eventually(lambda: len(engine._streams) == 5)
+            assert eventually(lambda: any(each.flow.write_paused for each in server.server_state.connections))
+            server.handle_exit(15, None)
+            server.handle_exit(15, None)
+            answers = [until_closed(connection) for connection in (*streams, waiting)]
+        assert eventually(lambda: not server.server_state.tasks and not server.server_state.connections)
+    assert not until_closed(silent).endswith(b"0\r\n\r\n"), "the end of a whole answer"
+    for answer in answers[:3]:
+        assert b'"error":' in answer and b"the server was stopped" in answer and b"[DONE]" not in answer
+    assert b" 503 " in answers[3] and b"the server was stopped" in answers[3]
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert logged == ["stopping at once: 5 prompts are cut off"] and "Traceback" not in "".join(capfd.readouterr())

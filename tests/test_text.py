@@ -137,6 +137,15 @@ def read(tokenizer: Any, token_ids: Sequence[int], ends: bool = False, **params:
     return text.finish(), text.visible()
 
 
+def test_the_earliest_to_complete_wins_then_the_first_in_the_list(tokenizer: HuggingFaceTokenizer) -> None:
+    assert read(tokenizer, b"xabcd", stop=["abcd", "bc"]) == ("bc", "xa")
+    assert read(tokenizer, b"xabcd", stop=["c", "abc"]) == ("c", "xab")
+    assert read(tokenizer, b"xabcd", stop=["abc", "c"]) == ("abc", "x")
+    at_once = tokenizer.encode("日本")
+    assert len(at_once) == 1 and read(tokenizer, at_once, stop=["日本", "日"]) == ("日", "")
+    assert read(tokenizer, at_once, stop=["日本", "日"], include_stop_str_in_output=True) == ("日", "日")
+
+
 def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(tokenizer: HuggingFaceTokenizer) -> None:
     end = tokenizer.encode(END)
     assert read(tokenizer, b"ab", ends=True) == (None, "a")
