@@ -20,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from nanovllm.data.network import ExpertSpec, SharedExpert
-from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -158,19 +157,3 @@ def test_fused_experts_are_read(tmp_path: Path, family: str) -> None:
     names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
     assert "model.layers.1.mlp.experts.gate_up_proj" in names and not any("experts.0" in name for name in names)
     assert_same_logits(model, tmp_path)
-
-
-# ---- sizes
-
-
-def test_decode_reads_the_chosen_experts_only(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", layers=2, experts=8, experts_per_tok=2)
-    spec = load_decoder_spec(tmp_path)
-    network, expert = Network(spec, "float32"), 3 * 64 * 48 * 4
-    whole = spec.layer_weight_bytes(4)
-    assert spec.layer_weight_bytes(4, 1) == whole - 6 * expert
-    # Two rows choose the same two of eight experts with probability 1 / 16 each: 8 * (1 - (3 / 4)^2) are read.
-    assert spec.layer_weight_bytes(4, 2) == pytest.approx(whole - 4.5 * expert, abs=1)
-    assert spec.layer_weight_bytes(4, 1000) == whole
-    dense = 64 * (2 * 64 + 2 * 32) + 8 * 64  # q, k, v, o and the router
-    assert network.matrix_operations(10) == 10 * 2 * 2 * (dense + 2 * 3 * 64 * 48)

@@ -158,7 +158,7 @@ def test_recurrent_states(tmp_path: Path, ways: tuple[int, int]) -> None:
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", fast_only(["qwen3_5"], ["qwen3", "qwen3_5"]))
 @pytest.mark.parametrize("turns", fast_only([4], [4, 10]))
 def test_a_conversation_computes_only_what_is_new(tmp_path: Path, family: str, turns: int) -> None:
     """Each turn in an engine of its own: it computes what was said since, and less than a unit more."""

@@ -18,12 +18,9 @@ from engines import (
     token_ids,
 )
 from test_models import assert_same_logits
-from transformers import Phi3Config, PreTrainedModel
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.hf_config import load_decoder_spec
 
 TRAINED, LONGEST, VOCAB, BLOCK = 48, 160, 199, 16
 WAYS: dict[str, dict[str, Any]] = {
@@ -119,16 +116,3 @@ def test_groups_outgrow_the_trained_length_together(tmp_path: Path, params: dict
         with LLM(tmp_path, dtype="float32", **WAYS["resident"]) as llm:
             alone = SamplingParams(max_tokens=14, ignore_eos=True, temperature=1.0, seed=1)
             assert token_ids(llm, prompts, alone) == [texts[0] for texts in found[0]]
-
-
-@pytest.mark.parametrize("factors", [{}, {"factor": 4.0}, {"attention_factor": 1.3}], ids=str)
-def test_angles_equal_transformers(tmp_path: Path, factors: dict[str, float]) -> None:
-    make_phi3(tmp_path, rope=longrope(8, **factors))
-    rotary = RotaryEmbedding(load_decoder_spec(tmp_path).rope, 16, torch.device("cpu"))
-    theirs = Phi3RotaryEmbedding(Phi3Config.from_pretrained(tmp_path))
-    for length in (TRAINED, TRAINED + 1, LONGEST):
-        positions = torch.arange(length)
-        cos, sin = theirs(torch.zeros(1), positions[None])
-        ours = rotary.cos_sin(positions, torch.full_like(positions, length))
-        torch.testing.assert_close(ours[0][:, 0], cos[0], atol=2e-6, rtol=0)
-        torch.testing.assert_close(ours[1][:, 0], sin[0, :, :8], atol=2e-6, rtol=0)

@@ -6,17 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
 
 from nanovllm import LLM, build
-from nanovllm.config import engine_config
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
-from nanovllm.memory.profiling import measure_memory
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
 
 MIB = 1 << 20
 
@@ -63,12 +58,3 @@ def test_a_device_that_measures_is_asked_before_its_free_memory_is(
     assert facts.activation_peak == 100 * MIB
     assert (facts.device_total, facts.device_free) == (1024 * MIB, (1024 - 200 - 50) * MIB)
     assert device.runs == ["a step"]
-
-
-def test_weights_that_are_still_to_come_are_not_free(model_dir: Path) -> None:
-    config = engine_config(model_dir, {"num_gpu_blocks": 8})
-    model = Decoder(load_decoder_spec(model_dir), torch.float32, torch.device("cpu"))
-    backend = build.select_backend(torch.device("cpu"), model.spec.head_dim)
-    facts, later = (measure_memory(Measures(), model, backend, config, to_load) for to_load in (0, 300 * MIB))
-    assert later.device_free == facts.device_free - 300 * MIB
-    assert later.host_free == facts.host_free - 300 * MIB, "the tiers of a CPU share their memory"

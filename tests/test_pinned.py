@@ -144,19 +144,6 @@ def test_more_than_a_container_leaves_is_refused_before_anything_is_mapped(monke
     assert empty_pinned("host blocks", (1, 1 << 20), torch.uint8, ledger).nbytes == 1 << 20
 
 
-def test_a_lock_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that CUDA need not be asked at every copy whether a pool is pinned."""
-    for name in ("lock_pages", "unlock_pages"):
-        monkeypatch.setattr(_sgdma, name, lambda *_: None)
-    lock = PageLock()
-    tensor = empty_pinned("host blocks", (4, 4 * PAGE), torch.uint8, lock, max_piece=5 * PAGE)
-    start, size = tensor.data_ptr(), tensor.nbytes
-    assert lock.covers(start, size) and lock.covers(start, 4 * PAGE)
-    assert not lock.covers(start, size + 1) and not lock.covers(start + PAGE, PAGE)
-    del tensor
-    assert not lock.covers(start, size), "other memory may be there now"
-
-
 # ---- on a GPU
 
 

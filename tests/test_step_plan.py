@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-import torch
 
-from nanovllm.device.cpu import CpuDevice
-from nanovllm.errors import EngineError
 from nanovllm.features.cpu_attention.host_blocks import cpu_attention_candidates
-from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     group_block_reads,
     plan_block_reads,
 )
-from nanovllm.memory.budget import DeviceSplit
-from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import SequenceMetadata
 
 BLOCK, RESIDENT, GROUP = 4, 10, 3
@@ -60,18 +54,3 @@ def test_every_block_is_read_once_and_in_order(concurrent: bool, window: int | N
             assert in_order == sorted(in_order)
             covered = [p for first, count in parts_of_sequence(items, seq) for p in range(first, first + count)]
             assert sorted(covered) == [v.first_position // BLOCK for v in reads if reader in v.readers]
-
-
-def test_a_group_attended_out_of_turn_is_refused() -> None:
-    device = CpuDevice()
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_size=BLOCK, itemsize=4)
-    engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(4, 0), num_host_blocks=6)
-    engine.begin([(layer, [BlockTokens(block, BLOCK, 0) for block in (4, 5)]) for layer in range(2)])
-    with pytest.raises(EngineError, match=r"layer 1 of block 4, but announced layer 0 of block 4 next"):
-        engine.acquire(1, 4)
-    for layer in range(2):
-        assert engine.acquire(layer, 4).shape == (2, 2, 1, BLOCK, 16)
-        engine.release()
-    with pytest.raises(EngineError, match="but announced no further group next"):
-        engine.acquire(1, 4)
-    device.close()

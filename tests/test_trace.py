@@ -69,29 +69,3 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert 0 < len(of_kind) <= count, "a call carries neighbouring blocks"
         assert sum(args["bytes"] for args in of_kind) == total
     assert all(in_turn(slices) for slices in rows.values())
-
-
-def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    with LLM(model_dir, dtype="float32", trace=str(path), num_gpu_blocks=16, kvcache_block_size=BLOCK) as llm:
-        token_ids(llm, [random_prompt(40, VOCAB, 2)], greedy(3))
-        layers = len(llm._runner.model.layers)
-    compute = rows_of(path)["compute"]
-    steps = [s for s in compute if s["name"] == "step"]
-    kernels = [s for s in compute if s["name"] != "step"]
-    assert len(steps) == 3 and in_turn(steps) and in_turn(kernels)
-    project, finish, *outside = LINEAR
-    of_a_layer = [project, "write K/V", "attend", finish]
-    of_a_step = ["embedding", *of_a_layer * layers, "final norm", "logits"]
-    assert [s["name"] for s in kernels] == of_a_step * 3 and set(outside) <= set(of_a_step)
-    assert [s["args"].get("layer") for s in kernels] == [
-        None,
-        *(i // 4 for i in range(4 * layers)),
-        None,
-        None,
-    ] * 3
-    for kernel in kernels:
-        assert any(
-            step["ts"] - 1e-2 <= kernel["ts"] and kernel["ts"] + kernel["dur"] <= step["ts"] + step["dur"] + 1e-2
-            for step in steps
-        )
