@@ -182,6 +182,7 @@ def test_the_cpu_takes_no_more_than_a_default_or_one_full_sequence() -> None:
 ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
 LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
+FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
 
 
 def plan_with_layerwise(memory: MemoryFacts = LAYERWISE, **arguments: Any) -> KVPlan:
