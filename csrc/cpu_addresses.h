@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cpu_names.h"
 #include "cpu_rows.h"
 
 namespace nanovllm {

@@ -7,8 +7,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 #include "cpu_elements.h"
@@ -18,14 +16,6 @@ namespace nanovllm {
 enum class KvFormat : int { plain, int8, fp8 };  // plain: elements of the queries' dtype, without scales
 
 constexpr int kScaleBytes = sizeof(float);
-
-// The names are PyTorch's: of the blocks' dtype and of the queries'.
-inline KvFormat kv_format_of(const std::string& kv_dtype, const std::string& dtype) {
-    if (kv_dtype == "int8") return KvFormat::int8;
-    if (kv_dtype == "float8_e4m3fn") return KvFormat::fp8;
-    if (kv_dtype == dtype) return KvFormat::plain;
-    throw std::invalid_argument("Queries of " + dtype + " do not attend to KV blocks of " + kv_dtype + ".");
-}
 
 inline int64_t kv_row_bytes(KvFormat format, int head_dim, int element_bytes) {
     return format == KvFormat::plain ? int64_t(head_dim) * element_bytes : head_dim + kScaleBytes;

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_names.h"
 #include "python_calls.h"
 
 namespace nanovllm::attention {

@@ -3,19 +3,10 @@
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 namespace nanovllm {
 
 enum class DType : int { bf16, fp16, fp32 };
-
-inline DType dtype_of(const std::string& name) {
-    if (name == "bfloat16") return DType::bf16;
-    if (name == "float16") return DType::fp16;
-    if (name == "float32") return DType::fp32;
-    throw std::invalid_argument("There are no CPU kernels for the dtype " + name + ".");
-}
 
 struct Bf16 {
     uint16_t bits;

@@ -5,9 +5,9 @@
 
 #include "cpu_attention_bindings.h"
 #include "cpu_delta_bindings.h"
-#include "cpu_isa.h"
 #include "cpu_layer_bindings.h"
 #include "cpu_linear_bindings.h"
+#include "cpu_names.h"
 #include "cpu_packed_bindings.h"
 #include "cpu_rows_bindings.h"
 

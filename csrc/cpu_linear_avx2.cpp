@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "cpu_elements.h"
 #pragma GCC target("avx2,fma,f16c")
 

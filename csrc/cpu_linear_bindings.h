@@ -14,6 +14,7 @@
 #include <string>
 
 #include "cpu_linear.h"
+#include "cpu_names.h"
 #include "python_calls.h"
 
 namespace python = nanovllm::python;

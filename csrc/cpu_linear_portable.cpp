@@ -1,4 +1,6 @@
 // Linear layers on any machine: four fp32 lanes, a product and a sum being two roundings.
+#include <type_traits>
+
 #include "cpu_elements.h"
 #include "cpu_linear.h"
 

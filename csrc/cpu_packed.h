@@ -19,7 +19,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "cpu_elements.h"
 #include "cpu_isa.h"
@@ -148,8 +147,6 @@ inline const Kernel& kernel_of(Isa isa) {
     (void)isa;
     return portable_kernel();
 }
-
-Scheme scheme_of(const std::string& name);
 
 void run(const Problem& problem, const Kernel& kernel, int threads);
 

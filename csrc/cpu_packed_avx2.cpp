@@ -4,9 +4,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstring>
-#include <limits>
 #pragma GCC target("avx2,fma,f16c")
 
 namespace nanovllm::packed {

@@ -23,7 +23,9 @@ class Inputs {
         int64_t first, tile_rows, place;
 
         Row(const InputRows& rows, int64_t row, int64_t groups)
-            : first(row / M * M * groups), tile_rows(std::min<int64_t>(M, rows.count - row / M * M)), place(row % M) {}
+            : first(row / M * M * groups), tile_rows(rows.count - row / M * M), place(row % M) {
+            if (tile_rows > M) tile_rows = M;
+        }
     };
 
     template <class T>
@@ -74,7 +76,7 @@ class Inputs {
         }
         int32_t largest = 0;
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) largest = std::max(largest, int32_t(most[i]));
+        for (int i = 0; i < W; ++i) largest = most[i] > largest ? most[i] : largest;
         return largest;
     }
 
@@ -86,11 +88,12 @@ class Inputs {
             Floats<T, Group> x(p, row, g);
             const int32_t largest = largest_magnitude<Group>(x.v);
             const bool finite = largest < 0x7f800000;
-            if (!finite) std::fill_n(x.v, Group, 0.0f);
+            if (!finite) std::memset(x.v, 0, sizeof(x.v));
             // The exponent of the largest input, but so that neither unit nor its inverse leaves fp32's normal numbers.
-            const int exponent = finite ? std::max(int(largest >> 23) - 127, Two ? -98 : -112) : 0;
+            const int smallest = Two ? -98 : -112, own = int(largest >> 23) - 127;
+            const int exponent = !finite ? 0 : own > smallest ? own : smallest;
             const float scale = power_of_two(kBits - exponent);
-            const float unit = finite ? power_of_two(exponent - kBits) : std::numeric_limits<float>::quiet_NaN();
+            const float unit = finite ? power_of_two(exponent - kBits) : __builtin_nanf("");
             V high[kVectors], low[kVectors];
 #pragma GCC unroll 8
             for (int i = 0; i < kVectors; ++i) {

@@ -1,7 +1,5 @@
 // Products with quantised weights on any machine: four lanes.
-#include <algorithm>
 #include <cstring>
-#include <limits>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif

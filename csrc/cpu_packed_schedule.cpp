@@ -1,8 +1,6 @@
 // Cuts a product with quantised weights into pieces of work for the threads. Nothing decided here can change a bit of the
 // results: every output of a row adds up its groups in their order.
 #include <algorithm>
-#include <iterator>
-#include <stdexcept>
 
 #include "cpu_packed.h"
 #include "cpu_scratch.h"
@@ -100,14 +98,6 @@ void run_slice(const Problem& p, const Kernel& k, int64_t row, int64_t count, in
 }
 
 }  // namespace
-
-Scheme scheme_of(const std::string& name) {
-    constexpr const char* kNames[] = {"int4", "int8", "fp8",  "mxfp4", "q4_0", "q4_1",
-                                      "q5_0", "q5_1", "q8_0", "q4_k",  "q5_k", "q6_k"};
-    for (int i = 0; i < int(std::size(kNames)); ++i)
-        if (name == kNames[i]) return Scheme(i);
-    throw std::invalid_argument("There are no CPU kernels for the scheme " + name + ".");
-}
 
 void run(const Problem& problem, const Kernel& kernel, int threads) {
     if (problem.weight.out == 0) return;

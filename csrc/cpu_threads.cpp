@@ -15,10 +15,6 @@
 #include <mutex>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace nanovllm {
 namespace {
 
@@ -35,7 +31,7 @@ constexpr microseconds kContended{20000};   // how long a core counts as wanted 
 
 void pause_core() {
 #if defined(__x86_64__)
-    _mm_pause();
+    __builtin_ia32_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
