@@ -213,7 +213,7 @@ class TileKernel {
             for (int group = row; group < row + count; group += together)
                 soften(row, group, smaller(together, row + count - group));
             if (task_.partials == nullptr)
-                merge_weights<X>(count, maximum_ + row, sum_ + row, work_.lse + row, work_.old_weight + row,
+                merge_weights<Words>(count, maximum_ + row, sum_ + row, work_.lse + row, work_.old_weight + row,
                                  work_.tile_weight + row);
             if (direct())
                 weigh_direct();
@@ -328,10 +328,10 @@ class TileKernel {
         if (keys.empty()) return mark_unseen(group, count);
         for (int r = group; r < group + count; ++r) {
             const Range seen = visible(r);
-            softmax_row<X>(work_.scores + int64_t(r - row) * kTileKeys,
-                           work_.probabilities + int64_t(r - row) * kWeights, work_.key_scales,
-                           work_.value_scales, keys.begin, keys.end, seen.begin, seen.end, scale2_, maximum_ + r,
-                           sum_ + r);
+            softmax_row<Words, kScales>(work_.scores + int64_t(r - row) * kTileKeys,
+                                        work_.probabilities + int64_t(r - row) * kWeights, work_.key_scales,
+                                        work_.value_scales, keys.begin, keys.end, seen.begin, seen.end, scale2_,
+                                        maximum_ + r, sum_ + r);
         }
     }
 
@@ -401,7 +401,7 @@ class TileKernel {
             work_.maximum[r] = maximum_[r];
             work_.sum[r] = sum_[r];
         }
-        merge_weights<X>(rows_, work_.maximum, work_.sum, work_.lse, work_.old_weight, work_.tile_weight);
+        merge_weights<Words>(rows_, work_.maximum, work_.sum, work_.lse, work_.old_weight, work_.tile_weight);
         for (int r = 0; r < rows_; ++r) {
             if (maximum_[r] == -__builtin_inff()) continue;
             const auto old_weight = X::set1(work_.old_weight[r]), tile_weight = X::set1(work_.tile_weight[r]);

@@ -51,8 +51,8 @@ inline typename X::F log_f32(typename X::F x) {
 // output = old_weight * output + tile_weight * accumulator. A row that sees no key of the tile keeps its LSE; its
 // weights mean nothing. Arrays are padded to whole vectors.
 template <class X>
-inline void merge_weights(int rows, const float* tile_max, const float* tile_sum, float* lse, float* old_weight,
-                          float* tile_weight) {
+__attribute__((noinline)) void merge_weights(int rows, const float* tile_max, const float* tile_sum, float* lse,
+                                             float* old_weight, float* tile_weight) {
     const auto none = X::set1(-__builtin_inff());
     for (int r = 0; r < rows; r += X::W) {
         const auto maximum = X::load(tile_max + r);

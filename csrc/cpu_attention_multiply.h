@@ -274,7 +274,8 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     };
     const int whole = smaller(steps, keys / X::kStep);
     for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
-    for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
+    if constexpr (X::kStep > 1)  // steps of single keys that are not there add nothing: their probabilities are zero
+        for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
     next_values = ahead;
     typename X::F all[M][N];
 #pragma GCC unroll 16
@@ -291,11 +292,10 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
 //
 // With KV in 8 bits each score is first multiplied by its key's scale, and each probability, once it is summed, by its
 // value's. A key that the row does not see has no part in it, whatever its scales.
-template <class X>
-inline void softmax_row(float* scores, uint32_t* probabilities, const float* key_scales, const float* value_scales,
-                        int key_begin, int key_end, int visible_begin, int visible_end, float scale2, float* maximum,
-                        float* sum) {
-    constexpr bool kScales = has_scales<typename X::T>;
+template <class X, bool kScales>
+__attribute__((noinline)) void softmax_row(float* scores, uint32_t* probabilities, const float* key_scales,
+                                           const float* value_scales, int key_begin, int key_end, int visible_begin,
+                                           int visible_end, float scale2, float* maximum, float* sum) {
     const auto none = X::set1(-__builtin_inff());
     auto top = none;
     for (int key = key_begin; key < key_end; key += X::W) {
