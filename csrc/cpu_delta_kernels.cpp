@@ -178,12 +178,13 @@ INLINE void gate_elements(T* __restrict__ x, const T* __restrict__ gate, int64_t
         x[i] = narrow_result<T>(widen_scalar(x[i]) * rounded<T>(sigmoid_of(widen_scalar(gate[i]))));
 }
 
-// target_clones takes no templates: one function for each element type.
+// target_clones takes no templates: one function for each element type. The convolution before the recurrence takes less than
+// a tenth of its arithmetic.
 #define DELTA_FUNCTIONS(T)                                                                                    \
-    FOR_EACH_ISA void query_or_key_head(const Inputs<T>& in, int64_t row, int64_t head) {                     \
+    FOR_ISAS_TO_AVX2 void query_or_key_head(const Inputs<T>& in, int64_t row, int64_t head) {                 \
         query_or_key<T>(in, row, head);                                                                       \
     }                                                                                                         \
-    FOR_EACH_ISA void value_head(const Inputs<T>& in, int64_t row, int64_t head) {                            \
+    FOR_ISAS_TO_AVX2 void value_head(const Inputs<T>& in, int64_t row, int64_t head) {                        \
         value_and_gates<T>(in, row, head);                                                                    \
     }                                                                                                         \
     FOR_EACH_ISA void tile_of_head(const Tile<T>& tile) { run_through<T>(tile); }                             \

@@ -252,13 +252,52 @@ class LinearKernel {
         if constexpr (R > 1)
             if (rows.count < R) return few_interleaved_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
         constexpr int P = kFewVectors<R>;
-        constexpr int kRest = kGroup / W == 1 ? 1 : 2;  // outputs are whole groups
         // Two and two are faster than three and one.
         for (; begin + P * W <= end && (P != 3 || begin + 4 * W != end); begin += P * W)
             few_interleaved<R, P>(p, rows, begin, fetch_ahead);
-        if constexpr (P == 3 && kRest == 1)
+        if constexpr (P == 3)
             for (; begin + 2 * W <= end; begin += 2 * W) few_interleaved<R, 2>(p, rows, begin, fetch_ahead);
-        for (; begin < end; begin += kRest * W) few_interleaved<R, kRest>(p, rows, begin, fetch_ahead);
+        for (; begin < end; begin += W)
+            for (int64_t row = 0; row < R; row += kRestRows) last_interleaved(p, rows, row, begin);
+    }
+
+    // Some rows from `row` on and W outputs of what whole passes leave at the end of a matrix: too little for more code.
+    // Where there are fewer rows, the last one is computed more than once.
+    static constexpr int kRestRows = 4;
+    static void last_interleaved(const Problem& p, const PackedRows& rows, int64_t row, int64_t output) {
+        const uint32_t* x[kRestRows];
+        F totals[kRestRows];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRestRows; ++r) {
+            x[r] = rows.words + smaller(row + r, rows.count - 1) * kWords;
+            totals[r] = X::zero();
+        }
+        const T* units = units_of(p, output);
+        for (int64_t begin = 0; begin < p.in; begin += X::kSumInputs) {
+            F sums[kRestRows];
+#pragma GCC unroll 4
+            for (int r = 0; r < kRestRows; ++r) sums[r] = X::zero();
+            for (int64_t k = begin; k < smaller(p.in, begin + X::kSumInputs); k += X::kInputs) {
+                for (int word = 0; word < kWords; word += kUnitWords, units += kGroup * kUnit)
+                    add_unit<0>(units, x, word, sums);
+#pragma GCC unroll 4
+                for (int r = 0; r < kRestRows; ++r) x[r] += rows.count * kWords;
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < kRestRows; ++r) totals[r] = begin == 0 ? sums[r] : X::add(totals[r], sums[r]);
+        }
+        for (int r = 0; r < smaller(kRestRows, rows.count - row); ++r)
+            store(p, rows.first_row + row + r, output, W, totals[r]);
+    }
+
+    template <int e>
+    static void add_unit(const T* units, const uint32_t* const x[kRestRows], int word, F sums[kRestRows]) {
+        if constexpr (e < kUnitWords) {
+            const V weights = X::template unit_word<e>(units);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRestRows; ++r) sums[r] = X::dot(sums[r], X::splat(x[r] + word + e), weights);
+            add_unit<e + 1>(units, x, word, sums);
+        }
     }
 
     // ---- many rows: packed weights
@@ -273,7 +312,8 @@ class LinearKernel {
 #pragma GCC unroll 4
             for (int c = 0; c < C; ++c) sums[m][c] = X::zero();
         for (int64_t k = 0; k < t.inputs; k += X::kInputs, x += (M - 1) * kWords)
-            for (const uint32_t* end = x + kWords; x < end; ++x, weights += kPanel) {
+#pragma GCC unroll 4
+            for (int word = 0; word < kWords; ++word, ++x, weights += kPanel) {
                 V columns[C];
 #pragma GCC unroll 4
                 for (int c = 0; c < C; ++c) columns[c] = X::load_words(weights + c * W);
@@ -305,9 +345,9 @@ class LinearKernel {
     static void tile_by_count(const Problem& p, const Tile& t) {
         if constexpr (M > 1)
             if (t.rows.count < M) return tile_by_count<tile_rows(M - 1, X::kTileRows)>(p, t);
-        // The last panel may have outputs for some of its vectors only. Of two, both are multiplied then.
-        if (N <= 2 || t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
-        if constexpr (N > 2)
+        // The last panel may have outputs for some of its vectors only. Of two, or for the last rows, all are multiplied then.
+        if (N <= 2 || M < X::kTileRows || t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
+        if constexpr (N > 2 && M == X::kTileRows)
             for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
     }
 

@@ -13,8 +13,10 @@
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define FOR_ISAS_TO_AVX2 __attribute__((target_clones("arch=x86-64-v3", "default")))  // where wider vectors gain little
 #else
 #define FOR_EACH_ISA
+#define FOR_ISAS_TO_AVX2
 #endif
 #define INLINE inline __attribute__((always_inline))  // what is not inlined is not compiled for each instruction set
 
