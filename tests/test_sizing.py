@@ -212,7 +212,9 @@ def test_resident_blocks_of_a_network_with_states_go_before_layer_by_layer_prefi
     memory = replace(LAYERWISE, states=StateSlots(device=2, host=2, running=2, slot_bytes=100, draft_rows=0))
     made = plan_with_layerwise(memory)
     assert (made.layerwise_memory, made.num_gpu_blocks) == (NO_LAYERWISE, 750)
-    assert plan_with_layerwise(memory, num_gpu_blocks=500, num_cpu_blocks=900).layerwise_memory == LayerwiseMemory(1000, MODEL_LEN)
+    assert plan_with_layerwise(memory, num_gpu_blocks=500, num_cpu_blocks=900).layerwise_memory == LayerwiseMemory(
+        1000, MODEL_LEN
+    )
     sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_model_len": 4000}
     deep = plan(memory, replace(LAYOUT, num_layers=64), enable_cpu_offload=True, **sizes)
     assert deep.layerwise_memory == LayerwiseMemory(250, 4000), "a layer of many takes little of them"
