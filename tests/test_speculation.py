@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import checkpoint_fixture, make_checkpoint, refusal
-from engines import offloaded, random_prompt
+from engines import offloaded, random_prompt, token_ids, watch_layerwise
 from fast import fast_only
 from gguf_files import WIDE, write_gguf
 from hypothesis import given, settings
@@ -204,6 +204,31 @@ def test_states_of_recurrent_layers_replay_right_drafts(
             metrics = llm.metrics()
     assert metrics.drafted_tokens > metrics.accepted_tokens and metrics.prefix_cache_hit_tokens > 0
     assert metrics.accepted_tokens > 20 or method != "scripted"
+
+
+def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
+    """Steps with layers of another prompt make no drafts; the first of them replays what the step before it left."""
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5", "max_positions": 512})
+    write_byte_level(tmp_path)
+    talker, long = PROMPTS[3], random_prompt(300, 256, seed=5)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(tmp_path, **RESIDENT) as llm:
+        known = {tuple(each): token_ids(llm, [each], params)[0] for each in (talker, long)}
+    scripted = Scripted(known, [0, 1, 0, 0, 137, 0, 0, 0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_drafter", lambda *arguments: scripted)
+        few = offloaded(BLOCK, 4, 90, max_num_batched_tokens=24, cpu_attention=False)
+        with LLM(tmp_path, **few, speculative_config=NGRAM) as llm:
+            layerwise, engine, found = watch_layerwise(llm), llm.engine, {}
+            engine.add_request("talker", None, params, talker)
+            while not engine.step()[0].outputs[0].token_ids:
+                pass
+            engine.add_request("long", None, params, long)
+            while engine.has_unfinished_requests():
+                found |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
+            metrics = llm.metrics()
+    assert len(layerwise) > 2 and metrics.drafted_tokens > metrics.accepted_tokens > 0
+    assert found == {"talker": known[tuple(talker)], "long": known[tuple(long)]}
 
 
 @pytest.mark.parametrize(

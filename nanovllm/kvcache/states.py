@@ -121,8 +121,7 @@ class StatePool:
     def of_step(self, slots: Sequence[int], num_kept: Sequence[int] = ()) -> SlotStates:
         """The states of the sequences of a pass, whose slots are given in the order of its batch.
 
-        num_kept: rows of each sequence to keep, all of them if it has drafts and else none. At most one pass of a step
-        keeps some: the layer-by-layer part of the same step leaves them as they are.
+        num_kept: rows of each sequence to keep, all of them if it has drafts and else none.
         """
         kept = None
         if any(num_kept):
