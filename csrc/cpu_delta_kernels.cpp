@@ -178,8 +178,8 @@ INLINE void gate_elements(T* __restrict__ x, const T* __restrict__ gate, int64_t
         x[i] = narrow_result<T>(widen_scalar(x[i]) * rounded<T>(sigmoid_of(widen_scalar(gate[i]))));
 }
 
-// target_clones takes no templates: one function for each element type. The convolution before the recurrence takes less than
-// a tenth of its arithmetic.
+// target_clones takes no templates: one function for each element type. The convolution before the recurrence takes less
+// than a tenth of its arithmetic.
 #define DELTA_FUNCTIONS(T)                                                                                    \
     FOR_ISAS_TO_AVX2 void query_or_key_head(const Inputs<T>& in, int64_t row, int64_t head) {                 \
         query_or_key<T>(in, row, head);                                                                       \

@@ -209,8 +209,9 @@ class Layer {
             rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, norm_weight<T>(norms_.input), normed, count, qkv_.in,
                                norms_.eps}, threads);
             qkv_.run<T>(kernels(threads), normed, projected, count);
-            const rows::Rows<const T> mixed{projected.data, projected.stride}, z{mixed.data + sizes.channels(), mixed.stride},
-                b{z.data + values, mixed.stride}, a{b.data + heads, mixed.stride};
+            const rows::Rows<const T> mixed{projected.data, projected.stride},
+                z{mixed.data + sizes.channels(), mixed.stride}, b{z.data + values, mixed.stride},
+                a{b.data + heads, mixed.stride};
             delta::prepare<T>({sizes, runs, mixed, pointer<const T>(weights.conv), rows_at<T>(conv), b, a,
                                pointer<const float>(weights.rate), pointer<const float>(weights.dt_bias), qk.data(),
                                v.data(), decay.data(), beta.data()}, threads);
