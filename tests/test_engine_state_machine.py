@@ -136,7 +136,7 @@ class CountingManager(BlockManager):
     num_forks = 0
     num_continued = 0
     num_snapshot_hits = 0
-    num_returns = 0  # to the state before a step
+    num_returns = 0  # to the state before a step, which is replayed
 
     def allocate(self, seq: Sequence) -> None:
         copied = self.stats.copied_blocks
@@ -146,9 +146,9 @@ class CountingManager(BlockManager):
         self.num_continued += is_part and self.stats.copied_blocks == copied
 
     def end_look_ahead(self, seq: Sequence) -> None:
-        computed = seq.num_computed
+        held = seq.held_state
         super().end_look_ahead(seq)
-        self.num_returns += seq.num_computed < computed
+        self.num_returns += held is not None and seq.state is held.state
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
