@@ -98,7 +98,7 @@ struct InputRows {
     int64_t count;    // of rows
 };
 
-// A part of one or more panels, expanded. Each panel has as much memory as a whole part takes.
+// A part of Kernel::tile_panels panels, expanded. Each panel has as much memory as a whole part takes.
 struct Part {
     static constexpr int64_t kScales = kPartInputs / 16 * kOutputs;
     static constexpr int64_t kWords = kPartInputs * kOutputs;
@@ -106,14 +106,14 @@ struct Part {
     uint32_t* words;  // [panels][groups][words of a group][kOutputs]: bytes or pairs of integers, or fp32
     float* scales;    // [panels][groups][kOutputs]
     float* minimums;  // [panels][groups][kOutputs], null where there are none
-    int64_t panels, groups, group;  // group: inputs
+    int64_t groups, group;  // group: inputs
     Values values;
 };
 
 // What an instruction set does.
 struct Kernel {
     int64_t tile_rows;    // most rows of `multiply`
-    int64_t tile_panels;  // most panels
+    int64_t tile_panels;  // panels of `multiply`
     int64_t few_rows;     // most rows of `multiply_few`
     // One row of x to one or two rows of integers, or to one in fp32.
     void (*quantise)(const Problem& problem, int64_t row, const InputRows& rows);
@@ -124,7 +124,7 @@ struct Kernel {
     void (*multiply_few)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const InputRows& rows,
                          float* totals, int64_t totals_stride);
     // Adds the part's products with one tile of rows, which begins at the part's inputs, to totals
-    // [rows][panels * kOutputs].
+    // [rows][tile_panels * kOutputs].
     void (*multiply)(const Part& part, const InputRows& tile, float* totals);
     // totals of one row, two for fp32, to outputs [output, output + count) of y.
     void (*finish)(const Problem& problem, int64_t row, int64_t output, int64_t count, const float* totals,

@@ -44,10 +44,7 @@ class PackedKernel {
     }
 
     static void multiply(const Part& part, const InputRows& rows, float* totals) {
-        if (part.panels == N)
-            rows_by_count<M, N>(part, rows, totals);
-        else
-            rows_by_count<M, 1>(part, rows, totals);
+        rows_by_count<M>(part, rows, totals);
     }
 
     static void finish(const Problem& p, int64_t row, int64_t output, int64_t count, const float* totals,
@@ -249,23 +246,23 @@ class PackedKernel {
 
     // ---- many rows
 
-    template <int R, int P>
+    template <int R>
     static void rows_by_count(const Part& part, const InputRows& rows, float* totals) {
         if constexpr (R > 1)
-            if (rows.count < R) return rows_by_count<R - 1, P>(part, rows, totals);
-        if (part.values == Values::floats) return multiply_floats<R, P>(part, rows, totals);
+            if (rows.count < R) return rows_by_count<R - 1>(part, rows, totals);
+        if (part.values == Values::floats) return multiply_floats<R>(part, rows, totals);
         // Pairs of 16-bit integers are the same for signed weights as for others.
         const bool is_signed = X::kBytes && part.values == Values::signed_bytes;
-        is_signed ? multiply_tile<R, P, X::kBytes>(part, rows, totals) : multiply_tile<R, P, false>(part, rows, totals);
+        is_signed ? multiply_tile<R, X::kBytes>(part, rows, totals) : multiply_tile<R, false>(part, rows, totals);
     }
 
-    static float* total_at(float* totals, int panels, int r, int c) {
-        return totals + (r * panels + c / kVectors) * kOutputs + c % kVectors * W;
+    static float* total_at(float* totals, int r, int c) {
+        return totals + (r * N + c / kVectors) * kOutputs + c % kVectors * W;
     }
 
-    template <int R, int P, bool Signed>
+    template <int R, bool Signed>
     static void multiply_tile(const Part& part, const InputRows& rows, float* totals) {
-        constexpr int C = P * kVectors;  // vectors of outputs
+        constexpr int C = N * kVectors;  // vectors of outputs
         const uint32_t* weights = part.words;
         const uint32_t* x = rows.words;
         for (int64_t g = 0; g < part.groups; ++g) {
@@ -286,7 +283,7 @@ class PackedKernel {
                 const F minimum = part.minimums ? load_at<F>(part.minimums + lane) : F{};
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    float* const at = total_at(totals, P, r, c);
+                    float* const at = total_at(totals, r, c);
                     const F product = __builtin_convertvector(products.sum(r, c), F) * rows.units[g * R + r];
                     F total = X::fma(scale, product, load_at<F>(at));
                     if (part.minimums) total = X::fma(minimum, broadcast(rows.sums[g * R + r]), total);
@@ -296,9 +293,9 @@ class PackedKernel {
         }
     }
 
-    template <int R, int P>
+    template <int R>
     static void multiply_floats(const Part& part, const InputRows& rows, float* totals) {
-        constexpr int C = P * kVectors;
+        constexpr int C = N * kVectors;
         const uint32_t *weights = part.words, *x = rows.words;
         for (int64_t g = 0; g < part.groups; ++g, x += 32 * R) {
             F sums[2][R][C] = {};
@@ -321,7 +318,7 @@ class PackedKernel {
                 const F scale = load_at<F>(part.scales + c / kVectors * Part::kScales + g * kOutputs + c % kVectors * W);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    float* const at = total_at(totals, P, r, c);
+                    float* const at = total_at(totals, r, c);
                     const F total = X::fma(scale, sums[0][r][c] + sums[1][r][c], load_at<F>(at));
                     std::memcpy(at, &total, sizeof(F));
                 }

@@ -27,9 +27,9 @@ class PieceRunner {
   public:
     PieceRunner(const Problem& problem, const Kernel& kernel, const InputRows& rows, Scratch& scratch)
         : p_(problem), k_(kernel), rows_(rows), layout_(problem.weight.layout()), groups_(problem.weight.groups()),
-          copies_(problem.copies()) {
-        const int64_t panels = kernel.tile_panels, scales = panels * Part::kScales, words = panels * Part::kWords;
-        part_.words = scratch.words(words + 2 * scales + kSliceRows * copies_ * panels * kOutputs);
+          copies_(problem.copies()), outputs_(kernel.tile_panels * kOutputs) {
+        const int64_t scales = kernel.tile_panels * Part::kScales, words = kernel.tile_panels * Part::kWords;
+        part_.words = scratch.words(words + 2 * scales + kSliceRows * copies_ * outputs_);
         part_.scales = reinterpret_cast<float*>(part_.words + words);
         part_.minimums = problem.weight.has_minimums() ? part_.scales + scales : nullptr;
         part_.group = layout_.group;
@@ -39,17 +39,18 @@ class PieceRunner {
 
     // Panels [panel, panel + panels), rows [row, row + count) of x, whose integers are at the beginning of rows_.
     void run(int64_t panel, int64_t panels, int64_t row, int64_t count) {
-        const int64_t outputs = panels * kOutputs, part_blocks = kPartInputs / layout_.block_inputs;
-        std::fill_n(totals_, count * copies_ * outputs, 0.0f);
+        const int64_t part_blocks = kPartInputs / layout_.block_inputs;
+        std::fill_n(totals_, count * copies_ * outputs_, 0.0f);
         if (rows_.count <= k_.few_rows) {
             for (int64_t i = 0; i < panels; ++i)
-                k_.multiply_few(p_.weight, panel + i, 0, p_.weight.blocks(), rows_, totals_ + i * kOutputs, outputs);
-            return store(panel, panels, row, count);
+                k_.multiply_few(p_.weight, panel + i, 0, p_.weight.blocks(), rows_, totals_ + i * kOutputs, outputs_);
+        } else {
+            for (int64_t block = 0; block < p_.weight.blocks(); block += part_blocks)
+                run_part(panel, panels, block, std::min(part_blocks, p_.weight.blocks() - block));
         }
-        part_.panels = panels;
-        for (int64_t block = 0; block < p_.weight.blocks(); block += part_blocks)
-            run_part(panel, block, std::min(part_blocks, p_.weight.blocks() - block));
-        store(panel, panels, row, count);
+        const int64_t output = panel * kOutputs, there = std::min(panels * kOutputs, p_.weight.out - output);
+        for (int64_t i = 0; i < count; ++i)
+            k_.finish(p_, row + i, output, there, totals_ + i * copies_ * outputs_, outputs_);
     }
 
   private:
@@ -57,25 +58,20 @@ class PieceRunner {
     const Kernel& k_;
     const InputRows& rows_;
     const Layout& layout_;
-    const int64_t groups_, copies_;
+    const int64_t groups_, copies_, outputs_;
     Part part_;
-    float* totals_;
+    float* totals_;  // [rows][outputs_]
 
-    void store(int64_t panel, int64_t panels, int64_t row, int64_t count) const {
-        const int64_t outputs = panels * kOutputs;
-        const int64_t output = panel * kOutputs, there = std::min(outputs, p_.weight.out - output);
-        for (int64_t i = 0; i < count; ++i)
-            k_.finish(p_, row + i, output, there, totals_ + i * copies_ * outputs, outputs);
-    }
-
-    void run_part(int64_t panel, int64_t block, int64_t blocks) {
+    // Where a last panel is alone, it is also taken for those that are missing.
+    void run_part(int64_t panel, int64_t panels, int64_t block, int64_t blocks) {
         const int64_t block_groups = layout_.block_inputs / layout_.group, first = block * block_groups;
         part_.groups = blocks * block_groups;
-        for (int64_t i = 0; i < part_.panels; ++i) k_.expand(p_.weight, panel + i, block, blocks, part_, i);
+        for (int64_t i = 0; i < k_.tile_panels; ++i)
+            k_.expand(p_.weight, panel + std::min(i, panels - 1), block, blocks, part_, i);
         for (int64_t row = 0; row < rows_.count; row += k_.tile_rows) {
             const int64_t tile_rows = std::min(k_.tile_rows, rows_.count - row), at = row * groups_ + first * tile_rows;
             k_.multiply(part_, {rows_.words + at * p_.group_words(), rows_.units + at, rows_.starts + at, rows_.sums + at,
-                                tile_rows}, totals_ + row * part_.panels * kOutputs);
+                                tile_rows}, totals_ + row * outputs_);
         }
     }
 };
