@@ -6,7 +6,7 @@ Every run is a process of its own. In turns: one that computes the document and 
 and FILE may be the same GGUF file. Seconds: to load the model, from there to the first token, and to save (of nanovllm
 what is left to write when the engine is closed). The files are in the file system's cache when they are read.
 
-    python -m benchmarks.kv_restart MODEL --decode [--rounds 5]
+    python -m benchmarks.kv_restart MODEL --decode [--decoded 256] [--rounds 5]
 
 Decode of a document while it is written to a directory, beside the same without a directory, in turns.
 """
@@ -22,8 +22,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-DECODED = 96  # tokens, of a decode run
 
 
 def document(model: str, tokens: int) -> list[int]:
@@ -144,13 +142,13 @@ def restarts(model: str, gguf: str | None, python: str, prompt: list[int], round
     return found
 
 
-def decodes(model: str, prompt: list[int], rounds: int) -> dict[str, Any]:
+def decodes(model: str, prompt: list[int], rounds: int, decoded: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {"with a directory": [], "without": []}
     for _ in range(rounds):
         for name, runs in found.items():
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder) / "kv") if name == "with a directory" else None
-                asked = {"engine": "nanovllm", "model": model, "prompt": prompt, "path": path, "output": DECODED}
+                asked = {"engine": "nanovllm", "model": model, "prompt": prompt, "path": path, "output": decoded}
                 runs.append(child(asked))
             print(name, f"{1000 * runs[-1]['token']:.2f} ms a token", flush=True)
     medians = {name: statistics.median(run["token"] for run in runs) for name, runs in found.items()}
@@ -166,6 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--decoded", type=int, default=256, help="tokens of a decode run")
     parser.add_argument("--output-json", type=Path, help="where the results go")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -174,7 +173,7 @@ def main() -> None:
         return
     prompt = document(args.model, args.tokens)
     if args.decode:
-        found = decodes(args.model, prompt, args.rounds)
+        found = decodes(args.model, prompt, args.rounds, args.decoded)
     else:
         found = restarts(args.model, args.gguf, args.llama_python, prompt, args.rounds)
     write_results(args, found)
