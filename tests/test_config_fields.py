@@ -157,6 +157,30 @@ QWEN_3_5 = {
     "mtp_use_dedicated_embeddings": False,
     "rope_parameters": {**MROPE, "rope_theta": 10000000, "rope_type": "default"},
 }
+QWEN_3_6 = {
+    **{name: value for name, value in QWEN_3_5.items() if name != "mlp_only_layers"},
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+}
+QWEN_3_CODER = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "head_dim": 32,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "use_qk_norm": True,
+}
 QWEN_3_NEXT = {
     **QWEN,
     **{name: value for name, value in LINEAR.items() if name != "attn_output_gate"},
@@ -191,6 +215,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "MiniMax-M2": MINIMAX_M2,
     "Olmo 3": OLMO_3,
     "Gemma 3 1B": {**GEMMA_3, "sliding_window_pattern": 6},
+    "Qwen3-Coder": QWEN_3_CODER,
     "Qwen3-Next": QWEN_3_NEXT,
     "Qwen3.5, the text model": {**QWEN_3_5, "architectures": ["Qwen3_5ForCausalLM"]},
     "Qwen3.5": {
@@ -204,6 +229,13 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "vision_config": {"deepstack_visual_indexes": [], "depth": 27, "model_type": "qwen3_5"},
         "vision_end_token_id": 196,
         "vision_start_token_id": 195,
+    },
+    "Qwen3.6": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "language_model_only": False,
+        "model_type": "qwen3_5",
+        "text_config": QWEN_3_6,
+        "tie_word_embeddings": False,
     },
     "Qwen3": {**QWEN_3, "attention_bias": False, "head_dim": 32, "rope_scaling": None, "sliding_window": None},
 }
@@ -240,6 +272,11 @@ WITH_EFFECT = [
     ("Qwen3ForCausalLM", {"mlp_bias": True}),
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}),
 ]
+ONLY = [
+    ("Qwen3-Coder", {"shared_expert_intermediate_size": 64}),
+    ("Qwen3-Coder", {"use_qk_norm": False}),
+    ("Qwen3.5, the text model", {"output_gate_type": "sigmoid"}),
+]
 
 
 def test_a_field_that_the_family_does_not_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -252,6 +289,13 @@ def test_a_field_that_the_family_does_not_read_is_refused_by_name(tmp_path: Path
         assert f"hf_overrides={{{name!r}: None}}" in message
         spec = load_decoder_spec(tmp_path, {name: None})
         assert spec == load_decoder_spec(write_config(tmp_path, config))
+
+
+def test_another_value_of_a_field_that_describes_the_family_is_refused(tmp_path: Path) -> None:
+    for name, changes in ONLY:
+        write_config(tmp_path, {**PUBLIC[name], **changes})
+        ((field, value),) = changes.items()
+        assert f"{field}={value!r}: must be" in refusal(lambda: load_decoder_spec(tmp_path))
 
 
 def test_the_lists_name_each_field_once() -> None:

@@ -134,7 +134,10 @@ REAL = {
         "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
     },
     "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
-    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
+    "fp8": {
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
+        "weight_per_tensor": False, "act_per_tensor": False,
+    },
     "float-quantized": {
         "version": "0.9.1", "transform_config": {}, "sparsity_config": {
             "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,

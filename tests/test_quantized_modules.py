@@ -12,6 +12,7 @@ from quantized_checkpoints import VOCAB, dequantized, load, set_quantization, wr
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.formats.quantization.config_fields import Modules
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers.packed_matrix import StackedWeights
 
@@ -37,6 +38,22 @@ def test_ignored_modules_stay_plain(plain_checkpoint: Path, quantized_copy: Call
         torch.testing.assert_close(layer.qkv(x), x @ rows.T, rtol=1e-5, atol=1e-5)
         indices = torch.tensor([0, 130, 200, 255, 3])
         assert torch.equal(layer.qkv.weight.rows(indices), rows[indices])
+
+
+def test_parts_of_names_that_stay_plain() -> None:
+    """As lists of AutoAWQ and Transformers have them: whole names, and parts of them with and without a dot."""
+    for listed, module, stays_plain in (
+        ("self_attn", "model.layers.3.self_attn.q_proj", True),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1.", "model.layers.11.mlp.up_proj", False),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("mlp.gate", "model.layers.3.mlp.gate", True),
+        ("mlp.gate", "model.layers.3.mlp.gate_proj", False),
+        ("shared_expert", "model.layers.3.mlp.shared_expert.up_proj", True),
+        ("gate", "model.layers.3.block_sparse_moe.gate", True),
+        ("", "model.layers.3.mlp.up_proj", False),
+    ):
+        assert Modules((listed,)).include(module) is not stays_plain, listed
 
 
 def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ _RECURRENT_FIELDS: Mapping[str, Field] = MappingProxyType(
         "linear_value_head_dim": integer(1, MAX_HEAD_DIM),
         "linear_num_key_heads": integer(1),
         "linear_num_value_heads": integer(1),
+        "output_gate_type": only("silu", "swish") | NULL,  # of recurrent layers
     }
 )
 _SILU: Mapping[str, Any] = MappingProxyType({**_ALL, "hidden_act": "silu"})
@@ -180,6 +181,8 @@ _ENTRIES = (
             **_EXPERT_FIELDS,
             "num_local_experts": EXPERT_COUNT,
             "max_window_layers": NETWORK_FIELDS["max_window_layers"],
+            "shared_expert_intermediate_size": only(0),
+            "use_qk_norm": only(True),
         },
     ),
     Family(

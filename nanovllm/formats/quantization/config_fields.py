@@ -46,9 +46,10 @@ class Modules:
 
     targets: patterns of which a quantized module matches one; ignored: patterns of which it matches none. A pattern is
     a name, "re:" and a regular expression that must match the begin of the name, or "Linear" for all. as_parts:
-    `ignored` also stops the modules whose names begin or end with a pattern's parts, as in Transformers' lists
-    `modules_to_not_convert`. head: whether the output projection can be quantized. prefixes: what names begin with
-    here, and what they begin with in the patterns instead, those of a model of which the network is a part.
+    `ignored` also stops the modules whose names have a pattern's parts or end with it, as in the lists
+    `modules_to_not_convert` of Transformers and AutoAWQ. head: whether the output projection can be quantized.
+    prefixes: what names begin with here, and what they begin with in the patterns instead, those of a model of which
+    the network is a part.
     """
 
     ignored: tuple[str, ...] = ()
@@ -77,13 +78,17 @@ class _Patterns:
     def __init__(self, patterns: tuple[str, ...], as_parts: bool) -> None:
         self._expressions = [_compiled(pattern) for pattern in patterns if pattern.startswith("re:")]
         self._names = frozenset(pattern for pattern in patterns if not pattern.startswith("re:"))
-        self._ends = tuple(self._names) if as_parts else ()
+        self._ends = tuple(name for each in self._names if (name := each.strip("."))) if as_parts else ()
         self._begins = tuple(f"{name}." for name in self._ends)
+        # Lists can have hundreds of whole names, which are nowhere else.
+        self._parts = tuple(f".{name}." for name in self._ends if not name.startswith("model."))
 
     def __call__(self, module: str) -> bool:
         if "Linear" in self._names or module in self._names:
             return True
         if module.startswith(self._begins) or module.endswith(self._ends):
+            return True
+        if any(parts in f"{module}." for parts in self._parts):
             return True
         return any(expression.match(module) for expression in self._expressions)
 

@@ -33,6 +33,7 @@ _RULES = MappingProxyType(
         "modules_to_not_convert": NAMES,
         "ignored_layers": NAMES,
         "modules_to_convert": only([]),
+        **dict.fromkeys(("weight_per_tensor", "act_per_tensor"), only(False)),
         "is_checkpoint_fp8_serialized": only(True),
         "dequantize": ANY,
         "expert_dtype": ANY,
