@@ -92,11 +92,10 @@ GLM_4 = {
     "topk_group": 1,
     "use_qk_norm": False,
 }
-MINIMAX_M2 = {
+MINIMAX_M2 = {  # without a dtype
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
     **SIZES,
-    **TOKENS,
     "attn_type_list": [1, 1],
     "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
     "head_dim": 32,
@@ -212,7 +211,8 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Mistral v0.1": {**MISTRAL, "sliding_window": 64},
     "Qwen2.5": {**QWEN_2, "sliding_window": 131072, "use_mrope": False},
     "GLM-4.5-Air": GLM_4,
-    "MiniMax-M2": MINIMAX_M2,
+    "MiniMax-M2": {**MINIMAX_M2, "model_type": "minimax", "bos_token_id": None, "eos_token_id": None},
+    "MiniMax-M2.5": MINIMAX_M2,
     "Olmo 3": OLMO_3,
     "Gemma 3 1B": {**GEMMA_3, "sliding_window_pattern": 6},
     "Qwen3-Coder": QWEN_3_CODER,

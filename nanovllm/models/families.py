@@ -352,8 +352,10 @@ _ENTRIES = (
             "use_routing_bias": only(True),
         },
         theta=5_000_000.0,
+        dtype="bfloat16",
         rotates_part=True,
         rotated_share=facts.rotated_share_of_minimax,
+        other_types=("minimax",),  # which is the type of an earlier model, too
     ),
     Family(
         "Qwen3NextForCausalLM",

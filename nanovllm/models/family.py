@@ -32,7 +32,7 @@ class Family:
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
     rotates_part: whether it may rotate only the first features of a head; rotated_share: their share where a config
     names none, None: all. left_out: what the names of a checkpoint's tensors begin with that no text needs.
-    complete: sets what else follows from other fields.
+    other_types: what published configs have as model_type besides Transformers'. complete: sets what else follows from other fields.
     """
 
     architecture: str
@@ -49,6 +49,7 @@ class Family:
     rotates_part: bool = False
     rotated_share: Callable[[Any], float | None] = lambda config: None
     left_out: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
     complete: Callable[[Any], None] = lambda config: None
 
     def reads(self, name: str) -> bool:

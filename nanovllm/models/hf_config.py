@@ -250,7 +250,7 @@ def _family(config: _Config) -> Family:
     if family is None:
         found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
         raise ModelError(f"{where}: {found}; supported: {', '.join((*FAMILIES, *TEXT_MODELS))}.")
-    if fields.get("model_type", family.model_type) != family.model_type:
+    if fields.get("model_type", family.model_type) not in (family.model_type, *family.other_types):
         raise ModelError(
             f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
             f"not {quoted(fields['model_type'])}."
