@@ -14,7 +14,14 @@ from engines import greedy, greedy_reference, logits_by_request, offloaded, rand
 from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_models import assert_same_logits, load, random_prompts, reference, run
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedTextConfig,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -251,6 +258,33 @@ def test_sizes_of_published_models(
 
 
 # ---- the text model of one for images and sounds too
+
+
+def test_text_is_continued_as_by_the_text_model_of_a_unified_one(tmp_path: Path) -> None:
+    """Like 12B: without towers, and without inputs of each layer, of which its config says nothing."""
+    make_checkpoint(tmp_path / "text", "gemma4", **LARGE)
+    fields = json.loads((tmp_path / "text" / "config.json").read_text())
+    absent = ("model_type", "architectures", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    own = {name: value for name, value in fields.items() if name not in absent}
+    text = Gemma4UnifiedTextConfig(**{**own, "pad_token_id": 0})
+    vision = {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 32, "mm_posemb_size": 16}
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=None)
+    model = Gemma4UnifiedForConditionalGeneration(config).eval()
+    state = load_file(tmp_path / "text" / "model.safetensors")
+    model.model.language_model.load_state_dict({name.removeprefix("model."): each for name, each in state.items()})
+    model.save_pretrained(tmp_path / "whole")
+    saved = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert saved["text_config"]["model_type"] == "gemma4_unified_text"
+    assert not saved["text_config"].keys() & {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+    assert any(name.startswith("model.vision_embedder.") for name in load_file(tmp_path / "whole/model.safetensors"))
+    prompt = random_prompt(50, VOCAB, seed=1)
+    expected = model(torch.tensor([prompt])).logits[0, -1]
+    with LLM(tmp_path / "whole", dtype="float32", **RESIDENT) as llm:
+        ((_, row), *_) = logits_by_request(llm, [prompt], 1).items()
+    torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+    edit_config(tmp_path / "whole", text_config={})
+    spec, default = load_decoder_spec(tmp_path / "whole"), Gemma4UnifiedTextConfig()
+    assert (spec.sliding_windows[0], spec.max_position_embeddings) == (default.sliding_window, 262_144)
 
 
 def test_text_is_continued_as_by_the_text_model(tmp_path: Path) -> None:

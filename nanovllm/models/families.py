@@ -523,6 +523,7 @@ _ENTRIES = (
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
+        other_types=("gemma4_unified_text",),  # with other towers
         complete=facts.complete_gemma4,
     ),
 )

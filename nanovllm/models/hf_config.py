@@ -292,8 +292,19 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
         "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
         "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    }
+)
+# What a text model's config takes where it names nothing, as far as its family takes something else.
+_OTHER_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Gemma4UnifiedForConditionalGeneration": {
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262_144,
+            "sliding_window": 1024,
+        }
     }
 )
 # Fields that the whole model has and the text model reads.
@@ -303,7 +314,7 @@ _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "
 _IMAGES = (
     *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
     "model.visual.",
-    *("model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    *("model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio."),
 )
 
 
@@ -321,7 +332,7 @@ def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         raise ModelError(f"{where}: text_config is missing, which a {whole} needs.")
     shared = {name: fields[name] for name in _SHARED if fields.get(name) is not None}
-    return {**text, **shared, "architectures": [TEXT_MODELS[whole]]}
+    return {**_OTHER_DEFAULTS.get(whole, {}), **text, **shared, "architectures": [TEXT_MODELS[whole]]}
 
 
 def text_name(name: str) -> str | None:
