@@ -32,7 +32,8 @@ class Family:
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
     rotates_part: whether it may rotate only the first features of a head; rotated_share: their share where a config
     names none, None: all. left_out: what the names of a checkpoint's tensors begin with that no text needs.
-    other_types: what published configs have as model_type besides Transformers'. complete: sets what else follows from other fields.
+    other_types: what published configs have as model_type besides Transformers'. complete: sets what else follows from
+    other fields.
     """
 
     architecture: str
