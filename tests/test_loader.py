@@ -98,6 +98,21 @@ def test_wrong_tensors_are_named(single: Path, changes: dict[str, Tensor | None]
     assert [word for word in (str(single), *words) if word not in message] == []
 
 
+def test_other_files_of_published_checkpoints_are_left_alone(originals: Path, copy_of: Callable[[str], Path]) -> None:
+    """A second copy of the weights in another layout or pickled, what is for images, and fields that are not known."""
+    path = copy_of("sharded")
+    (path / "original").mkdir()
+    for name in ("consolidated.safetensors", "pytorch_model-00001-of-00002.bin", "original/consolidated.00.pth"):
+        (path / name).write_bytes(b"no weights")
+    for name in ("preprocessor_config.json", "processor_config.json", "params.json"):
+        (path / name).write_text("{}")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index |= {"metadata": {"total_size": 1, "total_parameters": 1, "format": "pt"}, "version": "1"}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    own, other = (dict(load(each).slots()) for each in (path, originals / "sharded"))
+    assert own.keys() == other.keys() and all(torch.equal(own[name].view, other[name].view) for name in own)
+
+
 def test_truncated_and_damaged_files_are_refused(single: Path) -> None:
     file = single / "model.safetensors"
     content = file.read_bytes()

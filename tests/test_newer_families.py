@@ -1,4 +1,4 @@
-"""Olmo 3, GLM-4.5 and MiniMax-M2, beside the tests of all families; and configs of any family that are refused."""
+"""Olmo 3, GLM-4.5, MiniMax-M2 and Mistral Small 3, beside the tests of all families; and configs that are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_gemma4 import SMALL as GEMMA_4_SMALL
 from test_models import assert_same_logits, load, random_prompts, reference, run
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
 
 from nanovllm.data.network import RopeSpec
 from nanovllm.features.planner.network import Network
@@ -45,6 +46,26 @@ def test_layers_for_multi_token_prediction_are_left(tmp_path: Path, caplog: pyte
     assert str(tmp_path) in line and "multi-token prediction" in line
     edit_config(tmp_path, num_nextn_predict_layers=0)
     assert "model.layers.2." in refusal(lambda: load(tmp_path))
+
+
+def test_the_text_model_of_mistral_small(tmp_path: Path) -> None:
+    """Which does not say that its output projection is not tied."""
+    make_checkpoint(tmp_path / "text", "mistral")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    images = PixtralVisionConfig(hidden_size=32, intermediate_size=48, **sizes)
+    text = MistralConfig.from_pretrained(tmp_path / "text")
+    config = Mistral3Config(vision_config=images, text_config=text, tie_word_embeddings=False)
+    model = Mistral3ForConditionalGeneration(config)
+    state = load_file(tmp_path / "text" / "model.safetensors")
+    model.lm_head.weight.data = state.pop("lm_head.weight")
+    model.model.language_model.load_state_dict({name.removeprefix("model."): each for name, each in state.items()})
+    model.save_pretrained(tmp_path / "whole")
+    edit_config(tmp_path / "whole", tie_word_embeddings=...)
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    assert {"language_model", "vision_tower", "multi_modal_projector"} == {name.split(".")[0] for name in stored}
+    assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
+    own, other = (dict(load(tmp_path / name).slots()) for name in ("whole", "text"))
+    assert own.keys() == other.keys() and all(torch.equal(own[name].view, other[name].view) for name in own)
 
 
 def test_older_configs_of_olmo_mean_the_same(tmp_path: Path) -> None:

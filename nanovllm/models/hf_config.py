@@ -293,6 +293,7 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
         "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
         "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
+        "Mistral3ForConditionalGeneration": "MistralForCausalLM",
         "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     }
