@@ -273,7 +273,6 @@ WITH_EFFECT = [
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}),
 ]
 ONLY = [
-    ("Qwen3-Coder", {"shared_expert_intermediate_size": 64}),
     ("Qwen3-Coder", {"use_qk_norm": False}),
     ("Qwen3.5, the text model", {"output_gate_type": "sigmoid"}),
 ]

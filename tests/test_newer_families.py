@@ -128,7 +128,7 @@ def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
         ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
         ("qwen3_moe", {"num_experts": 7}, "num_experts=7 and num_local_experts=5 are two names of one field"),
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "'shared_expert_intermediate_size': 32"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size=32: must be 0"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
         ("gpt_oss", {"num_local_experts": 0}, "num_local_experts is 0"),
         ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),

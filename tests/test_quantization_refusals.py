@@ -12,9 +12,11 @@ import torch
 from checkpoints import edit_config, make_checkpoint, refusal
 from quantized_checkpoints import dequantized, edit_tensors, load, set_quantization, weight_of
 from safetensors.torch import load_file, save_file
+from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
+from nanovllm.formats.quantization import read_quantization
 from nanovllm.models.hf_config import load_decoder_spec
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -124,6 +126,9 @@ def test_biases_of_zeros_that_the_network_does_not_have(quantized_copy: Callable
     assert "model.layers.0.other.bias" in refusal(lambda: load(path))
 
 
+MODULES = ("mlp.up_proj", "mlp.experts.0.up_proj")  # all are quantized by a method, or the experts
+
+
 # What tools write, as far as it is not in `quantize_checkpoint`.
 REAL = {
     "gptq-128": {
@@ -133,7 +138,11 @@ REAL = {
         "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
         "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
     },
-    "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
+    "awq-128": {
+        "backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None, "method": "awq",
+        "desc_act": False, "lm_head": False, "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32",
+        "dynamic": {"-:.*visual.*": {}}, "meta": {"quantizer": ["gptqmodel:6.1.0"]},
+    },
     "fp8": {
         "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
         "weight_per_tensor": False, "act_per_tensor": False,
@@ -157,6 +166,21 @@ def test_fields_that_tools_write_are_known(variant: str, quantized_copy: Callabl
         for spec in (before, load_decoder_spec(path))
     ]
     assert forms[0] == forms[1]
+
+
+WRITTEN = {
+    "gptq": GPTQConfig(bits=4, group_size=128, desc_act=False),
+    "awq": AwqConfig(),
+    "fp8": FineGrainedFP8Config(),
+    "mxfp4": Mxfp4Config(),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_transformers_writes_is_read(name: str) -> None:
+    fields = json.loads(WRITTEN[name].to_json_string(use_diff=False))
+    method = read_quantization(fields, "bfloat16")
+    assert method.name == name and any(method.modules.include(f"model.layers.0.{each}") for each in MODULES)
 
 
 def test_the_argument_quantization_must_name_the_checkpoints_method(

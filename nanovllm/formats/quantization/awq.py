@@ -1,4 +1,4 @@
-"""AWQ checkpoints (AutoAWQ) in the layout "gemm", 4 bits.
+"""AWQ checkpoints (AutoAWQ, GPTQModel) in the layout "gemm", 4 bits.
 
 weight[o, i] = (qweight[i, o] - qzeros[g, o]) * scales[g, o] with g = i // group_size. Both pack outputs; the eight
 values of an int32 belong, from the low bits up, to outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight. Source: AutoAWQ,
@@ -17,6 +17,7 @@ from torch import Tensor
 from nanovllm.data.json_fields import TEXT, only
 from nanovllm.formats.quantization import packed_method as packing
 from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, Modules, read_fields
+from nanovllm.formats.quantization.gptq import DYNAMIC, UNREAD, skipped_modules
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.ops.packed_weights import pack_int4
@@ -30,7 +31,13 @@ _RULES = MappingProxyType(
         "version": only("gemm", "GEMM"),
         "format": only("gemm", "GEMM"),
         "modules_to_not_convert": NAMES,
-        **dict.fromkeys(("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"), ANY),
+        **dict.fromkeys(("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "sym", *UNREAD), ANY),
+        **dict.fromkeys(("desc_act", "lm_head"), only(False)),
+        "method": only("awq"),
+        "checkpoint_format": only("gemm"),
+        "pack_dtype": only("int32"),
+        "dynamic": DYNAMIC,
+        "modules_in_block_to_quantize": only([]),
     }
 )
 _VALUES = 8  # in an int32
@@ -69,5 +76,5 @@ def _outputs(packed: Tensor) -> Tensor:
 def read_awq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of an AWQ `quantization_config`. Raises ModelError for what is not supported."""
     fields = read_fields(config, _RULES)
-    ignored = tuple(fields.get("modules_to_not_convert", ()))
+    ignored = (*fields.get("modules_to_not_convert", ()), *skipped_modules(fields.get("dynamic", {})))
     return PackedMethod("awq", Awq(fields.get("group_size", 128)), Modules(ignored))

@@ -23,7 +23,8 @@ from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedM
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
 _ZERO_OFFSETS = MappingProxyType({"gptq": 1, "gptq_v2": 0})  # what the versions of the format add to stored zeros
-_UNREAD = (
+# Fields without effect, which AWQ checkpoints of Transformers 5 and GPTQModel have, too.
+UNREAD = (
     "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
     "model_file_base_name", "meta", "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id",
     "disable_exllama", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
@@ -33,7 +34,7 @@ _UNREAD = (
 )  # fmt: skip
 _SKIPPED = "-:"  # begins a pattern of modules that stay plain
 # Patterns of modules, and how they differ from the others.
-_DYNAMIC = Field(
+DYNAMIC = Field(
     "an object that says of no pattern more than that its modules are quantized or not",
     lambda value: isinstance(value, dict) and all(each in ({}, True) for each in value.values()),
 )
@@ -49,10 +50,10 @@ _RULES = MappingProxyType(
         "checkpoint_format": only(*_ZERO_OFFSETS),
         "format": only(*_ZERO_OFFSETS),
         "pack_dtype": only("int32"),
-        "dynamic": _DYNAMIC,
+        "dynamic": DYNAMIC,
         "modules_in_block_to_quantize": only([], {}),
         "is_marlin_format": only(False),
-        **dict.fromkeys(_UNREAD, ANY),
+        **dict.fromkeys(UNREAD, ANY),
     }
 )
 
@@ -126,6 +127,10 @@ def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
         )
     zero_offset = _ZERO_OFFSETS[fields.get("checkpoint_format", fields.get("format", "gptq"))]
     format = Gptq(fields["bits"], fields["group_size"], fields.get("sym", True), zero_offset)
-    skipped = (name for name in fields.get("dynamic", {}) if name.startswith(_SKIPPED))
-    ignored = tuple(f"re:{name.removeprefix(_SKIPPED)}" for name in skipped)
+    ignored = skipped_modules(fields.get("dynamic", {}))
     return PackedMethod("gptq", format, Modules(ignored, as_parts=False, head=fields.get("lm_head", False)))
+
+
+def skipped_modules(dynamic: Mapping[str, Any]) -> tuple[str, ...]:
+    """The patterns, as `Modules` has them, of what stays plain."""
+    return tuple(f"re:{name.removeprefix(_SKIPPED)}" for name in dynamic if name.startswith(_SKIPPED))
