@@ -136,19 +136,21 @@ REAL = {
         "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None,
         "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
         "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
-        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
+        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None, "autoround_version": "0.13.0", "data_type": "int",
+        "enable_quanted_input": False, "iters": 0, "low_gpu_mem_usage": True, "provider": "auto-round",
     },
     "awq-128": {
         "backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None, "method": "awq",
         "desc_act": False, "lm_head": False, "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32",
         "dynamic": {"-:.*visual.*": {}}, "meta": {"quantizer": ["gptqmodel:6.1.0"]},
+        "provider": "auto-round", "sym": False, "nsamples": 512, "seqlen": 1024, "modules_to_not_convert": ["lm_head"],
     },
     "fp8": {
         "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"],
         "weight_per_tensor": False, "act_per_tensor": False,
     },
     "float-quantized": {
-        "version": "0.9.1", "transform_config": {}, "sparsity_config": {
+        "version": "0.9.1", "provider": "auto-round", "transform_config": {}, "sparsity_config": {
             "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,
             "sparsity_structure": "unstructured", "targets": [],
         },

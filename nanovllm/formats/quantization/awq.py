@@ -36,6 +36,7 @@ _RULES = MappingProxyType(
         "method": only("awq"),
         "checkpoint_format": only("gemm"),
         "pack_dtype": only("int32"),
+        "data_type": only("int"),
         "dynamic": DYNAMIC,
         "modules_in_block_to_quantize": only([]),
     }

@@ -41,8 +41,7 @@ _RULES = MappingProxyType(
             lambda value: isinstance(value, dict) and value.get("format", "dense") == "dense",
         ),
         "transform_config": only({}),
-        "global_compression_ratio": ANY,
-        "version": ANY,
+        **dict.fromkeys(("global_compression_ratio", "provider", "version"), ANY),
     }
 )
 _GROUP_RULES = MappingProxyType(

@@ -23,7 +23,7 @@ from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedM
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
 _ZERO_OFFSETS = MappingProxyType({"gptq": 1, "gptq_v2": 0})  # what the versions of the format add to stored zeros
-# Fields without effect, which AWQ checkpoints of Transformers 5 and GPTQModel have, too.
+# Fields without effect, which AWQ checkpoints of Transformers 5, GPTQModel and AutoRound have, too.
 UNREAD = (
     "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
     "model_file_base_name", "meta", "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id",
@@ -31,6 +31,9 @@ UNREAD = (
     "block_name_to_quantize", "module_name_preceding_first_block", "use_cuda_fp16", "model_seqlen", "mse",
     "backend", "hyb_act", "act_group_aware", "foem", "failsafe", "offload_to_disk", "offload_to_disk_path",
     "lm_head_quantized", "rotation", "v2", "v2_alpha", "v2_memory_device", "adapter",
+    "autoround_version", "provider", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "model_free", "nsamples",
+    "scale_dtype", "seqlen", "static_attention_granularity", "static_kv_granularity", "to_quant_block_names",
 )  # fmt: skip
 _SKIPPED = "-:"  # begins a pattern of modules that stay plain
 # Patterns of modules, and how they differ from the others.
@@ -50,6 +53,7 @@ _RULES = MappingProxyType(
         "checkpoint_format": only(*_ZERO_OFFSETS),
         "format": only(*_ZERO_OFFSETS),
         "pack_dtype": only("int32"),
+        "data_type": only("int"),
         "dynamic": DYNAMIC,
         "modules_in_block_to_quantize": only([], {}),
         "is_marlin_format": only(False),
