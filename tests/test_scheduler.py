@@ -6,8 +6,11 @@ import pickle
 
 import pytest
 from content_model import expected_output
+from content_store import ContentStore
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
+from nanovllm.engine.request import Sequence
+from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.sampling_params import SamplingParams
 
 # ---- what a step holds
@@ -41,6 +44,26 @@ def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
         assert len(outputs["talker"].outputs[0].token_ids) == step
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(100, 1), 2)
+
+
+def test_one_prompt_goes_layer_by_layer_whatever_the_store_says() -> None:
+    """What it has of the second prompt is gone between two questions: another process has deleted it."""
+    answers = [True]
+
+    class Emptied(ContentStore):
+        def reach(self, seq: Sequence, begin: int) -> int:
+            return seq.num_cacheable // self.unit * self.unit if answers and answers.pop() else begin
+
+    bench = Bench(4, 60, budget=8, num_layers=3, layerwise_memory=LayerwiseMemory(40, 200))
+    bench.add("first", prompt_of(80), 2)
+    bench.step()
+    assert bench.executor.batches[-1].layerwise is not None
+    bench.manager.stored.store = Emptied(bench.executor, BLOCK)
+    bench.add("second", prompt_of(80, 1), 2)
+    bench.run()
+    assert not answers
+    for index, name in enumerate(("first", "second")):
+        assert bench.tokens(name) == expected_output(prompt_of(80, index), 2)
 
 
 def test_batches_are_plain_data() -> None:

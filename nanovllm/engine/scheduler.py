@@ -310,7 +310,7 @@ class Scheduler:
                 continue
             if not self._can_admit(request, budget):
                 return
-            self._admit(request, now)
+            self._admit(request, budget, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
             budget.count_started(request)
             if request.status is RequestStatus.LOADING:
@@ -402,14 +402,15 @@ class Scheduler:
             return True
         return seq.end - cached - self.block_manager.stored.num_tokens(seq, cached) <= chunk
 
-    def _admit(self, request: Request, now: float) -> None:
+    def _admit(self, request: Request, budget: SchedulingBudget, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
         if seq.loading is not None:
             request.status = RequestStatus.LOADING
             _insert(self.loading, request)
         else:
-            self._plan_layerwise(seq)
+            if budget.long_prefill is None:  # else it may be long all the same: the store has less than it had just now
+                self._plan_layerwise(seq)
             self._start(request, now)
         self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists
 
