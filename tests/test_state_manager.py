@@ -59,6 +59,25 @@ def test_the_next_turn_begins_at_the_last_hash_block_of_the_answer(fresh: Iterat
     assert answered(manager, following, [])[0] == (len(prompt) + len(answer)) // BLOCK * BLOCK
 
 
+def test_an_answer_that_is_computed_again_keeps_its_last_state(fresh: Iterator[int]) -> None:
+    """After a preemption, when the prefix cache has lost what it had of it."""
+    manager, seq = manager_of(), sequence(new_tokens(fresh, 2, extra=1))
+    manager.allocate(seq)
+    compute(manager, seq)
+    for token in new_tokens(fresh, 1, extra=1):
+        seq.token_ids.append(token)
+        manager.grow([seq])
+        compute(manager, seq)
+    for _ in range(2):
+        assert manager.num_cached_tokens(seq) == 3 * BLOCK
+        manager.free(seq)
+        manager.reset_prefix_cache()
+        manager.allocate(seq)
+        assert compute(manager, seq) == [0, 3 * BLOCK]
+    manager.free(seq)
+    check_states(manager, [])
+
+
 def test_a_prompt_asked_again_begins_at_its_last_whole_hash_block(fresh: Iterator[int]) -> None:
     manager, prompt = manager_of(), new_tokens(fresh, 5)
     assert answered(manager, prompt, []) == [0, 4 * BLOCK], "the last token is computed to sample from it"

@@ -496,7 +496,7 @@ class BlockManager:
         if is_output or seq.snapshots.is_due(begin, num_computed):
             content_hash = self.prefix_cache.hash_before(seq, num_computed)
             self.states.keep(seq, content_hash)
-            if is_output and seq.last_snapshot is not None:
+            if is_output and seq.last_snapshot is not None and seq.last_snapshot != content_hash:
                 self.states.forget(seq.last_snapshot)
             seq.last_snapshot = content_hash if is_output else None
 
