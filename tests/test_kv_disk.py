@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from lora_helpers import make_adapter
 from test_ordering import order_calls, without_call
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.device import ordering
@@ -32,6 +33,7 @@ from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, loading, part, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk import writing as writing_module
+from nanovllm.features.kv_disk.identity import code_files
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
 from nanovllm.features.kv_disk.store import DiskStore
@@ -100,6 +102,14 @@ def test_what_decides_bits_is_in_the_key(model: Path, tmp_path: Path, others: di
     for stored in (0, 768):
         found = run(model, tmp_path, **others)
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+def test_the_engines_code_is_in_the_key() -> None:
+    """All of it: what reads the weights decides their bits as what multiplies them does."""
+    package = Path(nanovllm.__file__).parent
+    rooms = {path.relative_to(package).parts[0] for path in code_files()}
+    assert rooms >= {"formats", "models", "layers", "ops", "engine", "memory", "data", "build.py"} and "apps" not in rooms
+    assert {path.suffix for path in code_files()} == {".py", ".so"}
 
 
 def test_another_model_of_the_same_shape_finds_nothing(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nanovllm.features.kv_disk.records import KEY_BYTES
 
 READ_BYTES = 1 << 20
 WEIGHTS = (".safetensors", ".gguf")
-CODE = ("ops", "layers", "models", "kvcache", "features", "device", "comm")  # of the package: what computes K and V
+APPLICATIONS = "apps"  # in the package: all else is the engine
 
 
 def digest(*parts: bytes) -> bytes:
@@ -54,9 +54,10 @@ def model_files(model: str | Path) -> list[Path]:
 
 
 def code_files() -> list[Path]:
+    """The engine's code and extensions: how weights are read, and what K and V depend on, decides bits as kernels do."""
     package = Path(__file__).parents[2]
-    files = (path for room in CODE for path in (package / room).rglob("*") if path.suffix in (".py", ".so"))
-    return sorted(path for path in files if path.is_file())
+    files = (path for path in package.rglob("*") if path.suffix in (".py", ".so") and path.is_file())
+    return sorted(path for path in files if path.relative_to(package).parts[0] != APPLICATIONS)
 
 
 def file_digest(path: Path, goes_on: Callable[[], None] = lambda: None) -> bytes:
