@@ -429,6 +429,17 @@ def test_failing_files_are_misses(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
+def test_a_segment_that_cannot_be_read_hides_no_other(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(written[0], tmp_path / "kv")
+    (segments(tmp_path / "kv")[0].parent / "0.kv").mkdir()
+    found = run(model, tmp_path / "kv")
+    assert (found.metrics.cached_tokens_disk, numbers(found)) == (768, written[1])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "0.kv: Is a directory" in warning
+
+
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(under_way, "PATIENCE_SECONDS", seconds)
     monkeypatch.setattr(part, "PULSE_SECONDS", seconds / 10)

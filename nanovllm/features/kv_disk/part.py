@@ -182,12 +182,14 @@ class StorePart:
 
     def _look(self, goes_on: Pulse) -> None:
         try:
-            added, gone = self._reader.scan(goes_on)
+            added, gone, unreadable = self._reader.scan(goes_on)
         except OSError as error:
-            self._report(Warned("the directory cannot be read", f"{self._reader.directory}: {error.strerror}"))
-        else:
-            if added or gone:
-                self._report(Found(self._renamed(added), self._renamed(gone)))
+            added, gone, unreadable = [], [], [error]
+        for each in unreadable:
+            where = each.filename or self._reader.directory
+            self._report(Warned("the directory cannot be read, or not all of it", f"{where}: {each.strerror}"))
+        if added or gone:
+            self._report(Found(self._renamed(added), self._renamed(gone)))
 
     def _own(self, name: Name) -> Name:
         """The name on disk of a record, or the engine's name of one on disk."""

@@ -78,16 +78,17 @@ class SegmentReader:
     def __contains__(self, name: Name) -> bool:
         return name in self._index
 
-    def scan(self, goes_on: Callable[[], None] = lambda: None) -> tuple[list[Name], list[Name]]:
+    def scan(self, goes_on: Callable[[], None] = lambda: None) -> tuple[list[Name], list[Name], list[OSError]]:
         """Find what has been written and deleted since the last scan, by this process or others. Raises OSError.
 
-        Returns the records that are new, and before those the ones that are gone. goes_on: called now and then.
+        Returns the records that are new, before those the ones that are gone, and why segments cannot be read. goes_on:
+        called now and then.
         """
         with self._scanning:
             return self._scan(goes_on)
 
-    def _scan(self, goes_on: Callable[[], None]) -> tuple[list[Name], list[Name]]:
-        present, added, gone = set[Path](), list[Name](), list[Name]()
+    def _scan(self, goes_on: Callable[[], None]) -> tuple[list[Name], list[Name], list[OSError]]:
+        present, added, gone, unreadable = set[Path](), list[Name](), list[Name](), list[OSError]()
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             present.add(path)
             goes_on()
@@ -95,11 +96,13 @@ class SegmentReader:
                 self._scan_segment(path, goes_on, added, gone)
             except FileNotFoundError:
                 present.discard(path)
+            except OSError as error:  # it hides no other segment
+                unreadable.append(OSError(error.errno, error.strerror, str(path)))
         with self._lock:
             for path in self._scanned.keys() - present:
                 del self._scanned[path]
                 gone += self._forget(path)
-        return added, gone
+        return added, gone, unreadable
 
     def _scan_segment(self, path: Path, goes_on: Callable[[], None], added: list[Name], gone: list[Name]) -> None:
         begin, size = self._scanned.get(path, 0), path.stat().st_size
