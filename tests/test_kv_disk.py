@@ -429,6 +429,41 @@ def test_failing_files_are_misses(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
+def test_a_read_only_file_system_is_read(
+    model: Path,
+    written: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also by the first engine that finds the model at another path, and has to compute the digest of its files."""
+    shutil.copytree(written[0], tmp_path / "kv")
+    shutil.copytree(model, tmp_path / "model")
+    opened, unlinked = os.open, Path.unlink
+
+    def refuse(path: Any) -> None:
+        if str(path).startswith(str(tmp_path / "kv")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def open_file(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refuse(path)
+        return opened(path, flags, *arguments, **named)
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        refuse(path)  # Linux says so before it looks for the file
+        unlinked(path, missing_ok)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    for prompt, stored in ((None, 768), ({"prompt_token_ids": random_prompt(600, VOCAB, 4)}, 0)):
+        found = run(tmp_path / "model", tmp_path / "kv", prompt)
+        assert found.metrics.cached_tokens_disk == stored
+        assert stored == 0 or numbers(found) == written[1]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "nothing more is written" in warnings[0], warnings
+
+
 def test_a_segment_that_cannot_be_read_hides_no_other(
     model: Path, written: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -109,4 +110,5 @@ class FileDigests:
                 json.dump(known, file)
             os.replace(draft, self._path)
         except OSError:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only file system refuses this too
+                draft.unlink(missing_ok=True)
