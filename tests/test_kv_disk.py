@@ -475,6 +475,25 @@ def test_a_segment_that_cannot_be_read_hides_no_other(
     assert "0.kv: Is a directory" in warning
 
 
+def test_what_cannot_be_read_is_damaged_and_can_be_removed(
+    written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(written[0], tmp_path / "kv")
+    (path,) = segments(tmp_path / "kv")
+    pread, bad = os.pread, path.stat().st_size // 2  # a sector
+
+    def read(fd: int, length: int, at: int) -> bytes:
+        if at <= bad < at + length:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, at)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert main(["cache", "verify", str(tmp_path / "kv")]) == 1 and "damaged" in capsys.readouterr().out
+    (kept,) = verify(tmp_path / "kv")
+    assert kept.tokens == 256 and kept.damaged is not None and kept.damaged > kept.size // 2
+    assert main(["cache", "rm", str(tmp_path / "kv")]) == 0 and not segments(tmp_path / "kv")
+
+
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(under_way, "PATIENCE_SECONDS", seconds)
     monkeypatch.setattr(part, "PULSE_SECONDS", seconds / 10)

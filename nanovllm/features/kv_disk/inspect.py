@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,13 @@ def _kept(directory: Path, is_read: bool) -> Kept:
         try:
             found = os.fstat(fd)
             size, last_used, end = size + found.st_size, max(last_used, found.st_mtime), 0
-            for at, header in read_headers(fd, 0, found.st_size):
-                end = at + HEADER_BYTES + header.size
-                if is_read and checksum_of(os.pread(fd, header.size, at + HEADER_BYTES)) != header.checksum:
-                    damaged += HEADER_BYTES + header.size
-                else:
-                    counts[header.group] = counts.get(header.group, 0) + 1
+            with suppress(OSError):  # what the disk does not give is damaged
+                for at, header in read_headers(fd, 0, found.st_size):
+                    if is_read and checksum_of(os.pread(fd, header.size, at + HEADER_BYTES)) != header.checksum:
+                        damaged += HEADER_BYTES + header.size
+                    else:
+                        counts[header.group] = counts.get(header.group, 0) + 1
+                    end = at + HEADER_BYTES + header.size
             damaged += found.st_size - end
         finally:
             os.close(fd)
