@@ -532,6 +532,25 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
     assert sum("has not answered" in each for each in warnings) == (call in ("preadv", "open"))
 
 
+def test_work_that_ends_says_nothing_of_what_began_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call hangs in one thread, while others find that the disk answers."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    work = under_way.UnderWay(1)
+    for number in range(1, 6):
+        work.begin(number)
+    now = 0.9 * under_way.PATIENCE_SECONDS
+    work.ended(0, 1)  # the next one may have waited for it
+    now *= 2
+    assert not work.is_stuck
+    for number in (3, 4):
+        work.ended(0, number)
+    now += 0.2 * under_way.PATIENCE_SECONDS
+    assert work.is_stuck
+    work.ended(0, 2)
+    assert not work.is_stuck
+
+
 @contextmanager
 def unanswered(path: Path) -> Iterator[None]:
     """Who opens the file waits until the context ends: it is a pipe meanwhile."""

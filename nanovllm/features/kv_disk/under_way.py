@@ -26,9 +26,10 @@ class UnderWay:
 
     def ended(self, part: int, work: int) -> None:
         heard = self._heard[part]
+        was_oldest = next(iter(heard), None) == work
         heard.pop(work, None)
-        if (oldest := next(iter(heard), None)) is not None:
-            heard[oldest] = time.monotonic()  # it may have waited until now
+        if was_oldest and (oldest := next(iter(heard), None)) is not None:
+            heard[oldest] = time.monotonic()  # it may have waited until now; another one has overtaken what goes on
 
     def __contains__(self, work: int) -> bool:
         """Whether the work is under way in any part."""
