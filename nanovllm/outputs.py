@@ -43,8 +43,8 @@ class RequestMetrics:
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
     prefix cache when the request first ran: in blocks on the device and on the host (of the first KV group), and in
     kv_cache_dir, as cached_tokens_device, _host and _disk. decode_tokens: generated tokens without the first of each
-    sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the
-    right ones.
+    sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the right ones that the output
+    has.
     preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
     counts for the first of them.
     """

@@ -231,6 +231,23 @@ def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
     assert found == {"talker": known[tuple(talker)], "long": known[tuple(long)]}
 
 
+def test_a_sequence_that_ends_after_right_drafts_leaves_its_state(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
+    prompt, cached, known = random_prompt(BLOCK + 1, 256, seed=3), list[int](), dict[tuple[int, ...], Sequence[int]]()
+    ends_at_a_block = SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True)
+    for named in ({}, {"speculative_config": NGRAM}):
+        with pytest.MonkeyPatch.context() as patch:
+            drafts = Scripted(known, [0]) if named else None
+            patch.setattr(build, "_drafter", lambda *arguments, drafts=drafts: drafts)
+            with LLM(tmp_path, **RESIDENT, **named) as llm:
+                (known[tuple(prompt)],) = token_ids(llm, [prompt], ends_at_a_block)
+                longer = [*prompt, *known[tuple(prompt)], 5]
+                (found,) = llm.generate([longer], SamplingParams(max_tokens=1), use_tqdm=False)
+                cached.append(found.num_cached_tokens)
+                assert drafts is None or drafts.accepted > 0
+    assert cached == [2 * BLOCK, 2 * BLOCK]
+
+
 @pytest.mark.parametrize(
     "way", ["offloaded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("resident", "recomputed", "swapped"))]
 )
@@ -296,6 +313,19 @@ def test_drafts_are_counted_for_users(checkpoint: Path) -> None:
     envelope.count(0, output)
     usage = envelope.complete({})["usage"]["completion_tokens_details"]
     assert usage == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+
+
+def test_right_drafts_after_the_end_are_not_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+    with LLM(checkpoint, **RESIDENT) as llm:
+        (whole,) = llm.generate([SHARED], SamplingParams(**params), use_tqdm=False)
+    text, drafts = whole.outputs[0].text, Scripted({tuple(SHARED): whole.outputs[0].token_ids}, [0])
+    monkeypatch.setattr(build, "_drafter", lambda *arguments: drafts)
+    with LLM(checkpoint, **RESIDENT, speculative_config=NGRAM) as llm:
+        (output,) = llm.generate([SHARED], SamplingParams(**params, stop=[text[1]]), use_tqdm=False)
+        metrics = llm.metrics()
+    assert output.outputs[0].finish_reason == "stop" and drafts.accepted >= len(output.outputs[0].token_ids)
+    assert output.metrics.accepted_tokens == metrics.accepted_tokens == len(output.outputs[0].token_ids) - 1
 
 
 def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:

@@ -230,7 +230,13 @@ class Scheduler:
         self.block_manager.register_computed(seq, seq.num_computed - 1)
         self.block_manager.stored.offer(seq, seq.num_computed - 1)
         self.block_manager.release_hidden(seq)
-        self._apply_samples(seq.request, [samples.pop()], now)
+        sample = samples.pop()
+        if samples:
+            self._count_accepted(seq)
+        else:  # before the last token, which may end the sequence: its state may be worth keeping
+            del self._drafted[seq.seq_id]
+            self.block_manager.end_look_ahead(seq)
+        self._apply_samples(seq.request, [sample], now)
         return True
 
     def _restart_longer(self, request: Request) -> None:
@@ -366,12 +372,16 @@ class Scheduler:
     def _count_drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
         assert self.drafter is not None
         self.drafter.verified(seq, drafted, accepted)
-        stats, metrics = self.draft_stats, seq.request.metrics
-        stats.drafts += 1
-        stats.drafted_tokens += drafted
-        stats.accepted_tokens += accepted
-        metrics.drafted_tokens += drafted
-        metrics.accepted_tokens += accepted
+        self.draft_stats.drafts += 1
+        self.draft_stats.drafted_tokens += drafted
+        seq.request.metrics.drafted_tokens += drafted
+        if accepted:
+            self._count_accepted(seq)
+
+    def _count_accepted(self, seq: Sequence) -> None:
+        """The token that a sequence gets next was drafted; others that were right may not count, if it ends before."""
+        self.draft_stats.accepted_tokens += 1
+        seq.request.metrics.accepted_tokens += 1
 
     # ---- helpers of the stages
 
