@@ -105,7 +105,7 @@ class Guesses:
     def __init__(self, wrong: list[bool]) -> None:
         self._wrong = itertools.cycle(wrong)
 
-    def begin_step(self, wanted: list[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: list[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
         assert all(most > 0 and seq.num_output_tokens > 0 for seq, most in wanted)
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> list[int]:

@@ -24,8 +24,8 @@ from nanovllm.engine.request import Sequence as Running
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.progress_bar import Meter
-from nanovllm.features.speculation import draft_model, drafter
-from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length
+from nanovllm.features.speculation import DraftModel, draft_model, drafter
+from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length, shared_out
 from nanovllm.features.speculation.ngrams import NgramIndex
 from nanovllm.models import decoder
 
@@ -73,7 +73,7 @@ class Scripted:
         self.expected, self.wrong, self.accepted = expected, wrong, 0
         self._calls = 0
 
-    def begin_step(self, wanted: Sequence[tuple[Running, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Sequence[tuple[Running, int]], most: int, rows: int, tokens: int) -> None:
         assert all(most > 0 for _, most in wanted)
 
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
@@ -246,6 +246,42 @@ def test_a_sequence_that_ends_after_right_drafts_leaves_its_state(tmp_path: Path
                 cached.append(found.num_cached_tokens)
                 assert drafts is None or drafts.accepted > 0
     assert cached == [2 * BLOCK, 2 * BLOCK]
+
+
+def test_a_draft_model_rests_while_there_is_no_state_slot(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
+    write_byte_level(tmp_path)
+    passes = passes_of_draft_models(monkeypatch)
+    config, few = {**DRAFT, "model": str(checkpoint)}, {"max_num_seqs": 1, "enable_prefix_caching": False}
+    with LLM(tmp_path, **RESIDENT, **few, speculative_config=config) as llm:
+        token_ids(llm, [SHARED], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+        assert llm.metrics().drafted_tokens == 0
+    assert passes == []
+
+
+def test_a_draft_model_drafts_what_a_step_can_verify(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sequences as may run have as many drafts together as one alone."""
+    passes = passes_of_draft_models(monkeypatch)
+    config = {**DRAFT, "num_speculative_tokens": 6, "model": str(checkpoint)}
+    with LLM(checkpoint, **RESIDENT, max_num_seqs=4, speculative_config=config) as llm:
+        token_ids(llm, PROMPTS, SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True))
+        drafted = llm.metrics().drafted_tokens
+    assert sum(passes) == drafted > 0
+    assert shared_out([6, 6, 1, 6], 6) == [2, 2, 1, 1] and shared_out([3, 2], 6) == [3, 2] and shared_out([], 6) == []
+
+
+def passes_of_draft_models(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each pass of a draft model draws, from now on."""
+    passes, run = list[int](), DraftModel._run
+
+    def watched(self: DraftModel, parts: Any) -> None:
+        passes.extend([sum(len(part.samples) for _, part in parts)] if parts else [])
+        run(self, parts)
+
+    monkeypatch.setattr(DraftModel, "_run", watched)
+    return passes
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Drafts:
         self.follows: Callable[[str], Sequence[int]] = lambda name: ()
         self._random = random
 
-    def begin_step(self, wanted: Sequence[tuple[Running, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Sequence[tuple[Running, int]], most: int, rows: int, tokens: int) -> None:
         assert all(most > 0 for _, most in wanted)
 
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 class Drafter(Protocol):
     """Guesses what follows. A wrong guess costs time, and changes no output."""
 
-    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
         """Called before `draft` is called for these sequences, each with at most so many tokens.
 
-        rows, tokens: that the step computes and generates without drafts.
+        most: tokens of all of them together. rows, tokens: that the step computes and generates without drafts.
         """
         ...
 
@@ -338,9 +338,10 @@ class Scheduler:
         if (states := self.block_manager.states) is not None:  # before any is held, which takes a slot too
             for seq, _ in budget.chunks:
                 states.own(seq)
+            left = left if states.has_room else 0
         drafting = ((seq, min(left, self._most_drafts(seq, chunk))) for seq, chunk in budget.chunks)
         wanted = [(seq, most) for seq, most in drafting if most > 0]
-        self.drafter.begin_step(wanted, rows, tokens)
+        self.drafter.begin_step(wanted, left, rows, tokens)
         for seq, most in wanted:
             found = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
             found = found[: self._num_before_end(seq, found)]

@@ -60,7 +60,7 @@ class StateManager:
         """The device slot that holds the state of a sequence alone, for a step to change it."""
         state = seq.state
         if state is not None and self._on_device(state):
-            if state.num_sequences == 1 and state.content_hash is not None and not self._has_room:
+            if state.num_sequences == 1 and state.content_hash is not None and not self.has_room:
                 self._forget(state)
             if state.num_sequences == 1 and state.content_hash is None:
                 return state.slot
@@ -117,7 +117,7 @@ class StateManager:
         False, with nothing changed, if the device has no slot for it.
         """
         assert seq.state is not None and seq.held_state is None and seq.num_computed
-        if not self._has_room:
+        if not self.has_room:
             return False
         slot = self._new_device_slot()
         self._moves.append(StateMove(seq.state.slot, slot))
@@ -225,7 +225,7 @@ class StateManager:
         return state
 
     @property
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether the device has a slot that no sequence holds."""
         return self._device.num_free > 0 or self._oldest(on_device=True) is not None
 

@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.features.speculation.acceptance import Acceptance
-from nanovllm.features.speculation.lengths import PassCosts, draft_length
+from nanovllm.features.speculation.lengths import PassCosts, draft_length, shared_out
 from nanovllm.sampling_params import SamplingParams
 
 FORGET = 0.8  # weight of what a pass took one pass earlier
@@ -62,16 +62,19 @@ class DraftModel:
         self._pass_seconds = 0.0  # of drafting one token of each sequence
         self._followed: dict[int, Followed] = {}  # by seq_id
 
-    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
         for each in [each for each in self._followed.values() if each.seq.finished]:
             self._let_go(each)
             del self._followed[each.seq.seq_id]
         asked = []
-        for seq, most in wanted:
+        for seq, longest in wanted:
             each = self._followed.setdefault(seq.seq_id, Followed(seq))
             each.drafts = []
-            if length := self._length(each, min(most, self._longest - len(seq)), len(wanted), rows, tokens):
+            sharing = min(len(wanted), most)  # a pass
+            if length := self._length(each, min(longest, self._longest - len(seq)), sharing, rows, tokens):
                 asked.append((each, length))
+        lengths = shared_out([length for _, length in asked], most)
+        asked = [(each, length) for (each, _), length in zip(asked, lengths, strict=True) if length]
         try:
             self._draft_all([*asked, *((each, 0) for each in self._behind([each for each, _ in asked]))])
         except BaseException:  # what the shadows' blocks hold is not known

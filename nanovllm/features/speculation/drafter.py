@@ -27,7 +27,7 @@ class NgramDrafter:
         self._sizes = least, most
         self._costs = PassCosts()
 
-    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
         """Each sequence is drafted by itself."""
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MARGIN = 1.02  # drafts must promise this much more than none
 FORGET = 0.95  # weight of what was measured one pass earlier
 FIRST_SHARE = 0.1  # as measured with networks of 100 million parameters and more
@@ -58,3 +60,15 @@ def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: fl
         if rate > best_rate:
             best, best_rate = length, rate
     return best
+
+
+def shared_out(lengths: Sequence[int], most: int) -> list[int]:
+    """These numbers of drafts, cut to `most` in all: the longest first, as late drafts are right least often."""
+    longest = max(lengths, default=0)
+    while sum(min(length, longest) for length in lengths) > most:
+        longest -= 1
+    left, cut = most - sum(min(length, longest) for length in lengths), list[int]()
+    for length in lengths:
+        cut.append(min(length, longest + (left > 0)))
+        left -= cut[-1] > longest
+    return cut

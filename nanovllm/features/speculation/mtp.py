@@ -31,9 +31,9 @@ class MTPDrafter(DraftModel):
         super().__init__(runner, longest, runner.spec.vocab_size)
         self._hidden = hidden
 
-    def begin_step(self, wanted: Seq[tuple[Sequence, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
         self._hidden.end_step()
-        super().begin_step(wanted, rows, tokens)
+        super().begin_step(wanted, most, rows, tokens)
 
     def computed(self, seq: Sequence, begin: int, end: int) -> None:
         if not seq.request.takes_drafts:
