@@ -249,7 +249,7 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     from nanovllm.features.speculation.hidden_states import HiddenStates
 
     assert config.speculative_config is not None
-    model, device, hidden = runner.model, runner.device, HiddenStates()
+    model, device, hidden = runner.model, runner.device, HiddenStates(runner.device)
     engine, longest = mtp_engine(
         config, speculative_config(config.speculative_config), model.spec, runner.plan.max_model_len
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from engines import greedy, offloaded, random_prompt
 from fast import fast_only
 from mtp_heads import add_mtp_head, head_logits, head_weights
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.device import Device
 from nanovllm.engine.request import Sequence as Running
 from nanovllm.errors import ConfigError
 from nanovllm.features.speculation import MTPDrafter, draft_model
@@ -98,6 +101,33 @@ def test_outputs_are_those_without_it(tmp_path: Path, way: str) -> None:
     assert metrics.drafted_tokens > metrics.accepted_tokens > metrics.drafted_tokens / 8
     assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
     assert metrics.preemptions_by_swap > 0 or way != "swapped"
+
+
+def test_what_is_kept_for_the_head_is_copied_on_the_compute_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a copy could run before the model has computed, on a device with streams."""
+    within, outside = list[str](), set[str]()
+
+    @contextmanager
+    def compute(device: Device) -> Iterator[None]:
+        within.append("a step")
+        yield
+        within.pop()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not within:
+                outside.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(Device, "compute", compute)
+    make_checkpoint(tmp_path, "qwen3_5", hidden=128)
+    add_mtp_head(tmp_path, predicts=True)
+    with LLM(tmp_path, **RESIDENT, speculative_config=MTP) as llm, Watch():
+        llm.generate([SHARED], greedy(9), use_tqdm=False)
+        assert llm.metrics().accepted_tokens > 0
+    assert outside == {"aten.slice.Tensor"}, "what copies nothing"
 
 
 def test_models_without_the_head_are_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Drafter(Protocol):
     """Guesses what follows. A wrong guess costs time, and changes no output."""
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
-        """Called before `draft` is called for these sequences, each with at most so many tokens.
+        """Called once a step, before `draft` is called for these sequences, each with at most so many tokens.
 
         most: tokens of all of them together. rows, tokens: that the step computes and generates without drafts.
         """
@@ -330,10 +330,11 @@ class Scheduler:
         """Drafts of the decoding sequences, as far as this step has tokens and blocks that nothing else takes."""
         assert self.drafter is not None
         layer_by_layer = budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is not None
+        rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
         if layer_by_layer:  # it takes all that is left
+            self.drafter.begin_step([], 0, rows, tokens)
             return {}
         drafts: dict[Sequence, Seq[int]] = {}
-        rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
         left = min(budget.left, self.limits.max_num_seqs + self.limits.num_speculative_tokens - tokens)
         if (states := self.block_manager.states) is not None:  # before any is held, which takes a slot too
             for seq, _ in budget.chunks:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import ScheduledSequence
+from nanovllm.device import Device
 from nanovllm.engine.model_runner import ComputedRows
 
 
@@ -35,9 +36,11 @@ class HiddenStates:
     The model's runner calls `keep`, the head's `of_step` and `keep_drafted`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._step: dict[int, tuple[int, Tensor]] = {}  # of the last step: position of the first row, and the rows
         self._held: dict[int, HeldRows] = {}
+        self._added: list[HeldRows] = []  # whose last rows are still those of the step
 
     # ---- the model's steps
 
@@ -57,12 +60,18 @@ class HiddenStates:
         is_gap = held is not None and begin > held.end
         if held is None or is_gap:
             held = self._held[seq_id] = HeldRows(begin)
-        if held.end < end:  # a copy: the step's tensor has the rows of others too
-            held.rows.append(part[held.end - at : end - at].clone())
+        if held.end < end:
+            held.rows.append(part[held.end - at : end - at])
+            self._added.append(held)
         return is_gap
 
     def end_step(self) -> None:
-        self._step = {}
+        """Copy the rows that were added: the step's tensors have the rows of others too."""
+        if self._added:
+            with self._device.compute():
+                for held in self._added:
+                    held.rows[-1] = held.rows[-1].clone()
+        self._step, self._added = {}, []
 
     # ---- what the head has to read
 
@@ -90,7 +99,7 @@ class HiddenStates:
         self._held.pop(seq_id, None)
 
     def clear(self) -> None:
-        self._step, self._held = {}, {}
+        self._step, self._held, self._added = {}, {}, []
 
     # ---- the head's passes
 
