@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_parts_of_names_that_stay_plain() -> None:
         ("", "model.layers.3.mlp.up_proj", False),
     ):
         assert Modules((listed,)).include(module) is not stays_plain, listed
+
+
+def test_patterns_match_as_regular_expressions() -> None:
+    names = ("self_attn.q_proj", "linear_attn.in_proj_b", "mlp.gate", "mlp.gate_proj", "mlp.shared_expert.up_proj")
+    modules = [f"model.layers.{layer}.{name}" for layer in (1, 11) for name in names]
+    for pattern in (
+        r".*attn.*",
+        r".*attn",
+        r".*layers\.1\..*",
+        r".*model\.layers\.1\.mlp.*",
+        r".*layers.1.mlp.*",
+        r".*mlp.gate$",
+        r"model\.layers\.1\b.*",
+        r".*(gate|up)_proj$",
+        r"attn.*",
+    ):
+        plain = [not Modules((f"re:{pattern}",), as_parts=False).include(module) for module in modules]
+        assert plain == [re.match(pattern, module) is not None for module in modules], pattern
 
 
 def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ _MAX_REPEATS = 4  # a match takes up to length^repeats steps
 # What could make a match take exponential time, or look outside the name.
 _UNSAFE = re.compile(r"\)\s*[*+?{]|\(\?|\\[0-9]|[*+?}][*+{]")
 
+# A text anywhere in a name. Tools write hundreds of these, and regular expressions take several times as long.
+_ANYWHERE = re.compile(r"re:\.\*((?:[\w-]|\\\.)+)(?:\.\*)?")
+
 NAMES = list_of(TEXT, 1 << 16)
 _WHOLE = integer(-1, 1 << 20)
 # -1: one group for all inputs. The kernels take multiples of 32.
@@ -76,7 +79,10 @@ class _Patterns:
     """Whether a module matches one of the patterns; see `Modules`."""
 
     def __init__(self, patterns: tuple[str, ...], as_parts: bool) -> None:
-        self._expressions = [_compiled(pattern) for pattern in patterns if pattern.startswith("re:")]
+        texts = {pattern: found[1] for pattern in patterns if (found := _ANYWHERE.fullmatch(pattern))}
+        self._texts = tuple(text.replace("\\.", ".") for text in texts.values())
+        expressions = (pattern for pattern in patterns if pattern.startswith("re:") and pattern not in texts)
+        self._expressions = [_compiled(pattern) for pattern in expressions]
         self._names = frozenset(pattern for pattern in patterns if not pattern.startswith("re:"))
         self._ends = tuple(name for each in self._names if (name := each.strip("."))) if as_parts else ()
         self._begins = tuple(f"{name}." for name in self._ends)
@@ -88,7 +94,7 @@ class _Patterns:
             return True
         if module.startswith(self._begins) or module.endswith(self._ends):
             return True
-        if any(parts in f"{module}." for parts in self._parts):
+        if any(parts in f"{module}." for parts in self._parts) or any(text in module for text in self._texts):
             return True
         return any(expression.match(module) for expression in self._expressions)
 
