@@ -1,7 +1,8 @@
-"""Olmo 3, GLM-4.5, MiniMax-M2 and Mistral Small 3, beside the tests of all families; and configs that are refused."""
+"""Olmo 3, GLM-4.5, MiniMax-M2, Mistral Small 3 and Qwen3-VL, beside the tests of all families; and refused configs."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_gemma4 import SMALL as GEMMA_4_SMALL
 from test_models import assert_same_logits, load, random_prompts, reference, run
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLTextConfig,
+)
 
 from nanovllm.data.network import RopeSpec
 from nanovllm.features.planner.network import Network
@@ -66,6 +75,25 @@ def test_the_text_model_of_mistral_small(tmp_path: Path) -> None:
     assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
     own, other = (dict(load(tmp_path / name).slots()) for name in ("whole", "text"))
     assert own.keys() == other.keys() and all(torch.equal(own[name].view, other[name].view) for name in own)
+
+
+def test_the_text_model_of_qwen3_vl(tmp_path: Path) -> None:
+    """Its rotary embedding has parts for images, which are the same for text."""
+    make_checkpoint(tmp_path, "qwen3")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: fields[name] for name in (*names, "num_key_value_heads", "head_dim", "max_position_embeddings")}
+    rope = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3VLConfig(
+        text_config={**sizes, "rope_parameters": rope}, vision_config={**vision, "deepstack_visual_indexes": [0]}
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
+    assert_same_logits(Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
+    edit_config(tmp_path, text_config={})
+    spec, default = load_decoder_spec(tmp_path), Qwen3VLTextConfig()
+    assert (spec.max_position_embeddings, spec.rope.theta) == (default.max_position_embeddings, 500_000)
 
 
 def test_older_configs_of_olmo_mean_the_same(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ _ENTRIES = (
         "qwen3",
         lambda config: {"qk_norm": True},
         {**_QWEN, "head_dim": 128, "attention_bias": False},
+        other_types=("qwen3_vl_text",),  # which takes images between its layers, too
     ),
     Family(
         "Qwen2ForCausalLM",

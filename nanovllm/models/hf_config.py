@@ -294,6 +294,7 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
         "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
         "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+        "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
         "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     }
@@ -305,7 +306,8 @@ _OTHER_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "hidden_size_per_layer_input": 0,
             "max_position_embeddings": 262_144,
             "sliding_window": 1024,
-        }
+        },
+        "Qwen3VLForConditionalGeneration": {"max_position_embeddings": 128_000, "rope_theta": 500_000},
     }
 )
 # Fields that the whole model has and the text model reads.
