@@ -519,9 +519,9 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
             assert answers.wait(60)
         return known(*arguments, **options)
 
-    set_patience(monkeypatch, 0.05)
     found = []
     with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
+        set_patience(monkeypatch, 0.05)
         monkeypatch.setattr(segments_module.os, call, hang)
         for prompt in (PROMPT, random_prompt(600, VOCAB, 7), PROMPT[:300]):
             found += llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
