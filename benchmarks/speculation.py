@@ -108,7 +108,7 @@ class Forced:
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> Sequence[int]:
         return [7] * min(self.count, most)
 
-    def begin_step(self, wanted: Sequence[tuple[Running, int]], rows: int, tokens: int) -> None:
+    def begin_step(self, wanted: Sequence[tuple[Running, int]], most: int, rows: int, tokens: int) -> None:
         pass
 
     def computed(self, seq: Running, begin: int, end: int) -> None:
