@@ -14,6 +14,7 @@ from gguf_files import WIDE, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_helpers import make_adapter
+from safetensors.torch import load_file, save_file
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams, build
@@ -229,6 +230,26 @@ def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
             metrics = llm.metrics()
     assert len(layerwise) > 2 and metrics.drafted_tokens > metrics.accepted_tokens > 0
     assert found == {"talker": known[tuple(talker)], "long": known[tuple(long)]}
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ["qwen3_5"])])
+def test_drafts_that_overflow_end_no_request(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention multiplies the values of later tokens by 0, which makes NaN of an infinite one."""
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": family})
+    write_byte_level(tmp_path)
+    with LLM(tmp_path, **RESIDENT) as llm:
+        expected = outputs(llm, requests()[:2])
+    used = {token for each in expected for token in each[0]} | {token for prompt in PROMPTS for token in prompt}
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.embed_tokens.weight"][[token for token in range(VOCAB) if token not in used]] = float("inf")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    for params, due in zip(requests()[:2], (expected[::2], expected[1::2]), strict=True):
+        known = {tuple(prompt): each[0] for prompt, each in zip(PROMPTS, due, strict=True)}
+        drafts = Scripted(known, [*[0] * 30, *range(1, 40)])
+        monkeypatch.setattr(build, "_drafter", lambda *arguments, drafts=drafts: drafts)
+        with LLM(tmp_path, **RESIDENT, speculative_config=NGRAM) as llm:
+            assert outputs(llm, [params]) == due
+        assert drafts.accepted > 0
 
 
 def test_a_sequence_that_ends_after_right_drafts_leaves_its_state(tmp_path: Path) -> None:

@@ -334,7 +334,8 @@ class Batch:
 class StepResult:
     """For each scheduled sequence, in batch order: the tokens drawn for its `samples`, KV bytes moved each way.
 
-    Of a sequence with drafts: the tokens drawn up to the first that is not the drafted one.
+    Of a sequence with drafts: the tokens drawn up to the first that is not the drafted one; none where the drafts may
+    have spoiled the logits.
 
     prompt_logprobs: of each sequence's `prompt_targets`; empty if no sequence has any. errors: by the index of a
     sequence, what is wrong with its numbers; its samples are then meaningless.

@@ -348,7 +348,9 @@ class _Counting:
     """Which of the draws count: of a sequence with drafts those up to the first that is not the drafted token.
 
     A draw after a draft that is wrong in itself (everything is banned) does not count either: the next step draws it
-    again, unless the sequence has ended before it. positions: of the draws that count.
+    again, unless the sequence has ended before it. Nor does one from logits that are not finite: attention multiplies
+    the value of a later token by 0, so that a draft whose value is infinite spoils the rows before it. positions: of
+    the draws that count.
     """
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
@@ -360,7 +362,7 @@ class _Counting:
         """Whether the next draw of a sequence counts."""
         drafts, accepted = self._drafts[index], self._accepted[index]
         if drafts is not None:
-            if accepted < 0 or (is_wrong and accepted > 0):
+            if accepted < 0 or (is_wrong and accepted > 0) or token == NOT_FINITE:
                 self._accepted[index] = -1
                 return False
             is_right = accepted < len(drafts) and token == drafts[accepted]

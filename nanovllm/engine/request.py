@@ -85,6 +85,7 @@ class Request:
     `rope_switch`: for models that use other angles for long sequences, while the request is not long.
     `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
     `forked`: whether the sequences have the prompt's blocks in common; the only one of a request always does.
+    `was_spoiled`: whether a step with drafts had no finite logits.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class Request:
     step_failed: bool = field(default=False, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_overtaken: int = field(default=0, init=False)
+    was_spoiled: bool = field(default=False, init=False)
 
     decodes_at_end = False  # whether the text of a sequence is decoded only when it has finished
 
@@ -226,7 +228,7 @@ class Request:
     @property
     def takes_drafts(self) -> bool:
         """Whether its next tokens may be drafted. A logits processor may keep a state, and must see each token once."""
-        return len(self.sequences) == 1 and not self.sampling.processors
+        return len(self.sequences) == 1 and not (self.sampling.processors or self.was_spoiled)
 
     # ---- sampling
 

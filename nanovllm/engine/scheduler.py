@@ -177,6 +177,8 @@ class Scheduler:
             computed = len(scheduled.token_ids) - scheduled.num_drafts
             if self.layerwise is not None and scheduled.layerwise is not None:
                 computed = self.layerwise.advance(seq, scheduled.layerwise)
+            if scheduled.num_drafts and not samples:  # it is computed again, without drafts
+                computed, seq.request.was_spoiled = 0, True
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
@@ -190,8 +192,9 @@ class Scheduler:
             seq.request.metrics.h2d_bytes += h2d_bytes
             seq.request.metrics.d2h_bytes += d2h_bytes
             if scheduled.num_drafts and seq.request not in errors:
-                self._count_drafts(seq, scheduled.num_drafts, len(samples) - 1)
-                computed += len(samples) - 1
+                accepted = max(0, len(samples) - 1)
+                self._count_drafts(seq, scheduled.num_drafts, accepted)
+                computed += accepted
                 samples, self._drafted[seq.seq_id] = samples[:1], samples[:0:-1]
             if self.drafter is not None and seq.request not in errors:
                 self.drafter.computed(seq, scheduled.context_len, scheduled.context_len + computed)

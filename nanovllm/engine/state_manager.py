@@ -135,11 +135,11 @@ class StateManager:
             self._release_held(seq)
             return True
         assert seq.state is not None
-        replay = StateMove(seq.state.slot, held.state.slot, seq.num_computed - held.begin)
+        if seq.num_computed > held.begin:
+            self._moves.append(StateMove(seq.state.slot, held.state.slot, seq.num_computed - held.begin))
         seq.held_state = None
         self._leave(seq)
         seq.state = held.state
-        self._moves.append(replay)
         return False
 
     def _release_held(self, seq: Sequence) -> None:
