@@ -104,12 +104,18 @@ def test_what_decides_bits_is_in_the_key(model: Path, tmp_path: Path, others: di
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 
-def test_the_engines_code_is_in_the_key() -> None:
-    """All of it: what reads the weights decides their bits as what multiplies them does."""
+def test_the_engines_code_is_in_the_key(tmp_path: Path) -> None:
+    """All of it: what reads the weights decides their bits as what multiplies them does. Tables of kernels too."""
     package = Path(nanovllm.__file__).parent
     rooms = {path.relative_to(package).parts[0] for path in code_files()}
-    assert rooms >= {"formats", "models", "layers", "ops", "engine", "memory", "data", "build.py"} and "apps" not in rooms
-    assert {path.suffix for path in code_files()} == {".py", ".so"}
+    assert rooms >= {"formats", "models", "layers", "ops", "engine", "memory", "data", "build.py"}
+    assert "apps" not in rooms
+    names = ["apps/cards.json", "apps/run.py", "ops/kernels.so", "ops/tuned/some-gpu.json", "ops/rows.py", "py.typed"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(path.relative_to(tmp_path)) for path in code_files(tmp_path)]
+    assert found == ["ops/kernels.so", "ops/rows.py", "ops/tuned/some-gpu.json"]
 
 
 def test_another_model_of_the_same_shape_finds_nothing(model: Path, tmp_path: Path) -> None:

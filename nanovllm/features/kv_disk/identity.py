@@ -17,7 +17,9 @@ from nanovllm.features.kv_disk.records import KEY_BYTES
 
 READ_BYTES = 1 << 20
 WEIGHTS = (".safetensors", ".gguf")
+PACKAGE = Path(__file__).parents[2]
 APPLICATIONS = "apps"  # in the package: all else is the engine
+CODE = (".py", ".so", ".json")  # the last: tables of tuned kernels, whose tiles decide the order of sums
 
 
 def digest(*parts: bytes) -> bytes:
@@ -54,10 +56,9 @@ def model_files(model: str | Path) -> list[Path]:
     return sorted(each for each in path.iterdir() if each.suffix in WEIGHTS or each.name == "config.json")
 
 
-def code_files() -> list[Path]:
-    """The engine's code and extensions: how weights are read, and what K and V depend on, decides bits as kernels do."""
-    package = Path(__file__).parents[2]
-    files = (path for path in package.rglob("*") if path.suffix in (".py", ".so") and path.is_file())
+def code_files(package: Path = PACKAGE) -> list[Path]:
+    """The engine's code, extensions and tables: what reads weights decides bits as kernels do."""
+    files = (path for path in package.rglob("*") if path.suffix in CODE and path.is_file())
     return sorted(path for path in files if path.relative_to(package).parts[0] != APPLICATIONS)
 
 
