@@ -23,7 +23,7 @@ SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("gptq-128", {"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "gptq, awq, compressed-tensors, fp8"]),
+    ("gptq-128", {"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "gptq, awq, auto-round"]),
     ("gptq-128", {"bits": 3}, ["bits=3", "4 or 8"]),
     ("gptq-128", {"group_size": 20}, ["group_size=20", "32, 64 and 128"]),
     ("gptq-128", {"desc_act": True}, ["desc_act=True"]),

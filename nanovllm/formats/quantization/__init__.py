@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.data.json_fields import TEXT, checked_fields
 from nanovllm.errors import ModelError, quoted
+from nanovllm.formats.quantization.auto_round import read_auto_round
 from nanovllm.formats.quantization.awq import read_awq
 from nanovllm.formats.quantization.compressed_tensors import read_compressed_tensors
 from nanovllm.formats.quantization.config_fields import WHERE
@@ -25,6 +26,7 @@ METHODS = MappingProxyType(
     {
         "gptq": read_gptq,
         "awq": read_awq,
+        **dict.fromkeys(("auto-round", "intel/auto-round"), read_auto_round),
         "compressed-tensors": read_compressed_tensors,
         "fp8": read_fp8,
         "mxfp4": read_mxfp4,
