@@ -133,6 +133,21 @@ def test_a_directory_without_weights_is_refused(single: Path) -> None:
     assert str(single) in refusal(lambda: load(single))
 
 
+def test_tensors_that_the_index_does_not_list_are_not_read(
+    copy_of: Callable[[str], Path], originals: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that the network does not have, and another value of one that is elsewhere."""
+    path = copy_of("sharded")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = path / next(file for file in index.values() if file != index[NORM])
+    added = {"ghost": torch.zeros(3), NORM: torch.full_like(stored_tensors(path)[NORM], 7)}
+    save_file(load_file(shard) | added, shard)
+    found = load(path)
+    assert "does not list are not read (2)" in caplog.text
+    for (name, slot), (_, expected) in zip(found.slots(), load(originals / "sharded").slots(), strict=True):
+        assert torch.equal(slot.view, expected.view), name
+
+
 def test_bad_indexes_are_refused(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("sharded")
     index = path / "model.safetensors.index.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,8 @@ from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.formats.hub import INDEX
 from nanovllm.layers.sharding import Part
+
+logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
@@ -96,10 +99,12 @@ def some_of(names: Iterable[str], limit: int = 5) -> str:
     return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
 
 
-def list_tensors(directory: Path) -> dict[str, StoredTensor]:
+def list_tensors(directory: Path, *, says_so: bool = False) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in a directory, by name. Reads headers only.
 
-    Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
+    Of shards those that the index lists; as in Transformers, what else they hold is left out. says_so: with a line in
+    the log. Raises ModelError if there are no safetensors files, if one is damaged, or if a listed tensor is not where
+    the index says.
     """
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
@@ -116,10 +121,11 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     if absent := [shard for shard in shards if not os.path.isfile(directory / shard)]:
         raise ModelError(f"{path} names files that do not exist ({some_of(absent)}).")
     found = {shard: headers(directory / shard) for shard in shards}
-    held = {(name, shard) for shard, tensors in found.items() for name in tensors}
-    if differing := sorted(held ^ set(index.items())):
-        listed = some_of(f"{name} in {shard}" for name, shard in differing)
-        raise ModelError(f"{path} and the files that it names do not hold the same tensors ({listed}).")
+    if lacking := [f"{name} in {shard}" for name, shard in index.items() if name not in found[shard]]:
+        raise ModelError(f"{path} lists tensors that its files do not hold ({some_of(lacking)}); copy it again.")
+    others = sum(map(len, found.values())) - len(index)
+    if says_so and others:
+        logger.warning("%s: tensors that %s does not list are not read (%d)", directory, INDEX, others)
     return {name: found[shard][name] for name, shard in index.items()}
 
 

@@ -83,8 +83,10 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
     stored: dict[str, StoredTensor] = {}
     if load_format != "dummy":
-        stored = with_single_experts(_of_text_model(directory, _list_tensors(directory), spec), spec)
-        stored = _without_mtp_layers(directory, stored, spec, says_so=group is None or group.rank == 0)
+        says_so = group is None or group.rank == 0
+        found = _list_tensors(directory, says_so=says_so)
+        stored = with_single_experts(_of_text_model(directory, found, spec), spec)
+        stored = _without_mtp_layers(directory, stored, spec, says_so=says_so)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
     with closing(TensorReader()) as reader:
@@ -154,9 +156,9 @@ def _fill(
             _use(slot.write, reader, stored_as, stored[stored_as], part)
 
 
-def _list_tensors(model: Path) -> dict[str, StoredTensor]:
+def _list_tensors(model: Path, *, says_so: bool = False) -> dict[str, StoredTensor]:
     if not is_gguf(model):
-        return list_tensors(model)
+        return list_tensors(model, says_so=says_so)
     from nanovllm.formats.gguf.model import list_tensors as list_gguf_tensors  # numpy
 
     return list_gguf_tensors(model)
