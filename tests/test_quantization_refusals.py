@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from nanovllm import LLM
+from nanovllm.apps.cli.main import main
 from nanovllm.errors import ConfigError
 from nanovllm.formats.quantization import read_quantization
 from nanovllm.models.hf_config import load_decoder_spec
@@ -54,6 +56,25 @@ def test_other_configs_are_refused_by_name(quantized_copy: Callable[[str], Path]
         message = refused_with(paths[variant], **changes)
         words = ["quantization_config", str(paths[variant]), *says]
         assert all(text in message for text in words) and "\n" not in message, message
+
+
+def test_checkpoints_of_modelopt_are_refused_where_only_their_own_file_says_so(
+    plain_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(plain_checkpoint, tmp_path / "modelopt"))
+    own = path / "hf_quant_config.json"
+    for quantization, says in (
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}, "quant_algo='NVFP4'"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo='FP8'"),
+    ):
+        own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
+        message = refusal(lambda: LLM(path, **SMALL))
+        assert f"{own}: {says}: checkpoints that ModelOpt has quantized are not supported" in message
+        for model in (path, path / "config.json"):
+            assert main(["plan", "--model", str(model), "--gpu-mem", "8GB"]) == 2
+            assert message in capsys.readouterr().err
+    own.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}))
+    assert load_decoder_spec(path) == load_decoder_spec(plain_checkpoint)
 
 
 def group_128(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from nanovllm.data.json_fields import read_json_object
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+MODELOPT = "hf_quant_config.json"  # what ModelOpt says of its checkpoints, of some there alone
+CONFIG_FILES = ("config.json", "generation_config.json", MODELOPT)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),

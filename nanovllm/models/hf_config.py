@@ -24,7 +24,7 @@ from nanovllm.formats.config_fields import (
     OFF_VALUES,
     OTHER_FIELDS,
 )
-from nanovllm.formats.hub import is_gguf
+from nanovllm.formats.hub import MODELOPT, is_gguf
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.family import Family, complete_config, decoder_spec
 from nanovllm.models.rope_config import rope_specs
@@ -157,9 +157,25 @@ def _with_overrides(
     path: Path, fields: dict[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
 ) -> _Config:
     text = text_fields(str(path), fields)
+    if path.name == "config.json" and {**text, **overrides}.get("quantization_config") is None:
+        _refuse_modelopt(path.with_name(MODELOPT))
     if not overrides:
         return _Config(str(path), text, gguf, text is not fields)
     return _Config(f"{path} with hf_overrides", _overridden(text, overrides), gguf, text is not fields)
+
+
+def _refuse_modelopt(path: Path) -> None:
+    """Raise ModelError for a checkpoint that ModelOpt has quantized, which the config does not say."""
+    if not path.is_file():
+        return
+    content = read_json_object(path)
+    fields = content["quantization"] if isinstance(content.get("quantization"), dict) else content
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if fields.get(name) is not None:
+            raise ModelError(
+                f"{path}: {name}={quoted(fields[name])}: checkpoints that ModelOpt has quantized are not supported; take "
+                "one in float32, float16 or bfloat16, or quantized as gptq, awq, compressed-tensors or fp8."
+            )
 
 
 def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
