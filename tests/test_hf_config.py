@@ -97,6 +97,16 @@ def test_every_eos_id_counts(tmp_path: Path) -> None:
     assert ModelConfig(tmp_path).eos_token_ids() == (6,)
 
 
+def test_another_text_model_of_a_known_architecture_is_refused_by_its_type(single: Path) -> None:
+    """As that of Ministral 3, whose architecture is that of Mistral Small 3."""
+    text = json.loads((single / "config.json").read_text()) | {"model_type": "ministral3"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (single / "config.json").write_text(json.dumps(whole))
+    message = refusal(lambda: load_decoder_spec(single))
+    assert f"{single / 'config.json'}: text_config: model_type 'ministral3' is not supported" in message
+    assert "'mistral'" in message and "contradicts" not in message
+
+
 def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
     config = (single / "config.json").read_bytes()
     for changes, words in (

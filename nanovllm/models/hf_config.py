@@ -173,8 +173,8 @@ def _refuse_modelopt(path: Path) -> None:
     for name in ("quant_algo", "kv_cache_quant_algo"):
         if fields.get(name) is not None:
             raise ModelError(
-                f"{path}: {name}={quoted(fields[name])}: checkpoints that ModelOpt has quantized are not supported; take "
-                "one in float32, float16 or bfloat16, or quantized as gptq, awq, compressed-tensors or fp8."
+                f"{path}: {name}={quoted(fields[name])}: checkpoints that ModelOpt has quantized are not supported; "
+                "take one in float32, float16 or bfloat16, or quantized as gptq, awq, compressed-tensors or fp8."
             )
 
 
@@ -266,10 +266,17 @@ def _family(config: _Config) -> Family:
     if family is None:
         found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
         raise ModelError(f"{where}: {found}; supported: {', '.join((*FAMILIES, *TEXT_MODELS))}.")
-    if fields.get("model_type", family.model_type) not in (family.model_type, *family.other_types):
+    known = (family.model_type, *family.other_types)
+    model_type = fields.get("model_type", family.model_type)
+    if model_type not in known and config.is_part:  # an architecture can have text models of several families
+        raise ModelError(
+            f"{where}: text_config: model_type {quoted(model_type)} is not supported; take a checkpoint whose text "
+            f"model has {' or '.join(map(repr, known))}."
+        )
+    if model_type not in known:
         raise ModelError(
             f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
-            f"not {quoted(fields['model_type'])}."
+            f"not {quoted(model_type)}."
         )
     return family
 
