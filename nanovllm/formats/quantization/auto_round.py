@@ -79,8 +79,7 @@ def _format(fields: Mapping[str, Any]) -> PackedFormat:
         return Awq(group_size)
     if packing not in _ZERO_OFFSETS:
         raise ModelError(
-            f"{WHERE}: the packing {quoted(packing)} is not supported; supported: "
-            f"{', '.join((*_ZERO_OFFSETS, *_AWQ))}."
+            f"{WHERE}: the packing {quoted(packing)} is not supported; supported: {', '.join((*_ZERO_OFFSETS, *_AWQ))}."
         )
     return Gptq(bits, group_size, symmetric, _ZERO_OFFSETS[packing])
 
