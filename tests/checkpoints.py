@@ -23,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -69,6 +71,7 @@ FAMILIES: dict[str, Tested] = {
     "qwen2": Tested(Qwen2Config, Qwen2ForCausalLM, ({}, _WINDOW)),
     "llama": Tested(LlamaConfig, LlamaForCausalLM, ({}, _ALL_BIASES, {"mlp_bias": True})),
     "mistral": Tested(MistralConfig, MistralForCausalLM, ({}, _WINDOW)),
+    "ministral3": Tested(Ministral3Config, Ministral3ForCausalLM, ({}, _WINDOW)),
     "phi3": Tested(Phi3Config, Phi3ForCausalLM, ()),  # test_longrope.py has its logits
     "qwen3_moe": Tested(
         Qwen3MoeConfig,
@@ -129,6 +132,8 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
+# Queries are scaled from position 16 on, and more from 32, 48, ... on.
+MINISTRAL3_ROPE = {**ROPES["yarn"], "original_max_position_embeddings": 16, "factor": 16.0, "llama_4_scaling_beta": 0.4}
 GPT_OSS_ROPE = {**ROPES["yarn"], "truncate": False, "factor": 8.0}
 
 
@@ -216,6 +221,8 @@ def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:
     if family == "gemma4":
         full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": rope["rope_theta"]}
         return {"full_attention": full, "sliding_attention": dict(LOCAL_ROPE)}
+    if family == "ministral3":
+        return dict(rope) if "llama_4_scaling_beta" in rope else dict(MINISTRAL3_ROPE)
     if family not in ("gemma3", "olmo3"):
         return dict(rope)
     return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)}

@@ -110,11 +110,12 @@ def test_preempted_requests_with_common_prefixes(mode: str, model_dir: Path, mon
     "options",
     [
         {"family": "mistral", "sliding_window": 20},
+        {"family": "ministral3"},
         {"family": "qwen2", "sliding_window": 17, "max_window_layers": 1},
         {"family": "llama", "rope": ROPES["dynamic"], "max_positions": 64},
         pytest.param({"family": "gemma3", "sliding_window": 17}, marks=pytest.mark.slow),
     ],
-    ids=["windows in all layers", "windows in some layers", "dynamic RoPE", "two RoPEs"],
+    ids=["windows in all layers", "scaled queries", "windows in some layers", "dynamic RoPE", "two RoPEs"],
 )
 @pytest.mark.parametrize("mode", MODES[:3:2])
 def test_windows_and_rope_lengths(

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES as TESTED
-from checkpoints import ROPES, checkpoint_fixture, edit_config, make_checkpoint, refusal, write_old_style_rope
+from checkpoints import (
+    MINISTRAL3_ROPE,
+    ROPES,
+    checkpoint_fixture,
+    edit_config,
+    make_checkpoint,
+    refusal,
+    write_old_style_rope,
+)
 
+from nanovllm.data.network import RopeSpec
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 
@@ -97,13 +106,25 @@ def test_every_eos_id_counts(tmp_path: Path) -> None:
     assert ModelConfig(tmp_path).eos_token_ids() == (6,)
 
 
+def test_the_scale_of_queries_is_read_of_the_family_that_has_it(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "mistral", "mistral", rope=MINISTRAL3_ROPE)  # Transformers does not read it either
+    assert load_decoder_spec(tmp_path / "mistral").rope.query_beta == 0
+    path = tmp_path / "ministral3"
+    make_checkpoint(path, "ministral3")
+    assert load_decoder_spec(path).rope.query_beta == MINISTRAL3_ROPE["llama_4_scaling_beta"]
+    edit_config(path, rope_parameters=ROPES["yarn"])
+    assert "llama_4_scaling_beta is missing" in refusal(lambda: load_decoder_spec(path))
+    edit_config(path, rope_parameters=...)
+    assert load_decoder_spec(path).rope == RopeSpec("yarn", 1e6, 16.0, 16384, query_beta=0.1)
+
+
 def test_another_text_model_of_a_known_architecture_is_refused_by_its_type(single: Path) -> None:
-    """As that of Ministral 3, whose architecture is that of Mistral Small 3."""
-    text = json.loads((single / "config.json").read_text()) | {"model_type": "ministral3"}
+    """The architecture of Mistral Small 3 has text models of several types."""
+    text = json.loads((single / "config.json").read_text()) | {"model_type": "ministral4"}
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
     (single / "config.json").write_text(json.dumps(whole))
     message = refusal(lambda: load_decoder_spec(single))
-    assert f"{single / 'config.json'}: text_config: model_type 'ministral3' is not supported" in message
+    assert f"{single / 'config.json'}: text_config: model_type 'ministral4' is not supported" in message
     assert "'mistral'" in message and "contradicts" not in message
 
 

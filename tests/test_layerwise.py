@@ -95,10 +95,11 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope": ROPES["dynamic"], "max_positions": 128}),  # K/V depend on the length of the whole prompt
     ("mistral", {"sliding_window": 21}),
     ("qwen2", {"sliding_window": 40, "max_window_layers": 2}),  # full attention below, windows above
+    ("ministral3", {}),  # queries are scaled by their positions
 ]
 
 
-@pytest.mark.parametrize(("shape", "chunk"), fast_pairs([(0, 33), (1, 7), (2, 33)], range(3), (7, 33)))
+@pytest.mark.parametrize(("shape", "chunk"), fast_pairs([(0, 33), (1, 7), (2, 33)], range(4), (7, 33)))
 def test_same_tokens_as_transformers(tmp_path: Path, shape: int, chunk: int) -> None:
     family, options = SHAPES[shape]
     reference = make_checkpoint(tmp_path, family, seed=3, vocab=VOCAB, layers=LAYERS, **options)

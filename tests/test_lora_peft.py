@@ -46,6 +46,7 @@ def peft_model(model: Any, seed: int, **config: Any) -> Any:
         pytest.param("qwen2", offloaded(16, 4, 80, max_num_batched_tokens=32), marks=pytest.mark.slow),
         pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("mistral", offloaded(16, 4, 80), marks=pytest.mark.slow),
+        pytest.param("ministral3", offloaded(16, 4, 80), marks=pytest.mark.slow),
         pytest.param("gemma4", offloaded(16, 4, 80), marks=pytest.mark.slow),
     ],
 )

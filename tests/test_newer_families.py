@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
+from checkpoints import FAMILIES, LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
 from fast import fast_only
 from safetensors.torch import load_file, save_file
 from test_gemma4 import SMALL as GEMMA_4_SMALL
@@ -17,7 +17,6 @@ from test_models import assert_same_logits, load, random_prompts, reference, run
 from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
-    MistralConfig,
     PixtralVisionConfig,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -57,12 +56,13 @@ def test_layers_for_multi_token_prediction_are_left(tmp_path: Path, caplog: pyte
     assert "model.layers.2." in refusal(lambda: load(tmp_path))
 
 
-def test_the_text_model_of_mistral_small(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_the_text_model_of_mistral_small_and_ministral(family: str, tmp_path: Path) -> None:
     """Which does not say that its output projection is not tied."""
-    make_checkpoint(tmp_path / "text", "mistral")
+    make_checkpoint(tmp_path / "text", family)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     images = PixtralVisionConfig(hidden_size=32, intermediate_size=48, **sizes)
-    text = MistralConfig.from_pretrained(tmp_path / "text")
+    text = FAMILIES[family].config.from_pretrained(tmp_path / "text")
     config = Mistral3Config(vision_config=images, text_config=text, tie_word_embeddings=False)
     model = Mistral3ForConditionalGeneration(config)
     state = load_file(tmp_path / "text" / "model.safetensors")

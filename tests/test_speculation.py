@@ -149,7 +149,7 @@ def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[
     assert transfers.h2d_bytes > 0 or not way.startswith("offloaded")
 
 
-@pytest.mark.parametrize("case", fast_only(["window"], ["window", "gguf", "lora"]))
+@pytest.mark.parametrize("case", fast_only(["window"], ["window", "scaled queries", "gguf", "lora"]))
 def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_path: Path, case: str) -> None:
     engine: dict[str, Any] = offloaded(BLOCK, 4, 90, max_num_batched_tokens=40)
     stored, lora = tmp_path / "model", None
@@ -158,8 +158,8 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
         model = make_checkpoint(tmp_path / "same", seed=3, **MODEL)
         lora = make_adapter(tmp_path / "adapter", model)
     else:
-        changes = {"family": "mistral", "sliding_window": 21} if case == "window" else {}
-        model = make_checkpoint(stored, seed=4, **{**MODEL, **changes})
+        changes = {"window": {"family": "mistral", "sliding_window": 21}, "scaled queries": {"family": "ministral3"}}
+        model = make_checkpoint(stored, seed=4, **{**MODEL, **changes.get(case, {})})
         write_byte_level(stored)
         if case == "gguf":
             model = make_checkpoint(tmp_path / "narrow", seed=4, **{**WIDE, "family": "llama"})

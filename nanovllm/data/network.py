@@ -39,6 +39,8 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    # yarn: queries are multiplied by 1 + query_beta * ln(1 + position // original_max_position).
+    query_beta: float = 0.0
     # What each frequency is divided by. default: none is as it is. longrope: up to the trained length, and beyond it.
     frequency_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()

@@ -145,6 +145,7 @@ ROPE_FIELDS: Mapping[str, Field] = MappingProxyType(
         "partial_rotary_factor": _SHARE,
         "short_factor": _FACTORS,
         "long_factor": _FACTORS,
+        "llama_4_scaling_beta": number(0, 1e3) | NULL,
     }
 )
 

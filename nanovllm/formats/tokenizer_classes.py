@@ -21,7 +21,7 @@ _GENERIC_NAMES = ("PreTrainedTokenizerFast", GENERIC)
 # the generic one, and for the models of _OVERRIDDEN.
 CLASSES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("mistral", "mixtral", "phi3", "olmo3", "glm4_moe", "minimax_m2"), GENERIC),
+        **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "olmo3", "glm4_moe", "minimax_m2"), GENERIC),
         **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
         **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
         "gemma3_text": "GemmaTokenizer",

@@ -55,6 +55,13 @@ class RotaryEmbedding:
             sin = F.pad(sin, (0, self._unrotated))
         return cos[:, None, :], sin[:, None, :]
 
+    def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What queries are multiplied by after their rotation [tokens, 1, 1]; None if by nothing."""
+        if not self.rope.query_beta:
+            return None
+        periods = torch.floor(positions / self.rope.original_max_position)
+        return (1 + self.rope.query_beta * torch.log(1 + periods)).to(dtype)[:, None, None]
+
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """Radians per position of each pair, fp32 [head_dim / 2], where they depend on the length up to the trained one."""

@@ -44,6 +44,7 @@ class LayerInputs:
     k: Tensor  # memory [tokens, kv_heads, head_dim]
     v: Tensor
     state_parts: Sequence[StatePart]  # of each part of `chunk` rows; empty if no layer is recurrent
+    query_scale: Tensor | None  # [tokens, 1, 1]; see `RotaryEmbedding.query_scale`
 
 
 class DecoderLayer(ABC):
@@ -167,6 +168,8 @@ class AttentionLayer(DecoderLayer):
         parts = row_parts(chunk, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, *gates)
         for adapters, (x_rows, cos, sin, q, k, v, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, cos, sin, q, k, v, adapters, *gate)
+        if inputs.query_scale is not None:
+            inputs.q.mul_(inputs.query_scale)
         attended = ctx.kv_cache.attend(self.kv_layer, inputs.q, inputs.k, inputs.v, ctx).reshape(x.shape[0], q_size)
         parts = row_parts(chunk, x, attended, *gates)
         for adapters, (x_rows, attended_rows, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
@@ -367,6 +370,7 @@ class Decoder:
             k=k,
             v=v,
             state_parts=parts_of_states(ctx, self.chunk_rows) if spec.recurrent is not None else (),
+            query_scale=self.rotaries[0].query_scale(ctx.positions, x.dtype),
         )
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Family:
     names none; local_theta: that of the layers with a sliding window, if they have a rotary embedding of their own.
     rope: the RoPE parameters of a config that has none. window_pattern: n if every n-th layer has full attention, and
     the others a sliding window, where a config does not say which. dtype: of a checkpoint whose config names none.
+    scales_queries: whether queries are scaled by their positions, as its RoPE parameters say.
     rotates_part: whether it may rotate only the first features of a head; rotated_share: their share where a config
     names none, None: all. left_out: what the names of a checkpoint's tensors begin with that no text needs.
     other_types: what published configs have as model_type besides Transformers'. complete: sets what else follows from
@@ -46,6 +47,7 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     window_pattern: int | None = None
     dtype: str = "float32"
+    scales_queries: bool = False
     rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rotates_part: bool = False
     rotated_share: Callable[[Any], float | None] = lambda config: None

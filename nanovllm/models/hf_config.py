@@ -322,6 +322,11 @@ TEXT_MODELS: Mapping[str, str] = MappingProxyType(
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     }
 )
+# The text models of other types that an architecture may have.
+_OTHER_TEXT: Mapping[tuple[str, str], str] = MappingProxyType(
+    {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
+)
+TEXT_ARCHITECTURES = frozenset((*TEXT_MODELS.values(), *_OTHER_TEXT.values()))
 # What a text model's config takes where it names nothing, as far as its family takes something else.
 _OTHER_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -358,7 +363,8 @@ def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         raise ModelError(f"{where}: text_config is missing, which a {whole} needs.")
     shared = {name: fields[name] for name in _SHARED if fields.get(name) is not None}
-    return {**_OTHER_DEFAULTS.get(whole, {}), **text, **shared, "architectures": [TEXT_MODELS[whole]]}
+    architecture = _OTHER_TEXT.get((whole, str(text.get("model_type"))), TEXT_MODELS[whole])
+    return {**_OTHER_DEFAULTS.get(whole, {}), **text, **shared, "architectures": [architecture]}
 
 
 def text_name(name: str) -> str | None:

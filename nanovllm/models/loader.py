@@ -22,7 +22,7 @@ from nanovllm.layers.sharding import Part
 from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.families import FAMILIES, MTP
-from nanovllm.models.hf_config import TEXT_MODELS, text_name
+from nanovllm.models.hf_config import TEXT_ARCHITECTURES, text_name
 from nanovllm.models.interleaved_experts import with_single_interleaved
 from nanovllm.models.mtp import MTPHead
 from nanovllm.models.mtp_spec import mtp_tensors
@@ -168,7 +168,7 @@ def _of_text_model(directory: Path, stored: dict[str, StoredTensor], spec: Decod
     """The tensors of the text model under its names. Those of images, and what else no text needs, are left out with a
     line in the log."""
     left_out = FAMILIES[spec.architecture].left_out
-    is_whole = spec.architecture in TEXT_MODELS.values()
+    is_whole = spec.architecture in TEXT_ARCHITECTURES
     names = {name: None if name.startswith(left_out) else text_name(name) if is_whole else name for name in stored}
     unread = [name for name, new in names.items() if new is None]
     if unread:

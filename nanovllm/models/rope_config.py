@@ -31,6 +31,10 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
         found = rope_parameters(fields, positions, theta, trained)
         if (share := family.rotated_share(config)) is not None:
             found.setdefault("partial_rotary_factor", share)
+        if not family.scales_queries:
+            found.pop("llama_4_scaling_beta", None)
+        elif "llama_4_scaling_beta" not in found:
+            raise ModelError(f"rope_parameters: llama_4_scaling_beta is missing, which a {family.architecture} needs.")
         return rope_spec(found, positions, head_dim, kinds, rotates_part)
 
     if family.local_theta is None:
@@ -176,7 +180,9 @@ def _yarn(spec: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
     attention_factor = scaled(mscale) / scaled(of_all) if mscale and of_all else scaled(1.0)
     names = [name for name in ("beta_fast", "beta_slow", "truncate") if parameters.get(name) is not None]
     given = {name: parameters[name] for name in names}
-    return replace(spec, attention_factor=parameters.get("attention_factor") or attention_factor, **given)
+    beta = parameters.get("llama_4_scaling_beta", 0.0)
+    attention_factor = parameters.get("attention_factor") or attention_factor
+    return replace(spec, attention_factor=attention_factor, query_beta=beta, **given)
 
 
 def _longrope(spec: RopeSpec, parameters: Mapping[str, Any], pairs: int) -> RopeSpec:

@@ -59,6 +59,7 @@ class StepMemory:
     q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then its attention output
     k: Tensor  # [rows, kv_heads, head_dim]
     v: Tensor
+    query_scale: Tensor  # [rows, 1, 1], if the network has one
 
     @classmethod
     def of(cls, model: Decoder, rows: int) -> StepMemory:
@@ -75,6 +76,7 @@ class StepMemory:
             q=zeros(spec.num_heads, head_dim),
             k=zeros(spec.num_kv_heads, head_dim),
             v=zeros(spec.num_kv_heads, head_dim),
+            query_scale=zeros(1, 1),
         )
 
     def first(self, rows: int) -> StepMemory:
@@ -91,6 +93,8 @@ def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> N
             cos, sin = rotary.cos_sin(positions, rope_lengths)
             step.cos[:, rope : rope + 1].copy_(cos)
             step.sin[:, rope : rope + 1].copy_(sin)
+        if (scale := model.rotaries[0].query_scale(positions, model.dtype)) is not None:
+            step.query_scale.copy_(scale)
     else:
         model.layers[index - 1].finish_(step.x, step.q.flatten(1))
     if index < model.spec.num_layers:
@@ -98,6 +102,8 @@ def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> N
         assert isinstance(layer, AttentionLayer), "graphs have no slots of recurrent states"
         cos, sin = (angles[:, layer.rope : layer.rope + 1] for angles in (step.cos, step.sin))
         layer.project(step.x, cos, sin, step.q, step.k, step.v)
+        if model.spec.rope.query_beta:
+            step.q.mul_(step.query_scale)
     else:
         model.normalize_(step.x)
 
