@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import offloaded, random_prompt
+from engines import offloaded, random_prompt, watch_layerwise
 from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -202,6 +203,43 @@ def test_a_window_that_begins_within_a_record(tmp_path: Path) -> None:
     expected = numbers(run(tmp_path / "model", None, kvcache_block_size=16, num_gpu_blocks=200))
     for arguments, stored in (({"kvcache_block_size": 16, "num_gpu_blocks": 200}, 0), (offloaded(16, 8, 200), 768)):
         found = run(tmp_path / "model", tmp_path / "kv", **arguments)
+        assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 240}
+WRITERS: dict[str, dict[str, Any]] = {
+    "in small chunks": {**SMALL, "max_num_batched_tokens": 100},
+    "layer by layer": offloaded(16, 8, 240, max_num_batched_tokens=100),
+}
+
+
+@pytest.mark.parametrize(
+    "window, writer", fast_only([(9, "in small chunks"), (300, "layer by layer")], product((9, 300), WRITERS))
+)
+def test_what_a_window_has_released_is_not_needed(tmp_path: Path, window: int, writer: str) -> None:
+    """The first blocks of a unit are released before the last ones are computed, of prompts and of outputs."""
+    make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=window)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with LLM(tmp_path / "model", dtype="float32", kv_cache_dir=tmp_path / "kv", **WRITERS[writer]) as llm:
+        layerwise = watch_layerwise(llm)
+        answer = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert bool(layerwise) == (writer == "layer by layer")
+    longer = {"prompt_token_ids": [*PROMPT, *answer, 5, 6]}
+    for prompt, stored in ((None, 768), (longer, 1024)):
+        expected = numbers(run(tmp_path / "model", None, prompt, **SMALL))
+        for reading in (SMALL, offloaded(16, 8, 240)):
+            found = run(tmp_path / "model", tmp_path / "kv", prompt, **reading)
+            assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+def test_larger_blocks_do_not_read_what_a_window_has_released(tmp_path: Path) -> None:
+    """A block of 384 begins earlier than what a window keeps in blocks of 128; they store it again."""
+    make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=9)
+    reading = {"kvcache_block_size": 384, "num_gpu_blocks": 30}
+    expected = numbers(run(tmp_path / "model", None, **reading))
+    run(tmp_path / "model", tmp_path / "kv", num_gpu_blocks=60, max_num_batched_tokens=100)
+    for stored in (512, 768):
+        found = run(tmp_path / "model", tmp_path / "kv", max_num_batched_tokens=100, **reading)
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
 
 

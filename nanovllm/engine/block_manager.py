@@ -287,13 +287,14 @@ class BlockManager:
         """Give a sequence the blocks of a layer-by-layer prefill up to `end`. If there are too few: False, no change.
 
         Of groups with a window these are the blocks that later tokens see, or tokens that begin where the same prompt
-        would find this one in the prefix cache. The layer buffer has the others.
+        would find this one in the prefix cache or in the store. The layer buffer has the others.
         """
         spans, hash_block = [], self.prefix_cache.hash_block_size
         seen_from = (end - 1) // hash_block * hash_block if self.prefix_cache.enabled else end
         for table, group in zip(seq.block_tables, self.groups, strict=True):
             filled = group.num_blocks(seq.num_computed) if group.window is not None else len(table)
-            spans.append((table, filled, max(filled, group.first_visible(seen_from))))
+            first = min(group.first_visible(seen_from), self.stored.first_offered(group, end))
+            spans.append((table, filled, max(filled, first)))
         wanted = sum(
             max(0, group.num_blocks(end) - first) for (_, _, first), group in zip(spans, self.groups, strict=True)
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from nanovllm.data.batch import BlockMove, StateMove
+from nanovllm.data.kv_groups import KVGroup
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.request import Loading, Sequence
 from nanovllm.engine.state_manager import StateManager
@@ -153,6 +154,13 @@ class StoredBlocks:
         self.store.release(seq)
 
     # ---- what was computed
+
+    def first_offered(self, group: KVGroup, end: int) -> int:
+        """Index of the first of a group's blocks with the units that a prompt of `end` tokens reads to go on."""
+        unit, size = self.store.unit, group.block_size
+        if (last := (end - 1) // unit * unit) == 0:
+            return group.num_blocks(end)
+        return group.first_visible(last) * size // unit * unit // size
 
     def offer(self, seq: Sequence, previously_computed: int) -> None:
         """Offer the store what was computed since then, before windows are released."""

@@ -240,8 +240,7 @@ class StorePart:
             name = (key, place.group)
             if self._is_wanted(name):
                 settled = settled or self._copier.begin()
-                if (content := self._copier.copy_out(place, settled)) is not None:
-                    self._put(name, content)
+                self._put(name, self._copier.copy_out(place, settled))
         if command.state is not None:
             self._keep_state(command.state)
 

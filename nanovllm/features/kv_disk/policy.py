@@ -35,6 +35,14 @@ def needed_units(group: KVGroup, begin: int, end: int) -> range:
     return range(first // UNIT, end // UNIT)
 
 
+def first_read(group: KVGroup, unit: int) -> int:
+    """The first token of a unit that is ever read into blocks of the group's size.
+
+    Whoever reads the unit goes on at its end or later, and what a window needs there begins no earlier.
+    """
+    return max(unit * UNIT, group.first_visible((unit + 1) * UNIT) * group.block_size)
+
+
 def stored_bytes(layout: KVLayout, state_bytes: int, prompt_len: int) -> int:
     """What a prompt reads that is stored as far as it can be. state_bytes: of the state of recurrent layers."""
     end = (prompt_len - 1) // UNIT * UNIT

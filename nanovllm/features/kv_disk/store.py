@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nanovllm.data.batch import Adapter, BlockMove, StateMove
-from nanovllm.data.kv_groups import KVGroup, KVGroups
+from nanovllm.data.kv_groups import HOLE, KVGroup, KVGroups
 from nanovllm.device.base import Busy
 from nanovllm.engine.input_processor import salt_of_content
 from nanovllm.engine.request import Sequence as TokenSequence
@@ -46,7 +46,7 @@ from nanovllm.features.kv_disk.messages import (
     WriteHeld,
     WritesNoMore,
 )
-from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, longest_end, needed_units, wanted_units
+from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, first_read, longest_end, needed_units, wanted_units
 from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.under_way import PATIENCE_SECONDS, UnderWay
 from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
@@ -251,7 +251,7 @@ class DiskStore:
 
     def _longest(self, seq: TokenSequence, chain: _Chain, begin: int, limit: int) -> int:
         def is_stored(unit: int, group: int) -> bool:
-            return self._is_everywhere((self._key(seq, chain, unit), group))
+            return self._stored_key(seq, chain, unit, group) is not None
 
         end = longest_end(self._groups, begin, limit, is_stored)
         while self._state_bytes and end > begin:
@@ -260,6 +260,16 @@ class DiskStore:
                 break
             end = longest_end(self._groups, begin, with_state, is_stored)  # a window may lack what is needed there
         return end
+
+    def _stored_key(self, seq: TokenSequence, chain: _Chain, unit: int, group: int) -> bytes | None:
+        """Under which key all parts have a unit, or as much of it as this engine's blocks take; None: neither."""
+        key = self._key(seq, chain, unit)
+        if self._is_everywhere((key, group)):
+            return key
+        begin = unit * UNIT if group == self._states else first_read(self._groups[group], unit)
+        if begin > unit * UNIT and self._is_everywhere(((key := _end_key(key, begin)), group)):
+            return key
+        return None
 
     def _is_everywhere(self, name: Name) -> bool:
         return self._index.get(name) == self._everywhere
@@ -281,7 +291,10 @@ class DiskStore:
         chain = self._chain(seq)
         assert chain is not None, "`reach` has found something"
         records: list[tuple[bytes, UnitPlace | StatePlace]] = [
-            (self._key(seq, chain, unit), _place(self._groups[group], group, unit, begin, tables[group]))
+            (
+                self._stored_key(seq, chain, unit, group) or self._key(seq, chain, unit),
+                _place(self._groups[group], group, unit, begin, tables[group]),
+            )
             for unit, group in self._needed(begin, end)
         ]
         if state_slot is not None:
@@ -359,13 +372,27 @@ class DiskStore:
         units = []
         for index, group in enumerate(self._groups):
             for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed):
-                if not self._is_everywhere(((key := self._key(seq, chain, unit)), index)):
-                    units.append((key, _place(group, index, unit, 0, tables[index])))
+                if (record := self._lacking(self._key(seq, chain, unit), unit, index, tables[index])) is not None:
+                    units.append(record)
         state = None
         if state_slot is not None and seq.num_computed % UNIT == 0:
             state = self._kept_state(seq, chain, state_slot)
         if units or state is not None:
             self._parts.tell(Keep(units, state))
+
+    def _lacking(self, key: bytes, unit: int, index: int, table: Sequence[int]) -> tuple[bytes, UnitPlace] | None:
+        """The record to write of a unit: whole, or without what the group's window has released since.
+
+        None if it is there, or if too much was released. key: of the whole unit; index: of the group.
+        """
+        if self._is_everywhere((key, index)):
+            return None
+        begin = first_read(self._groups[index], unit)
+        for name, first in ((key, unit * UNIT), (_end_key(key, begin), begin)):
+            place = _place(self._groups[index], index, unit, first, table)
+            if HOLE not in place.blocks:
+                return None if self._is_everywhere((name, index)) else (name, place)
+        return None
 
     def _kept_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> KeptState | None:
         """Of a prompt its states are written; of an output the last one, when the sequence ends."""
@@ -424,6 +451,11 @@ def _place(group: KVGroup, index: int, unit: int, begin: int, table: Sequence[in
     """Where a unit's tokens from position `begin` on are. index: of the group; table: physical ids."""
     first, last = max(unit * UNIT, begin) // group.block_size, ((unit + 1) * UNIT - 1) // group.block_size
     return UnitPlace(unit, index, begin, tuple(table[first : last + 1]))
+
+
+def _end_key(key: bytes, begin: int) -> bytes:
+    """Of a record that has a unit's tokens from `begin` on. key: of the whole unit."""
+    return digest(key, begin.to_bytes(8, "little"))
 
 
 def adapter_digest(adapter: Adapter) -> bytes | None:

@@ -66,11 +66,11 @@ class UnitCopier:
                 self.pools.move_blocks(moves, state_moves)
         return self.pools.order.before_store_copies()
 
-    def copy_out(self, place: UnitPlace, settled: Event) -> Tensor | None:
-        """A new buffer with the tokens of the unit; None if blocks of it are holes."""
-        if HOLE in place.blocks:
-            return None
+    def copy_out(self, place: UnitPlace, settled: Event) -> Tensor:
+        """A new buffer with the tokens of the unit, and zeros before the place's first one."""
         buffer = self.new_buffer(place.group)
+        if place.begin > place.unit * UNIT:
+            buffer.zero_()  # what was in this memory before must not be written
         with self.pools.order.store_copies(settled) as stream:
             for span in self.spans(place):
                 self._copy(buffer, place.group, *span, stream, out=True)
