@@ -30,6 +30,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.device import ordering
 from nanovllm.device.ordering import OrderingError
+from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, loading, part, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
@@ -173,6 +174,19 @@ def test_recurrent_states(tmp_path: Path, ways: tuple[int, int]) -> None:
     for way, stored in zip(ways, (0, 768), strict=True):
         found = run(tmp_path / "model", tmp_path / "kv", **WAYS[way])
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (stored, expected)
+
+
+def test_a_state_on_the_way_of_a_long_prompt_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a prompt that leaves it there, also with blocks whose hashes end where units do not."""
+    monkeypatch.setattr(state_manager, "LEAST_SNAPSHOT_INTERVAL", 768)
+    make_checkpoint(tmp_path / "model", "qwen3_5", layers=4, max_positions=2048)
+    first = random_prompt(1700, VOCAB, 1)
+    second = {"prompt_token_ids": first[:1000] + random_prompt(100, VOCAB, 2)}
+    arguments = {"kvcache_block_size": 96, "num_gpu_blocks": 60, "max_num_batched_tokens": 300}
+    run(tmp_path / "model", tmp_path / "kv", {"prompt_token_ids": first}, **arguments)
+    found = run(tmp_path / "model", tmp_path / "kv", second, **arguments)
+    assert found.metrics.cached_tokens_disk == 768
+    assert numbers(found) == numbers(run(tmp_path / "model", None, second, **arguments))
 
 
 @pytest.mark.parametrize("family", fast_only(["qwen3_5"], ["qwen3", "qwen3_5"]))

@@ -192,6 +192,16 @@ def test_chunks_of_a_long_prompt_are_whole_between_its_snapshots() -> None:
     assert at == 300 and chunks == [63, 49, 48, 48, 48, 44]
 
 
+@pytest.mark.parametrize("chunk", [None, 99])
+def test_snapshots_on_the_way_are_where_the_store_takes_them(chunk: int | None) -> None:
+    """At multiples of its unit too; unless hash blocks have so little in common with it that few would be left."""
+    plan = planned_snapshots(0, 3000, (), 200, unit=12, chunk=chunk, stored_unit=16)
+    *found, last = plan.within(0, 3000, chunk or 3000)
+    assert last == 2988 and len(found) == 12 and not any(position % 48 for position in found)
+    alone = planned_snapshots(0, 3000, (), 200, unit=25, chunk=chunk)
+    assert planned_snapshots(0, 3000, (), 200, unit=25, chunk=chunk, stored_unit=16) == alone
+
+
 def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]) -> None:
     """Two of three positions, since the host has two slots. Once all layers have passed, prompts begin there."""
     manager, prompt = manager_of(device=1, host=2), new_tokens(fresh, 9)

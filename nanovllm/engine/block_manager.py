@@ -466,7 +466,8 @@ class BlockManager:
         # Where the prompt parts from another one, so that the next one like it begins there; and what is stored.
         places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
         interval, unit = states.snapshot_interval(seq.end), self.prefix_cache.hash_block_size
-        seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk)
+        stored_unit = self.stored.store.unit
+        seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk, stored_unit)
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
         """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from math import lcm
 
 from nanovllm.data.batch import StateMove
 from nanovllm.engine.request import HeldState, Sequence, SnapshotPlan, State
@@ -297,15 +298,19 @@ class StateManager:
 
 
 def planned_snapshots(
-    begin: int, end: int, places: Iterable[int], interval: int, unit: int, chunk: int | None
+    begin: int, end: int, places: Iterable[int], interval: int, unit: int, chunk: int | None, stored_unit: int = 1
 ) -> SnapshotPlan:
     """Where the state of a prompt of `end` tokens is kept after its first `begin`, in chunks of at most `chunk` tokens.
 
     At the last multiple of `unit` before its end, where a prompt that goes on will begin; at `places`; and at every
     multiple of `interval`. In a prompt of many chunks it is the end of a chunk instead, so that a hit loses a small
-    share of the prompt, and the KV before a chunk is not loaded more often.
+    share of the prompt, and the KV before a chunk is not loaded more often. Those on the way are at multiples of
+    `stored_unit` too, where the block store takes them, unless they would be too far apart.
     """
-    interval, last = -(-interval // unit) * unit, (end - 1) // unit * unit
+    last = (end - 1) // unit * unit
+    if (common := lcm(unit, stored_unit)) <= interval:
+        unit = common
+    interval = -(-interval // unit) * unit
     is_long = chunk is not None and end > LONG_PROMPT * chunk
     fixed = {last, *places, *(() if is_long else range(interval, last, interval))}
     between = tuple(sorted(position for position in fixed if begin < position < end))
