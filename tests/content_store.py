@@ -44,6 +44,9 @@ class ContentStore:
         ends = range(seq.num_cacheable // self.unit * self.unit, begin, -self.unit)
         return next((end for end in ends if all(each in self.stored for each in self.needed(seq, begin, end))), begin)
 
+    def is_looking(self, seq: TokenSequence, begin: int, waits: bool) -> bool:
+        return False
+
     def load(
         self,
         seq: TokenSequence,

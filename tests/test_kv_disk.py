@@ -32,7 +32,7 @@ from nanovllm.device import ordering
 from nanovllm.device.ordering import OrderingError
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
-from nanovllm.features.kv_disk import kept_in, loading, part, under_way, verify
+from nanovllm.features.kv_disk import kept_in, loading, part, store, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk import writing as writing_module
 from nanovllm.features.kv_disk.identity import code_files
@@ -328,6 +328,33 @@ def test_other_requests_run_while_one_loads(
     assert numbers(ended["stored"]) == numbers(ended["same"]) == written[1]
     assert ended["stored"].metrics.cached_tokens_disk == 768
     assert ended["same"].metrics.cached_tokens_disk == 0 < ended["same"].metrics.cached_tokens
+
+
+def test_running_requests_do_not_wait_for_a_look_at_the_directory(
+    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new request does, for what others have written meanwhile."""
+    monkeypatch.setattr(store, "SCAN_SECONDS", 60.0)
+    ended: dict[str, RequestOutput] = {}
+    gate, scan = threading.Event(), SegmentReader.scan
+
+    def held(self: SegmentReader, *arguments: Any) -> Any:
+        assert gate.wait(60)
+        return scan(self, *arguments)
+
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path, **RESIDENT) as llm:
+        llm.engine.add_request("runs", None, SamplingParams(max_tokens=500, ignore_eos=True), [5, 6, 7])
+        llm.engine.step()
+        shutil.copytree(written[0], tmp_path, dirs_exist_ok=True)
+        monkeypatch.setattr(SegmentReader, "scan", held)
+        llm.engine.add_request("stored", None, PARAMS, PROMPT)
+        for _ in range(3):
+            assert [output.request_id for output in llm.engine.step()] == ["runs"]
+        assert not gate.is_set() and llm.metrics().waiting_requests == 1
+        gate.set()
+        while "stored" not in ended:
+            ended.update((output.request_id, output) for output in llm.engine.step() if output.finished)
+    assert (ended["stored"].metrics.cached_tokens_disk, numbers(ended["stored"])) == (768, written[1])
 
 
 def test_a_loading_request_is_aborted(

@@ -302,9 +302,11 @@ class Scheduler:
         """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow.
 
         Some are passed over: while a long prefill runs, those that one step cannot complete; those whose adapter cannot
-        be loaded yet; and those that will find in the prefix cache what a running request computes next. The first of
-        the others that does not fit ends the admission, so that later ones do not take its blocks.
+        be loaded yet; those that will find in the prefix cache what a running request computes next; and those for
+        which the block store is looking, which a step waits for only if there was none before. The first of the others
+        that does not fit ends the admission, so that later ones do not take its blocks.
         """
+        is_idle = not (self.running or self.loading)
         manager, computing = self.block_manager, dict[bytes | None, Request]()  # by the hash block computed next
         for running in [*self.running, *self.loading]:
             if running.is_prefill or running.status is RequestStatus.LOADING:
@@ -319,6 +321,8 @@ class Scheduler:
                 continue
             if not self._can_admit(request, budget):
                 return
+            if self._awaits_look(request, is_idle):
+                continue
             self._admit(request, budget, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
             budget.count_started(request)
@@ -409,6 +413,11 @@ class Scheduler:
         """
         missing = self.block_manager.missing_hash(request.computing[0])
         return missing is not None and missing in computing and computing[missing].order < request.order
+
+    def _awaits_look(self, request: Request, waits: bool) -> bool:
+        """Whether the block store is looking for what a waiting request lacks. waits: first wait for that."""
+        seq, manager = request.computing[0], self.block_manager
+        return manager.stored.store.is_looking(seq, manager.num_cached_tokens(seq), waits)
 
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the tokens of a waiting request that are neither cached nor stored."""

@@ -30,6 +30,10 @@ class BlockStore(Protocol):
         """Up to which token `load` would read, of a sequence that has `begin` tokens; `begin` if that does not help."""
         ...
 
+    def is_looking(self, seq: Sequence, begin: int, waits: bool) -> bool:
+        """Whether `reach` may soon say more of a sequence that has `begin` tokens. waits: first wait for that."""
+        ...
+
     def load(
         self,
         seq: Sequence,
@@ -71,6 +75,9 @@ class NoBlockStore:
 
     def reach(self, seq: Sequence, begin: int) -> int:
         return begin
+
+    def is_looking(self, *_: object) -> bool:
+        return False
 
     def load(self, *_: object) -> Loading:
         raise NotImplementedError("nothing is stored")

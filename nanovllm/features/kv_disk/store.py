@@ -53,7 +53,7 @@ from nanovllm.features.lora.adapter_files import CONFIG, WEIGHTS, stamp_of
 
 logger = logging.getLogger(__name__)
 
-SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits, and the most that one is waited for
+SCAN_SECONDS = 1.0  # between two looks at the directory for a request that waits, and the most that it waits for one
 CLOSE_SECONDS = 10.0  # without news of parts that end their work
 CANCELLED = "it was cancelled"
 
@@ -80,13 +80,15 @@ class Parts(Protocol):
 class _Chain:
     """The keys of a sequence's units, as far as they were asked for.
 
-    root: what comes before the tokens. was_sought: whether it was looked for on disk. has_held: whether the parts hold
-    a state of its output. reads: whether it is faster to read than to compute; None until something is found.
+    root: what comes before the tokens. look: the work of the first look at the directory for it, None if there was
+    none, and until when it waits for that. has_held: whether the parts hold a state of its output. reads: whether it is
+    faster to read than to compute; None until something is found.
     """
 
     root: bytes
     keys: list[bytes]
-    was_sought: bool = False
+    look: int | None = None
+    waits_until: float = 0.0
     has_held: bool = False
     reads: bool | None = None
 
@@ -121,7 +123,7 @@ class Load:
 class DiskStore:
     """Implements `engine.stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
-    Used by the engine's thread, which never waits for the disk after `open` but in `close`.
+    Used by the engine's thread, which waits for the disk after `open` only in `close`, and where nothing runs.
     """
 
     unit = UNIT
@@ -234,20 +236,50 @@ class DiskStore:
 
     def reach(self, seq: TokenSequence, begin: int) -> int:
         """Up to which token the sequence could go on if what is on disk were read; `begin` if that does not help."""
-        self.hear()
-        limit = seq.num_cacheable
-        if limit // UNIT * UNIT <= begin or self._under_way.is_stuck or (chain := self._chain(seq)) is None:
+        limit = self._limit(seq)
+        if (chain := self._chain_beyond(seq, begin)) is None:
             return begin
         end = self._longest(seq, chain, begin, limit)
-        is_due = not chain.was_sought or time.monotonic() - self._looked_at > SCAN_SECONDS
-        if end < limit // UNIT * UNIT and is_due:  # others may have written since
-            self._look_again()
-            end = self._longest(seq, chain, begin, limit)
-        chain.was_sought = True
-        if end > begin and chain.reads is None:
+        if end < limit:
+            self._look_for(chain)
+        if end > begin and chain.reads is None and not self._is_awaited(chain):
             num_bytes = sum(self._unit_bytes[group] for _, group in self._needed(begin, end))
             chain.reads = self.choice.reads(end - begin, num_bytes + self._state_bytes)
         return end if chain.reads else begin
+
+    def is_looking(self, seq: TokenSequence, begin: int, waits: bool) -> bool:
+        """Whether `reach` may soon say more: others may have written what the sequence lacks.
+
+        So for the first look at the directory, and at most SCAN_SECONDS. waits: until it has ended.
+        """
+        if (chain := self._chain_beyond(seq, begin)) is None:
+            return False
+        if chain.look is None and self._longest(seq, chain, begin, limit := self._limit(seq)) < limit:
+            self._look_for(chain)
+        while waits and self._is_awaited(chain):
+            self.hear(max(0.0, chain.waits_until - time.monotonic()))
+        return self._is_awaited(chain)
+
+    def _limit(self, seq: TokenSequence) -> int:
+        return seq.num_cacheable // UNIT * UNIT
+
+    def _chain_beyond(self, seq: TokenSequence, begin: int) -> _Chain | None:
+        """The keys of a sequence, if it could read anything beyond its first tokens."""
+        self.hear()
+        return None if self._limit(seq) <= begin or self._under_way.is_stuck else self._chain(seq)
+
+    def _look_for(self, chain: _Chain) -> None:
+        """Begin to look into the directory, where others may have written since, if that is due."""
+        now = time.monotonic()
+        is_due = chain.look is None or now - self._looked_at > SCAN_SECONDS
+        if is_due and self._looks not in self._under_way:
+            self._looks, self._looked_at = self._new_work(), now
+            self._parts.tell(Look(self._looks))
+        if chain.look is None:
+            chain.look, chain.waits_until = self._looks, now + SCAN_SECONDS
+
+    def _is_awaited(self, chain: _Chain) -> bool:
+        return chain.look is not None and chain.look in self._under_way and time.monotonic() < chain.waits_until
 
     def _longest(self, seq: TokenSequence, chain: _Chain, begin: int, limit: int) -> int:
         def is_stored(unit: int, group: int) -> bool:
@@ -345,16 +377,6 @@ class DiskStore:
         for index, group in enumerate(self._groups):
             for unit in needed_units(group, begin, end):
                 yield unit, index
-
-    def _look_again(self) -> None:
-        """Look into the directory. A look that takes longer than SCAN_SECONDS is not waited for, and counts later."""
-        self._looked_at = time.monotonic()
-        if self._looks in self._under_way:
-            return
-        self._looks, deadline = self._new_work(), self._looked_at + SCAN_SECONDS
-        self._parts.tell(Look(self._looks))
-        while self._looks in self._under_way and (left := deadline - time.monotonic()) > 0:
-            self.hear(left)
 
     # ---- writing
 
