@@ -19,8 +19,10 @@ from server_helpers import (
     nothing_left,
     ok,
     run_async,
+    settings,
 )
 
+from nanovllm.apps.server.app import build_app
 from nanovllm.apps.server.async_llm import LONG_TEXT, AsyncLLM
 from nanovllm.apps.server.limits import Admission
 
@@ -72,6 +74,29 @@ def test_a_full_queue_is_refused_and_told_when_to_come_back(model: str) -> None:
         refused = next(response for response in responses if response.status_code == 429)
         assert int(refused.headers["retry-after"]) > 0 and refused.json()["error"]["code"] == "queue_full"
         assert nothing_left(engine)
+
+
+def test_a_client_that_is_gone_before_its_stream_begins_leaves_nothing(engine: AsyncLLM) -> None:
+    """Some servers raise OSError from `send`, as ASGI has it, once the client is gone."""
+    admission = Admission(engine, 1024)
+    body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return parts.pop() if parts else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        raise OSError("the client is gone")
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "root_path": ""}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    app = build_app(engine, settings(), admission)
+    with held_steps(engine):
+        with pytest.raises(OSError, match="gone"):
+            run_async(app({**scope, "headers": headers}, receive, send))
+        assert in_engine(engine, lambda llm: llm.engine.get_num_unfinished_requests()) == 0
+    assert admission.num_prompts == 0
+    assert nothing_left(engine)
 
 
 def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -92,17 +92,22 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as the generator yields them, no faster than the client reads. The generator is always closed."""
+    """Sends events as the generator yields them, no faster than the client reads. The generator is always closed.
+
+    held: is closed at the end, also where the client goes away before the generator has begun.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], held: ExitStack | None = None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._held = ExitStack() if held is None else held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._send_all(send))
+        with self._held:
+            await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events):

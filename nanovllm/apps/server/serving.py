@@ -106,7 +106,7 @@ class Serving:
                 for stream in streams:
                     held.callback(stream.close)
                 if body.stream:
-                    return EventStream(_events(streams, held.pop_all(), envelope, answer))
+                    return EventStream(_events(streams, envelope, answer), held.pop_all())
                 outputs = [_checked([output async for output in stream][-1]) for stream in streams]
             for number, output in enumerate(outputs):
                 envelope.count(number, output)
@@ -119,17 +119,16 @@ class Serving:
 
 
 async def _events(
-    streams: Sequence[RequestStream], held: ExitStack, envelope: Envelope, answer: Answer
+    streams: Sequence[RequestStream], envelope: Envelope, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
-    with held:
-        async with aclosing(_outputs(streams)) as outputs:
-            async for number, output in outputs:
-                envelope.count(number, _checked(output))
-                for chunk in answer.chunks(number, output):
-                    yield event(envelope.chunk(chunk))
-        if envelope.sends_usage:
-            yield event(envelope.complete({"choices": []}))
-        yield DONE
+    async with aclosing(_outputs(streams)) as outputs:
+        async for number, output in outputs:
+            envelope.count(number, _checked(output))
+            for chunk in answer.chunks(number, output):
+                yield event(envelope.chunk(chunk))
+    if envelope.sends_usage:
+        yield event(envelope.complete({"choices": []}))
+    yield DONE
 
 
 async def _outputs(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
