@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
 from test_async_llm import failing_steps
+from tokenizer_files import END as END_TEXT
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.batch.openai_rows import SAME
@@ -156,6 +157,27 @@ def test_echo_has_the_prompts_logprobs(engine: AsyncLLM, offline: LLM) -> None:
     found = [at[token].logprob for at, token in zip(scored[1:], expected.prompt_token_ids[1:], strict=True) if at]
     assert choice["logprobs"]["token_logprobs"][: len(found) + 1] == [None, *found]
     assert choice["logprobs"]["tokens"][:5] == list("hello") and choice["logprobs"]["text_offset"][:6] == list(range(6))
+
+
+def test_echo_repeats_a_text_as_it_was_given(engine: AsyncLLM) -> None:
+    text = f"hello{END_TEXT} there"
+    body = {"echo": True, "max_tokens": 1, "logit_bias": {"65": 100}, "temperature": 0}
+    assert ok(engine, COMPLETIONS, prompt=text, **body)["choices"][0]["text"] == f"{text}A"
+    parts = ok(engine, COMPLETIONS, prompt=[text, "b"], stream=True, **body)[:-1]
+    assert sorted(choice["text"] for part in parts for choice in part["choices"]) == ["bA", f"{text}A"]
+    tokens = ok(engine, "/tokenize", prompt=text)["tokens"]
+    assert ok(engine, COMPLETIONS, prompt=tokens, **body)["choices"][0]["text"] == "hello thereA"
+    shown = ok(engine, COMPLETIONS, prompt=tokens, skip_special_tokens=False, **body)["choices"][0]["text"]
+    assert shown == f"{text}A"
+    cut = ok(engine, COMPLETIONS, prompt=text, truncate_prompt_tokens=3, **body)["choices"][0]["text"]
+    assert cut == "ereA"
+
+
+def test_an_echo_needs_no_logprobs_to_generate_nothing(engine: AsyncLLM) -> None:
+    answer = ok(engine, COMPLETIONS, prompt="hello", echo=True, max_tokens=0)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "hello" and choice["logprobs"] is None and "prompt_logprobs" not in choice
+    assert answer["usage"]["completion_tokens"] == 0
 
 
 def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:

@@ -69,7 +69,7 @@ class Completions:
         positions: Sequence[Mapping[int, Logprob] | None] | None = completion.logprobs
         text = completion.text
         if begins and body.echo and self._tokenizer is not None:
-            text = self._tokenizer.decode(output.prompt_token_ids) + text
+            text = self._echo(output, self._tokenizer) + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             if positions is not None:
                 positions = [*self._scored[number], *positions]
@@ -86,6 +86,13 @@ class Completions:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if begins else None
         return choice
+
+    def _echo(self, output: RequestOutput, tokenizer: Tokenizer) -> str:
+        """The prompt's text as it was given, or that of its tokens."""
+        if output.prompt is not None:
+            return output.prompt
+        skip_special_tokens = self._body.skip_special_tokens is not False
+        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class LegacyLogprobs:

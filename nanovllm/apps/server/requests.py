@@ -42,11 +42,14 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def completion_prompt(serving: Serving, prompt: str | list[int], request: CompletionRequest) -> PromptParts:
-    """Tokenize and check one prompt. Raises RequestError and ApiError."""
+    """Tokenize and check one prompt; a text that is echoed whole stays with its tokens. Raises RequestError and
+    ApiError."""
+    if not isinstance(prompt, str):
+        return checked_prompt(serving, prompt, request, "prompt")
     with naming("prompt"):
-        if isinstance(prompt, str):
-            prompt = encode(serving.engine.llm, prompt, request.add_special_tokens is not False)
-    return checked_prompt(serving, prompt, request, "prompt")
+        tokens = encode(serving.engine.llm, prompt, request.add_special_tokens is not False)
+    text = prompt if request.echo and request.truncate_prompt_tokens is None else None
+    return checked_prompt(serving, tokens, request, "prompt")._replace(text=text)
 
 
 def checked_prompt(serving: Serving, tokens: list[int], request: SamplingFields, param: str) -> PromptParts:
@@ -132,8 +135,8 @@ def _arguments(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
 def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """The parameters of a completion. Raises RequestError and ApiError."""
     given: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
-    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
-        given["prompt_logprobs"] = request.logprobs
+    if request.echo and request.prompt_logprobs is None and (request.logprobs is not None or request.max_tokens == 0):
+        given["prompt_logprobs"] = request.logprobs or 0
     return _params(request, defaults, given)
 
 
