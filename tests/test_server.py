@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_helpers import make_model
 from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
 from test_async_llm import failing_steps
 from tokenizer_files import END as END_TEXT
+from tokenizers import Tokenizer, processors
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.batch.openai_rows import SAME
@@ -27,6 +30,18 @@ SAMPLING = {"max_tokens": 8, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 def offline(model: str) -> Iterator[LLM]:
     with LLM(model, **CACHE) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def recommending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    """An engine whose tokenizer puts a token before every text."""
+    path = Path(make_model(tmp_path_factory.mktemp("recommending")))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    first = (END_TEXT, tokenizer.token_to_id(END_TEXT))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_TEXT} $A", special_tokens=[first])
+    tokenizer.save(str(path / "tokenizer.json"))
+    with AsyncLLM(path, **CACHE) as engine:
+        yield engine
 
 
 # ---- requests
@@ -178,6 +193,20 @@ def test_an_echo_needs_no_logprobs_to_generate_nothing(engine: AsyncLLM) -> None
     (choice,) = answer["choices"]
     assert choice["text"] == "hello" and choice["logprobs"] is None and "prompt_logprobs" not in choice
     assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_special_tokens_are_added_as_asked(recommending: AsyncLLM) -> None:
+    """By default to texts, and not to what a chat template makes, which has its own."""
+    (first,) = ok(recommending, "/tokenize", prompt="")["tokens"]
+    assert ok(recommending, "/tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+    assert ok(recommending, COMPLETIONS, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
+    assert "empty" in error(recommending, COMPLETIONS, {"prompt": "", "add_special_tokens": False})["message"]
+    plain = ok(recommending, "/tokenize", messages=HELLO)["tokens"]
+    assert plain[0] != first
+    assert ok(recommending, "/tokenize", messages=HELLO, add_special_tokens=True)["tokens"] == [first, *plain]
+    for more, number in (({}, 0), ({"add_special_tokens": False}, 0), ({"add_special_tokens": True}, 1)):
+        usage = ok(recommending, CHAT, messages=HELLO, max_tokens=1, **more)["usage"]
+        assert usage["prompt_tokens"] == len(plain) + number
 
 
 def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:

@@ -125,7 +125,7 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     def token_ids() -> list[int]:
         if body.prompt is None:
             return chat_prompt(serving, body)
-        return encode(llm, body.prompt, body.add_special_tokens is not False) if body.prompt else []
+        return encode(llm, body.prompt, body.add_special_tokens is not False)
 
     tokens = await serving.in_text_thread(body, token_ids)
     answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": None}

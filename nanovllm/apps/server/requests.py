@@ -10,7 +10,6 @@ from typing import Any
 
 from nanovllm import LLM
 from nanovllm.apps.server.protocol import (
-    ChatFields,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -64,7 +63,7 @@ def checked_prompt(serving: Serving, tokens: list[int], request: SamplingFields,
 def encode(llm: LLM, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text. Raises RequestError where there is no tokenizer."""
     tokenizer = llm.engine.tokenizer
-    if tokenizer is None or not text:
+    if tokenizer is None:
         return llm.engine.check_prompt(text, None)  # which says what is wrong
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -78,8 +77,9 @@ def naming(param: str, code: str | None = None) -> Iterator[None]:
         raise invalid(str(error), param, code) from None
 
 
-def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list[int]:
-    """Render the messages with the chat template and tokenize them. Raises RequestError and ApiError."""
+def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> list[int]:
+    """Render the messages with the chat template and tokenize them, by default without special tokens of the tokenizer's
+    own, since templates have them. Raises RequestError and ApiError."""
     settings = serving.settings
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
@@ -97,7 +97,10 @@ def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list
         template_kwargs=(request.chat_template_kwargs or {}) | documents,
     )
     with naming("messages"):
-        return template.token_ids([_message(message, i) for i, message in enumerate(request.messages or ())])
+        (prompt,) = template.prompts([_message(message, i) for i, message in enumerate(request.messages or ())])
+        if request.add_special_tokens and prompt.text is not None:
+            return encode(serving.engine.llm, prompt.text, add_special_tokens=True)
+        return list(prompt.token_ids or ())
 
 
 def template_text(serving: Serving) -> str:
