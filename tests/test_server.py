@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import edit_config
 from cli_helpers import make_model
 from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
 from test_async_llm import failing_steps
@@ -34,12 +35,13 @@ def offline(model: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def recommending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    """An engine whose tokenizer puts a token before every text."""
+    """An engine whose tokenizer puts a token before every text, and whose checkpoint recommends at most 3 tokens."""
     path = Path(make_model(tmp_path_factory.mktemp("recommending")))
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     first = (END_TEXT, tokenizer.token_to_id(END_TEXT))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_TEXT} $A", special_tokens=[first])
     tokenizer.save(str(path / "tokenizer.json"))
+    edit_config(path, "generation_config.json", max_new_tokens=3)
     with AsyncLLM(path, **CACHE) as engine:
         yield engine
 
@@ -207,6 +209,18 @@ def test_special_tokens_are_added_as_asked(recommending: AsyncLLM) -> None:
     for more, number in (({}, 0), ({"add_special_tokens": False}, 0), ({"add_special_tokens": True}, 1)):
         usage = ok(recommending, CHAT, messages=HELLO, max_tokens=1, **more)["usage"]
         assert usage["prompt_tokens"] == len(plain) + number
+
+
+def test_without_a_limit_the_checkpoint_recommends_one(recommending: AsyncLLM) -> None:
+    body = {"ignore_eos": True, "seed": 1}
+    for path, prompt, limits, number in (
+        (CHAT, {"messages": HELLO}, {}, 3),
+        (CHAT, {"messages": HELLO}, {"max_tokens": 5}, 5),
+        (CHAT, {"messages": HELLO}, {"max_completion_tokens": 5, "max_tokens": 6}, 5),
+        (COMPLETIONS, {"prompt": "a"}, {"max_tokens": None}, 3),
+        (COMPLETIONS, {"prompt": "a"}, {}, 16),
+    ):
+        assert ok(recommending, path, **prompt, **limits, **body)["usage"]["completion_tokens"] == number
 
 
 def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:

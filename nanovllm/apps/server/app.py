@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ PAGE = Path(__file__).with_name("page.html")
 def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission | None = None) -> Starlette:
     """The server as an ASGI application. admission: counts the prompts; its owner can drain the server."""
     admission = Admission(engine, settings.max_queue) if admission is None else admission
-    defaults = engine.llm.get_default_sampling_params()
+    # Without a limit of the request or the checkpoint, an answer may have the rest of the model's length.
+    limit = engine.llm.engine.sampling_defaults.get("max_tokens")
+    defaults = replace(engine.llm.get_default_sampling_params(), max_tokens=limit)
     metrics = ServerMetrics(engine.llm, settings.model_name)
     kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
     serving = Serving(engine, settings, admission, metrics, kv_events, defaults)

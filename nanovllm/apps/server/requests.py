@@ -137,7 +137,9 @@ def _arguments(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
 
 def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """The parameters of a completion. Raises RequestError and ApiError."""
-    given: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    given: dict[str, Any] = {"logprobs": request.logprobs}
+    if request.max_tokens is not None:
+        given["max_tokens"] = request.max_tokens
     if request.echo and request.prompt_logprobs is None and (request.logprobs is not None or request.max_tokens == 0):
         given["prompt_logprobs"] = request.logprobs or 0
     return _params(request, defaults, given)
@@ -148,10 +150,9 @@ def chat_params(request: ChatRequest, defaults: SamplingParams, **forced: Any) -
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
-    given = {
-        "max_tokens": limits[0] if limits else None,
-        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
-    }
+    given: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+    if limits:
+        given["max_tokens"] = limits[0]
     return _params(request, defaults, given | forced)
 
 
@@ -167,7 +168,7 @@ def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, 
         given["structured_outputs"] = StructuredOutputsParams(**structure)
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if given.get("use_beam_search"):  # which does not sample
-        defaults = SamplingParams(temperature=0.0)
+        defaults = SamplingParams(temperature=0.0, max_tokens=defaults.max_tokens)
     return replace(defaults, **given)
 
 

@@ -64,7 +64,7 @@ class Serving:
     admission: Admission
     metrics: ServerMetrics
     kv_events: KVCacheEvents
-    defaults: SamplingParams  # those that the checkpoint recommends
+    defaults: SamplingParams  # those that the checkpoint recommends; max_tokens is None if it recommends none
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
