@@ -78,8 +78,10 @@ def naming(param: str, code: str | None = None) -> Iterator[None]:
 
 
 def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> list[int]:
-    """Render the messages with the chat template and tokenize them, by default without special tokens of the tokenizer's
-    own, since templates have them. Raises RequestError and ApiError."""
+    """Render the messages with the chat template and tokenize them. Raises RequestError and ApiError.
+
+    By default without special tokens of the tokenizer's own, since templates have them.
+    """
     settings = serving.settings
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
