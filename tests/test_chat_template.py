@@ -59,6 +59,16 @@ def test_the_text_is_that_of_transformers(name: str, tools: Any, tokenizer: Hugg
             assert template.prompts(conversation)[0].text == expected
 
 
+def test_an_empty_list_of_tool_calls_is_left_out(tokenizer: HuggingFaceTokenizer) -> None:
+    """Clients send back answers that have one, and Llama 3.1's template refuses an answer without exactly one call."""
+    single = "{% if 'tool_calls' in m and m.tool_calls | length != 1 %}{{ raise_exception('one at once') }}{% endif %}"
+    template = ChatTemplate(tokenizer, f"{{% for m in messages %}}{single}{{{{ m.content }}}};{{% endfor %}}")
+    answer = {"role": "assistant", "content": "Yes", "tool_calls": []}
+    assert template.prompts([*QUESTION, answer])[0].text == "a known question;Yes;"
+    assert answer["tool_calls"] == [], "the caller's message is unchanged"
+
+
+
 @pytest.mark.parametrize("content", ["It goes on ", "  It\n\n"])
 @pytest.mark.parametrize("name", ["plain", "whitespace"])
 def test_an_open_message_ends_where_transformers_ends_it(

@@ -122,7 +122,10 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """The message without None values, with its content joined to one text, as templates of text models expect."""
+    """The message with its content joined to one text, as templates of text models expect.
+
+    Left out are None values and an empty list of tool calls, which some templates take for an answer that only calls.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
     content = message.get("content")
@@ -130,7 +133,10 @@ def _message(message: Any) -> dict[str, Any]:
         content = "\n".join(_text_of(part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(f"the content of a message must be text or a list of text parts, got {quoted(message)}")
-    return {name: value for name, value in {**message, "content": content}.items() if value is not None}
+    fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    return fields
 
 
 def _text_of(part: Any) -> str:
