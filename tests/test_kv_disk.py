@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt, watch_layerwise
 from fast import fast_only
@@ -28,13 +31,15 @@ from test_ordering import order_calls, without_call
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
+from nanovllm.config import EngineConfig
 from nanovllm.device import ordering
 from nanovllm.device.ordering import OrderingError
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
-from nanovllm.features.kv_disk import kept_in, loading, part, store, under_way, verify
+from nanovllm.features.kv_disk import engine, kept_in, loading, part, store, under_way, verify
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk import writing as writing_module
+from nanovllm.features.kv_disk.engine import library_versions
 from nanovllm.features.kv_disk.identity import code_files
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
@@ -118,6 +123,33 @@ def test_the_engines_code_is_in_the_key(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in code_files(tmp_path)]
     assert found == ["ops/kernels.so", "ops/rows.py", "ops/tuned/some-gpu.json"]
+
+
+def test_libraries_of_a_gpu_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles the engine's kernels: another version may order their sums otherwise. A module's package may
+    have another name.
+    """
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert library_versions() == []
+    for package, module, number in (("triton", "triton", "3.6"), ("flash-attn-3", "flash_attn_interface", "3.0")):
+        info = tmp_path / f"{package.replace('-', '_')}-{number}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
+        (info / "top_level.txt").write_text(module)
+    assert library_versions() == [("flash-attn-3", "3.0"), ("triton", "3.6")]
+    described = SimpleNamespace(
+        kv_cache=SimpleNamespace(
+            pools=SimpleNamespace(layout=MagicMock(groups=[]), resident=SimpleNamespace(dtype=torch.float16))
+        ),
+        device=SimpleNamespace(torch_device=torch.device("cuda")),
+        spec=SimpleNamespace(hardest_head_dim=64),
+        dtype=torch.float16,
+    )
+    monkeypatch.setattr(engine, "select_backend", lambda *_: SimpleNamespace(name="Triton"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    facts = engine._facts(EngineConfig(model=str(tmp_path)), described)  # type: ignore[arg-type]
+    assert facts["libraries"] == (torch.version.cuda, library_versions())
 
 
 def test_another_model_of_the_same_shape_finds_nothing(model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from nanovllm.ops.backends import is_chunk_invariant
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 
 KEY_TILE = 128  # of the CPU's attention, counted from a block's start: kTileKeys of csrc/cpu_attention.h
+GPU_MODULES = ("triton", "flash_attn", "flash_attn_interface")  # what `ops` imports on a GPU, where it is installed
 
 logger = logging.getLogger(__name__)
 
@@ -107,4 +109,12 @@ def _facts(config: EngineConfig, runner: ModelRunner) -> Mapping[str, Any]:
     }
     if device.type == "cuda":
         facts["device"] = (torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        facts["libraries"] = (torch.version.cuda, library_versions())
     return facts
+
+
+def library_versions() -> list[tuple[str, str]]:
+    """Of the installed libraries besides torch whose kernels, or whose compiler's, compute on a GPU."""
+    installed = packages_distributions()
+    names = {name for module in GPU_MODULES for name in installed.get(module, ())}
+    return [(name, version(name)) for name in sorted(names)]
