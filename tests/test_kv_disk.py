@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -40,10 +41,12 @@ from nanovllm.features.kv_disk import engine, kept_in, loading, part, store, und
 from nanovllm.features.kv_disk import segments as segments_module
 from nanovllm.features.kv_disk import writing as writing_module
 from nanovllm.features.kv_disk.engine import library_versions
-from nanovllm.features.kv_disk.identity import code_files
+from nanovllm.features.kv_disk.identity import FileDigests, code_files
+from nanovllm.features.kv_disk.inspect import ABOUT, DIGESTS
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
 from nanovllm.features.kv_disk.store import DiskStore
+from nanovllm.features.kv_disk.writing import WriterThread
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.kvcache import pools
 from nanovllm.outputs import RequestOutput
@@ -738,6 +741,33 @@ def test_a_killed_process_leaves_what_can_be_used(
         found = run(model, tmp_path)
         assert numbers(found) == written[1]
     assert found.metrics.cached_tokens_disk == 768
+
+
+@pytest.mark.parametrize("name", [ABOUT, DIGESTS])
+def test_a_kill_while_a_small_file_is_written_leaves_no_part_of_it(tmp_path: Path, name: str) -> None:
+    """Of a killed process a draft stays, until another one writes the file much later."""
+
+    def write() -> None:
+        if name == DIGESTS:
+            FileDigests(tmp_path).of([Path(__file__)])
+            return
+        reader, failed = SegmentReader(tmp_path), list[Exception]()
+        writer = WriterThread(
+            SegmentWriter(tmp_path, 8000), reader, {"model": "m", "rank": 0, "ranks": 1}, lambda _: None, failed.append
+        )
+        writer.put((bytes(32), 0), torch.zeros(9, dtype=torch.uint8))
+        assert writer.close() == 0 and not failed
+
+    if (child := os.fork()) == 0:
+        json.dump = lambda *_: os._exit(7)
+        write()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    drafts = [path for path in tmp_path.iterdir() if path.name.startswith(name)]
+    assert len(drafts) == 1 and not (tmp_path / name).exists()
+    os.utime(drafts[0], (0, 0))
+    write()
+    assert json.loads((tmp_path / name).read_text()) and not drafts[0].exists()
 
 
 @pytest.mark.slow

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.features.kv_disk.drafts import replace_json
 from nanovllm.features.kv_disk.inspect import DIGESTS
 from nanovllm.features.kv_disk.records import KEY_BYTES
 
@@ -105,12 +104,5 @@ class FileDigests:
 
     def _keep(self, known: dict[str, str]) -> None:
         """Replace the file at once, so that another process reads the old or the new one; a failure only costs time."""
-        draft = self._path.with_name(f"{DIGESTS}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(fd, "w") as file:
-                json.dump(known, file)
-            os.replace(draft, self._path)
-        except OSError:
-            with suppress(OSError):  # a read-only file system refuses this too
-                draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            replace_json(self._path, known)

@@ -53,7 +53,8 @@ def remove(root: str | Path) -> int:
     for each in kept_in(root):
         size += each.size
         shutil.rmtree(each.path)
-    (Path(root) / DIGESTS).unlink(missing_ok=True)
+    for path in Path(root).glob(f"{DIGESTS}*"):  # and drafts of it
+        path.unlink(missing_ok=True)
     return size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanovllm.features.kv_disk.drafts import replace_json
 from nanovllm.features.kv_disk.inspect import ABOUT
 from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter
@@ -84,9 +84,7 @@ class WriterThread:
         """Returns False if the record is larger than the space. Raises OSError."""
         about = self._writer.directory / ABOUT
         if not about.exists():
-            fd = os.open(about, os.O_WRONLY | os.O_CREAT, 0o600)
-            with open(fd, "w") as file:
-                json.dump(self._about, file)
+            replace_json(about, self._about)
         place = self._writer.append(name, content)
         if place is not None:
             self._reader.add(*place)
