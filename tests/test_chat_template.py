@@ -68,7 +68,6 @@ def test_an_empty_list_of_tool_calls_is_left_out(tokenizer: HuggingFaceTokenizer
     assert answer["tool_calls"] == [], "the caller's message is unchanged"
 
 
-
 @pytest.mark.parametrize("content", ["It goes on ", "  It\n\n"])
 @pytest.mark.parametrize("name", ["plain", "whitespace"])
 def test_an_open_message_ends_where_transformers_ends_it(

@@ -118,9 +118,7 @@ class Serving:
         return response
 
 
-async def _events(
-    streams: Sequence[RequestStream], envelope: Envelope, answer: Answer
-) -> AsyncGenerator[bytes, None]:
+async def _events(streams: Sequence[RequestStream], envelope: Envelope, answer: Answer) -> AsyncGenerator[bytes, None]:
     async with aclosing(_outputs(streams)) as outputs:
         async for number, output in outputs:
             envelope.count(number, _checked(output))
