@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ class Features:
         return self.near_the_cpu(path, bound)
 
     def gguf(self, kind: str) -> str:
+        if find_spec("gguf") is None:
+            return "skipped: the package gguf is not installed"
         return self.near_the_cpu(write_gguf(self.plain, self.directory / f"{kind}.gguf", kind), BOUND)
 
     def experts(self) -> str:

@@ -16,6 +16,7 @@ import datetime
 import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -47,11 +48,16 @@ TINY = ("--device", "cpu", "--model", MODEL, "--num-layers", "2", "--dtype", "fl
 TINY_RUN = (*TINY, "--max-num-batched-tokens", "128", "--output-len", "5", "--warmup", "0", "--repeats", "1")
 EIGHT_BITS = ("--kv-cache-dtype", "fp8_e4m3", "--against", "model-dtype")
 XDIST = importlib.util.find_spec("xdist") is not None
+CUDA_MARKS = re.compile(r"pytest\.mark\.cuda|TRITON_MARKS")
+# Files with tests for a GPU. Others may need packages that are not there.
+CUDA_TESTS = tuple(
+    str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/test_*.py")) if CUDA_MARKS.search(path.read_text())
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process. `dry`: additional arguments of a dry run, which override the others."""
+    """One process. `dry`: additional arguments of a dry run, which override the others; `on_gpu`: of any other run."""
 
     name: str
     command: tuple[str, ...]  # arguments of Python
@@ -59,10 +65,11 @@ class Part:
     likely: int = 1  # expected seconds: the part does not start with less time left
     dry: tuple[str, ...] = ()
     figures: bool = True  # takes --output-json
+    on_gpu: tuple[str, ...] = ()
 
     def arguments(self, dry: bool, model: Path, figures: Path) -> list[str]:
         """Of Python."""
-        options = [*self.command, *(self.dry if dry else ())]
+        options = [*self.command, *(self.dry if dry else self.on_gpu)]
         written = ["--output-json", str(figures)] if self.figures else []
         return [str(model) if option == MODEL else option for option in [*options, *written]]
 
@@ -110,6 +117,7 @@ PARTS = (
         420,
         120,
         (*(("-n", "0") if XDIST else ()), "tests/test_sgdma.py"),
+        on_gpu=CUDA_TESTS,
         figures=False,
     ),
     Part(

@@ -56,7 +56,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize_rows_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`quantize_rows` in plain torch, for x of any shape `[..., head_dim]`."""
     wide = x.float()
-    scale = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
+    largest = wide.new_full((), LARGEST[dtype])  # on a GPU torch multiplies with the reciprocal of a Python number
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / largest).clamp_(min=torch.finfo(torch.float32).tiny)
     elements = (wide / scale).nan_to_num_()
     if dtype == torch.int8:
         elements = elements.round_()
