@@ -103,6 +103,15 @@ def test_every_row_is_written_once_whenever_the_process_is_killed(
     assert sorted(indices) == list(range(num_rows))
 
 
+def test_no_part_replaces_another(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    for index, number in enumerate((999_999, 1_000_000)):
+        (tmp_path / f"part-{number}.jsonl").write_text(f'{{"row_index": {index}, "error": null}}\n')
+    with opened(tmp_path) as directory:
+        directory.add(row(2), result(2))
+    assert sorted(line["row_index"] for line in written(tmp_path)) == [0, 1, 2]
+
+
 def refused(path: Path, sentence: str, job: dict[str, Any] = JOB, resume: bool = True) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ResultDirectory(str(path), "jsonl", None).open(job, resume)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.apps.batch.inputs import open_inputs
 from nanovllm.apps.batch.router import prefix_hashes
 from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.errors import RequestError
@@ -43,6 +45,12 @@ def test_bad_rows(case: str) -> None:
     columns, sentence = BAD_ROWS[case]
     with pytest.raises(RequestError, match=sentence):
         request(columns)
+
+
+def test_all_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n \nnull')
+    inputs = open_inputs([str(tmp_path)])
+    assert [row.index for row in inputs.rows(lambda index: False, USED_COLUMNS)] == list(range(inputs.count())) == [0, 1]
 
 
 VALUES = st.recursive(
@@ -90,6 +98,8 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "must be text, json_object, or json_schema",
     ),
+    "beside it": ({"prompt": "a"}, {"temperature": 0.5}, "temperature beside a body has no effect: give it in the body"),
+    "logprobs": ({"messages": HELLO, "logprobs": 5}, {}, "logprobs=5: must be true or false"),
     "top_logprobs": ({"messages": HELLO, "top_logprobs": 2}, {}, "top_logprobs needs logprobs=true"),
 }
 

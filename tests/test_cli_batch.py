@@ -92,6 +92,7 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
         "sampling_params": pa.array(
             [None, {"logprobs": 1}, None, {"logprobs": None}], pa.struct([("logprobs", pa.int8())])
         ),
+        "logit_bias": pa.array([[], [(5, 1.0)], None, []], pa.map_(pa.int32(), pa.float32())),
         "when": pa.array([now, None, now, now], pa.timestamp("ns")),
         "blob": pa.array([b"\xff", b"", None, b"x"], pa.binary()),
         "kind": pa.array(["a", "b", "a", None]).dictionary_encode(),
@@ -163,6 +164,19 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
     assert sorted(results(tmp_path / "out")) == [0, 1, 2, 3]
 
 
+def test_a_job_is_the_same_under_other_names(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No row is left, so no model is loaded. vLLM's names mean the same, and so do paths from another directory."""
+    source = write_jsonl(tmp_path / "data.jsonl")
+    command = ["batch", "--model", model, "--input", source, "--output", str(tmp_path / "out"), "--speculative-config"]
+    drafts = '{{"method": "draft_model", "num_speculative_tokens": 2, "model": "{}"}}'
+    monkeypatch.chdir(model)
+    assert main([*command, drafts.format("."), "--kvcache-block-size", "16"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, drafts.format(model), "--resume", "--block-size", "32"]) == 0, capsys.readouterr().err
+
+
 REFUSED = {
     "no file": (["--input", "missing.jsonl"], "--input 'missing.jsonl' does not exist"),
     "another ending": (["--input", "notes.txt"], "the name must end in .jsonl, .ndjson, .parquet"),
@@ -201,7 +215,7 @@ def test_refusals(
 # ---- LLMPredictor, without Ray
 
 
-def test_predictor(model: str) -> None:
+def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pa = pytest.importorskip("pyarrow")
     import numpy
 
@@ -233,6 +247,17 @@ def test_predictor(model: str) -> None:
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     assert predictor(columns)["generated_text"].to_pylist() == texts
+    step, steps = Replica.step, iter(range(1000))
+
+    def interrupted(replica: Replica) -> Any:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return step(replica)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Replica, "step", interrupted)
+        predictor(rows.slice(1))
+    assert predictor(rows.slice(0, 2))["generated_text"].to_pylist() == texts[:2]  # not those of the call that failed
     with pytest.raises(EngineError, match='takes batches of batch_format="pyarrow" or "numpy", got \'list\''):
         predictor([])  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="the batch is no table: "):

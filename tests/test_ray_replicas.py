@@ -1,4 +1,4 @@
-"""Replicas on Ray, without a cluster: whose choice of CPU kernels they take. `test_batch_cluster.py` has the others."""
+"""Replicas on Ray, without a cluster: whose CPU kernels they use, and which GPUs. `test_batch_cluster.py` has the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
 from nanovllm.apps.batch import ray_replicas
-from nanovllm.apps.batch.ray_replicas import RayReplicas, Resources
+from nanovllm.apps.batch.ray_replicas import RayReplicas, Resources, resources_each
 from nanovllm.apps.batch.replica import ReplicaSettings
+from nanovllm.errors import ConfigError
 
 
 class Actor:
@@ -49,3 +50,11 @@ def test_all_replicas_take_over_the_cpu_kernels_of_one(monkeypatch: pytest.Monke
     assert list(replicas.ready()) == [1]
     replicas._replace(0, "lost again")
     assert actors[-1].choice_of is successor  # a call's answer outlives the actor
+
+
+def test_a_replica_takes_a_part_of_a_gpu_or_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}}
+    monkeypatch.setattr(ray_replicas, "ray", SimpleNamespace(nodes=lambda: [node]))
+    assert [resources_each(2, None, gpus, 1).num_gpus for gpus in (None, 0.5, 2)] == [1, 0.5, 2]
+    with pytest.raises(ConfigError, match="--num-gpus 1.5: a replica takes a part of one GPU or a whole number"):
+        resources_each(2, None, 1.5, 1)

@@ -116,22 +116,26 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _count_lines(path: Path) -> int:
+    return sum(1 for _ in _numbered_lines(path))
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are rows: all but blank ones."""
     with path.open("rb") as file:
-        return sum(bool(line.strip()) for line in file)
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if content.strip():
+                yield number, content
 
 
 def _lines(
     path: Path, index: int, is_done: Callable[[int], bool], used_columns: Collection[str]
 ) -> Generator[Row, None, int]:
-    """Yields the rows of a file, and returns the index of the first row after it. Blank lines are no rows."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if not content.strip():
-                continue
-            if not is_done(index):
-                yield _json_row(index, f"{path.name} line {number}", content, used_columns)
-            index += 1
+    """Yields the rows of a file, and returns the index of the first row after it."""
+    for number, content in _numbered_lines(path):
+        if not is_done(index):
+            yield _json_row(index, f"{path.name} line {number}", content, used_columns)
+        index += 1
     return index
 
 
@@ -190,9 +194,10 @@ def python_row(table: pyarrow.RecordBatch | pyarrow.Table, index: int) -> dict[s
 
 def _as_python(value: Any) -> Any:
     """The value of a cell; a map, which has pairs, as a dict."""
+    import pyarrow
+
     found = value.as_py()
-    is_map = isinstance(found, list) and bool(found) and all(type(pair) is tuple for pair in found)
-    return _without_nulls(dict(found) if is_map else found)
+    return _without_nulls(dict(found) if found is not None and pyarrow.types.is_map(value.type) else found)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -74,9 +74,12 @@ def _chat_columns(given: Mapping[str, Any], columns: dict[str, Any], has_max_tok
         columns["max_tokens"] = given["max_completion_tokens"]
     if "max_tokens" not in columns and not has_max_tokens:
         columns["max_tokens"] = None
-    if "top_logprobs" in given and not given.get("logprobs"):
+    wants_logprobs = given.get("logprobs", False)
+    if not isinstance(wants_logprobs, bool):
+        raise RequestError(f"logprobs={quoted(wants_logprobs)}: must be true or false; top_logprobs is their number")
+    if "top_logprobs" in given and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs=true")
-    if given.get("logprobs"):
+    if wants_logprobs:
         columns["logprobs"] = given.get("top_logprobs", 0)
 
 

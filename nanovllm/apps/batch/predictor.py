@@ -75,9 +75,12 @@ class LLMPredictor:
                     requests.append(self._seeded(request, columns.get("id")))
             except RequestError as error:
                 results.append(failed_result(index, str(error)))
-        results += self._replica.add(requests)
-        while self._replica.has_work:
-            results += self._replica.step()
+        try:
+            results += self._replica.add(requests)
+            while self._replica.has_work:
+                results += self._replica.step()
+        finally:
+            self._replica.drop_rows()  # of a call that fails: the next one has other rows with the same indices
         return results
 
     def _seeded(self, request: RowRequest, row_id: object) -> RowRequest:

@@ -83,6 +83,8 @@ def resources_each(num_replicas: int, num_cpus: float | None, num_gpus: float | 
     if num_cpus is None:
         cpus = [int(node.get("CPU", 0)) for node in nodes]
         num_cpus = 1 if num_gpus else cpus_each(cpus, num_replicas)
+    if num_gpus > 1 and num_gpus % 1:
+        raise ConfigError(f"--num-gpus {num_gpus:g}: a replica takes a part of one GPU or a whole number of them")
     wanted = Resources(num_cpus, num_gpus)
     if not any(node.get("CPU", 0) >= num_cpus and node.get("GPU", 0) >= num_gpus for node in nodes):
         have = "; ".join(str(Resources(node.get("CPU", 0), node.get("GPU", 0))) for node in nodes)

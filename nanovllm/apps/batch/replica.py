@@ -35,6 +35,8 @@ class ReplicaSettings:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher': a replica starts its ranks; leave it out"
             )
+        if "output_kind" in self.sampling:
+            raise ConfigError("output_kind: a row has one result, when it has ended; leave it out")
 
 
 class Replica:
@@ -82,6 +84,11 @@ class Replica:
                 raise
             outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
         return [row_result(int(output.request_id), output) for output in outputs if output.finished]
+
+    def drop_rows(self) -> None:
+        """End all rows without results."""
+        self._client.close()
+        self._client = EngineClient(self.llm.engine)
 
     def close(self) -> None:
         """Release the engine."""

@@ -191,7 +191,7 @@ class ResultDirectory:
                     self.done.add(index, failed)
             except (ValueError, TypeError, KeyError, EngineError) as error:
                 raise ConfigError(f"{str(file)!r} is damaged: {told(error)}. Remove it, and --resume") from None
-            self._next_part = int(match[1]) + 1
+            self._next_part = max(self._next_part, int(match[1]) + 1)  # names of seven digits sort before those of six
 
     # ---- writing
 

@@ -20,6 +20,7 @@ from nanovllm.vllm_names import unknown_name
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
 TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("output_kind", "logits_processors"))
+OF_BODIES = ("body", "url", "method")  # the columns of a line of OpenAI's batch files
 OTHERS = ("sampling_params", "cache_salt", "url", "method")
 USED_COLUMNS = frozenset((*PROMPTS, *TEMPLATE_OPTIONS, *SAMPLING, *OTHERS))
 AS_JSON = ("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "structured_outputs", "logit_bias")
@@ -122,6 +123,9 @@ class RowFormat:
                 f"it needs exactly one of the columns {wanted}, and has {' and '.join(prompts) or 'none'}"
             )
         if "body" in given:
+            beside = [name for name in given if name not in OF_BODIES]
+            if beside:
+                raise RequestError(f"{beside[0]} beside a body has no effect: give it in the body")
             given = body_columns(given, self.model_names, self.has_max_tokens)
         return self._checked(row.index, given)
 

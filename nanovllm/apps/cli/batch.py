@@ -36,6 +36,7 @@ from nanovllm.data.progress import WatchSteps
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import ENGINE_ALIASES
 
 if TYPE_CHECKING:
     from nanovllm import KVStats
@@ -145,9 +146,12 @@ def _is_on_cluster(args: argparse.Namespace) -> bool:
 
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """With absolute paths, since workers run in other directories."""
-    given = engine_arguments(args)
-    return given | {name: _absolute(given[name]) for name in PATHS if isinstance(given.get(name), str)}
+    """Under the engine's own names, and with absolute paths, since workers run in other directories."""
+    given = {ENGINE_ALIASES.get(name, name): value for name, value in engine_arguments(args).items()}
+    given |= {name: _absolute(given[name]) for name in PATHS if isinstance(given.get(name), str)}
+    if "model" in (drafts := given.get("speculative_config") or {}):
+        given["speculative_config"] = {**drafts, "model": _absolute(drafts["model"])}
+    return given
 
 
 def _absolute(path: str) -> str:
