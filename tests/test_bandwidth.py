@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cpu_attention_helpers import DeviceOfItsOwn
 
-from nanovllm.device import PitchedCopy
+from nanovllm.device import PitchedCopy, Stream
 from nanovllm.features.cpu_attention.bandwidth import measure_bandwidths
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_cpu_backend, timing
+from nanovllm.ops.attention import AttentionMetadata
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=64, itemsize=2)
 GEOMETRY = AttentionGeometry(scale=1.0, num_heads=4, dtype=torch.bfloat16)
@@ -36,7 +38,46 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     start = time.perf_counter()
     rates = measure_bandwidths(engine, GEOMETRY, backend, backend)
     elapsed = time.perf_counter() - start
-    most = sum(copy.width for copy in copied if copy.width == LAYOUT.block_layer_bytes)
-    assert most == 4 * 16 * LAYOUT.block_layer_bytes, "sixteen layers of blocks are all that the host pool holds"
+    alone = [copy for copy in copied if copy.width == LAYOUT.block_layer_bytes and copy.dst.dim() == 4]
+    assert len(alone) == 4 * 16, "sixteen layers of blocks are all that the host pool holds"
     assert all(16 * LAYOUT.block_layer_bytes / elapsed < rate < 1e13 for rate in (rates.link, rates.host, rates.device))
     assert rates.round_trip > 0 and not rates.one_processor
+
+
+def test_the_launch_of_a_call_is_no_part_of_the_devices_rate(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than a GPU reads the KV: weights would seem to be read slowly, and the CPU to have no time."""
+    now = 0.0
+    launch, rate = 1e-4, 3e12
+
+    class Backend:
+        name = "with a clock of its own"
+
+        def attend(self, q: object, pool: object, table: AttentionMetadata, *_: object) -> None:
+            nonlocal now
+            now += launch + sum(len(seq.block_table) for seq in table.sequences) * LAYOUT.block_layer_bytes / rate
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    rates = measure_bandwidths(engine, GEOMETRY, Backend(), Backend())
+    assert rates.device == pytest.approx(rate, rel=1e-3)
+
+
+def test_the_round_trip_is_measured_while_the_ring_is_loaded(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small copies share the link with loads of whole groups, which they may have to wait for."""
+    submitted: list[tuple[int, int]] = []
+    copy_2d = engine.device.copy_2d
+
+    def watched(copy: PitchedCopy, stream: Stream) -> int:
+        submitted.append((copy.dst.data_ptr() - engine.ring.data_ptr(), copy.width * copy.height))
+        return copy_2d(copy, stream)
+
+    monkeypatch.setattr(engine.device, "copy_2d", watched)
+    backend = select_cpu_backend(LAYOUT.head_dim)
+    measure_bandwidths(engine, GEOMETRY, backend, backend)
+    block, slots = LAYOUT.block_layer_bytes, engine.split.ring_slots
+    loads = [(first * block, engine.group_slots * block) for first in range(0, slots, engine.group_slots)]
+    assert submitted[-len(loads) - 2 : -2] == loads
+    assert [num_bytes for _, num_bytes in submitted[-2:]] == [4096, 4096]
