@@ -392,6 +392,22 @@ def test_running_requests_do_not_wait_for_a_look_at_the_directory(
     assert (ended["stored"].metrics.cached_tokens_disk, numbers(ended["stored"])) == (768, written[1])
 
 
+def test_a_look_at_the_directory_does_not_wait_for_records_that_are_read(
+    model: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that comes while another one loads more records than there are threads."""
+    monkeypatch.setattr(loading, "THREADS", 2)
+    monkeypatch.setattr(store, "SCAN_SECONDS", 60.0)
+    monkeypatch.setattr(under_way, "PATIENCE_SECONDS", 60.0)
+    with LLM(model, dtype="float32", device="cpu", kv_cache_dir=tmp_path / "kv", **RESIDENT) as llm:
+        llm.engine.add_request("stored", None, PARAMS, PROMPT)
+        llm.engine.step()
+        llm.engine.add_request("other", None, PARAMS, random_prompt(300, VOCAB, 9))
+        (found,) = (output for _ in range(60) for output in llm.engine.step() if output.finished)
+        assert found.request_id == "other" and llm.metrics().loading_requests == 1
+        gate.set()
+
+
 def test_a_loading_request_is_aborted(
     model: Path, written: tuple[Path, Any], tmp_path: Path, gate: threading.Event
 ) -> None:

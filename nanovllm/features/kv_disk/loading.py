@@ -105,38 +105,25 @@ class RunningRead:
             self._progressed()
 
 
-class Reads:
-    """The threads, which start with the first work for them.
+class DiskThreads:
+    """Threads that wait for the disk, up to `most` of them. They start with the first work for them."""
 
-    read: reads a record into memory and returns what is wrong with it, or None. begin_thread: called in each thread.
-    """
-
-    def __init__(
-        self, read: Callable[[Name, Sequence[memoryview]], str | None], begin_thread: Callable[[], None]
-    ) -> None:
-        self.changed = threading.Condition()
-        self._read = read
+    def __init__(self, name: str, most: int, begin_thread: Callable[[], None] = lambda: None) -> None:
+        """begin_thread: called in each thread."""
+        self._name = name
+        self._most = most
         self._begin_thread = begin_thread
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._meter = BusyMeter()
-
-    def start(self, running: RunningRead) -> None:
-        for record in running.records:
-            self.submit(partial(self._read_record, running, record))
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Let a thread do other work with the disk too. It raises nothing."""
+        """Let a thread do work that raises nothing."""
         self._queue.put(work)
-        if len(self._threads) < THREADS:
+        if len(self._threads) < self._most:
             # A daemon: a disk that does not answer must not keep the process from ending.
-            thread = threading.Thread(target=self._run, name="kv-disk-reader", daemon=True)
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
-
-    def busy(self) -> Busy:
-        """Bytes read so far, and the time during which something was read."""
-        return self._meter.read()
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
@@ -151,6 +138,29 @@ class Reads:
         self._begin_thread()
         while (work := self._queue.get()) is not None:
             work()
+
+
+class Reads(DiskThreads):
+    """The threads that read records.
+
+    read: reads a record into memory and returns what is wrong with it, or None.
+    """
+
+    def __init__(
+        self, read: Callable[[Name, Sequence[memoryview]], str | None], begin_thread: Callable[[], None]
+    ) -> None:
+        super().__init__("kv-disk-reader", THREADS, begin_thread)
+        self.changed = threading.Condition()
+        self._read = read
+        self._meter = BusyMeter()
+
+    def start(self, running: RunningRead) -> None:
+        for record in running.records:
+            self.submit(partial(self._read_record, running, record))
+
+    def busy(self) -> Busy:
+        """Bytes read so far, and the time during which something was read."""
+        return self._meter.read()
 
     def _read_record(self, running: RunningRead, record: Record) -> None:
         wrong = None

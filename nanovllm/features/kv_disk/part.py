@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.data.memory_checks import gib
 from nanovllm.errors import told
 from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
-from nanovllm.features.kv_disk.loading import Reads, Record, RunningRead
+from nanovllm.features.kv_disk.loading import DiskThreads, Reads, Record, RunningRead
 from nanovllm.features.kv_disk.messages import (
     OPENING,
     Begin,
@@ -96,6 +96,7 @@ class StorePart:
         self._report = report
         self._states = len(copier.pools.layout.groups)  # the group of records of states
         self._reads = Reads(self._read, copier.begin_thread)
+        self._directory = DiskThreads("kv-disk-directory", 1)  # a look does not wait for records that are being read
         self._running: dict[int, RunningRead] = {}
         self._held: dict[int, tuple[Name, Tensor]] = {}  # states, by sequence
         self._space = 0
@@ -128,16 +129,17 @@ class StorePart:
     def close(self) -> None:
         """End reading, write what was handed over, and end the threads. Safe to call twice."""
         self._cancel_all()
+        self._directory.close()
         self._reads.close()
         left = 0 if self._writer is None else self._writer.close()
         if left:
             self._report(Warned(f"{left} bytes are not written", "the disk is too slow"))
         self._report(Closed())
 
-    # ---- the directory, in the readers' threads
+    # ---- the directory, in a thread of its own
 
     def _submit(self, work: int, do: Callable[[Pulse], None]) -> None:
-        """Let a thread do it, and report the end."""
+        """Let that thread do it, and report the end."""
 
         def run() -> None:
             wrong = None
@@ -147,7 +149,7 @@ class StorePart:
                 wrong = str(error) if isinstance(error, OSError) else told(error)
             self._report(Ended(work, wrong))
 
-        self._reads.submit(run)
+        self._directory.submit(run)
 
     def _open(self, goes_on: Pulse) -> None:
         """Describe this rank. The first engine of a model reads all its weights for their digest."""

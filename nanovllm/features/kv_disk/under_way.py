@@ -10,7 +10,8 @@ PATIENCE_SECONDS = 10.0  # without news of the oldest work; after that nothing i
 class UnderWay:
     """The work of each part that has begun and not ended.
 
-    A part takes its work in order. So the oldest goes on, unless a call to the disk does not return.
+    A part takes its reads in order, and its looks at the directory beside them. So the oldest goes on, unless a call to
+    the disk does not return.
     """
 
     def __init__(self, num_parts: int) -> None:
