@@ -179,9 +179,14 @@ def test_rope_is_scaled_as_the_file_says(tmp_path: Path, kind: str) -> None:
     scaling: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": rope["factor"]}
     if kind == "yarn":
         scaling["llama.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    scaling["llama.rope.scale_linear"] = 77.0  # the older name of the factor, which then does not count
     factors = rope_factors(16, rope) if kind == "llama3" else None
     changes = {} if factors else scaling
-    check_tokens(write_gguf(tmp_path / "model.gguf", model, changes=changes, factors=factors), model)
+    path = write_gguf(tmp_path / "model.gguf", model, changes=changes, factors=factors)
+    check_tokens(path, model)
+    if not factors:
+        write_gguf(path, model, changes=changes, factors=[1.0] * 8)
+        assert f"beside rope.scaling.type={kind!r} is not supported" in refusal(lambda: LLM(path))
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
@@ -242,6 +247,7 @@ def test_tokenizer_template_and_defaults_come_from_the_file(tiny: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
+    "a factor of attention": ({"qwen3.rope.scaling.attn_factor": 1.5}, "attn_factor=1.5 is supported with yarn alone"),
     "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change what"),
     "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),

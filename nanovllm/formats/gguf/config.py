@@ -32,9 +32,9 @@ SIZES = {  # the key without the architecture, and the field of config.json
 MLP_SIZE, EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
 ROTATED = "rope.dimension_count"
 HEAD_KEYS = ("attention.head_count_kv", "attention.key_length", "attention.value_length", ROTATED)
-ROPE_KEYS = {
-    "rope.scaling.factor": "factor",
+ROPE_KEYS = {  # of two that mean the same, the later one counts
     "rope.scale_linear": "factor",
+    "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
@@ -168,19 +168,23 @@ def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
             found[field] = value
     kind = header.get(f"{name}.rope.scaling.type", TEXT)
     if kind is None:
-        kind = "linear" if found.get("factor", 1) != 1 else "none"
-    if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": found["rope_theta"]}}
-    if kind not in ("linear", "yarn"):
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn"):
         raise ModelError(
             f"{header.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
         )
+    if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
+        kind, found = "default", {"rope_theta": found["rope_theta"]}
+    if kind != "default" and ROPE_FACTORS in header.tensors:
+        raise ModelError(f"{header.path}: {ROPE_FACTORS} beside rope.scaling.type={quoted(kind)} is not supported.")
+    given = [header.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
+    factor = next((value for value in given if value is not None), 1)
     if kind == "yarn":
         found.setdefault("original_max_position_embeddings", positions)
-        given = [header.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
-        factor = next((value for value in given if value is not None), None)
-        if factor is not None and found.get("factor"):  # llama.cpp multiplies the paper's factor by this
+        if factor != 1 and found.get("factor"):  # llama.cpp multiplies the paper's factor by this
             found["attention_factor"] = factor * (0.1 * math.log(max(found["factor"], 1)) + 1)
+    elif factor != 1:
+        raise ModelError(f"{header.path}: {name}.{ATTENTION_FACTORS[0]}={factor} is supported with yarn alone.")
     return {"rope_parameters": {"rope_type": kind, **found}}
 
 
