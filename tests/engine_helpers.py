@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -65,7 +66,7 @@ class NumberedAdapters:
     """The adapter that a number names is that number."""
 
     def find(self, lora_request: Any) -> Adapter:
-        return Adapter(lora_request, lora_request, ())
+        return Adapter(lora_request, lora_request, Path(), ())
 
 
 def adapter_salt(adapter: int | None) -> bytes:

@@ -172,9 +172,12 @@ def test_the_salt_is_in_the_key_and_a_shared_start_is_found(model: Path, tmp_pat
         assert numbers(found) == numbers(run(model, None, prompt))
 
 
-def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     built = make_checkpoint(tmp_path / "model", seed=3, max_positions=2048)
-    adapters = [make_adapter(tmp_path / f"a{index}", built, 1, seed=index) for index in (1, 2)]
+    for index in (1, 2):
+        make_adapter(tmp_path / f"a{index}", built, seed=index)
+    adapters = [LoRARequest("mine", 1, f"~/a{index}") for index in (1, 2)]
 
     def ask(directory: Path | None, adapter: LoRARequest) -> RequestOutput:
         llm = LLM(

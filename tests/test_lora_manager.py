@@ -1,10 +1,13 @@
-"""Adapters on the device: after interrupted loads, and the stream that writes their tables."""
+"""Adapters found in several threads, and on the device: after interrupted loads, and the stream of their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from nanovllm.data.batch import Adapter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.weights import PackedAdapter, read_packed
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -56,6 +60,38 @@ def test_an_interrupted_load_leaves_its_slot_free(setup: Setup, monkeypatch: pyt
             manager.begin_step(setup.adapters[1:2])
     assert manager.begin_step(setup.adapters[1:3]) == {}
     assert sorted(manager.on_device) == [2, 3]
+
+
+def test_adapters_found_in_several_threads_have_numbers_of_their_own(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Barrier(NUM_ADAPTERS)
+
+    def made(*fields: Any) -> Adapter:
+        with suppress(BrokenBarrierError):
+            together.wait(0.2)
+        return Adapter(*fields)
+
+    monkeypatch.setattr("nanovllm.features.lora.adapter_files.Adapter", made)
+    registry = AdapterRegistry(setup.model.spec, 16)
+    with ThreadPoolExecutor(NUM_ADAPTERS) as pool:
+        found = list(pool.map(registry.find, [adapter.request for adapter in setup.adapters]))
+    assert {adapter.number for adapter in found} == {1, 2, 3}
+
+
+def test_files_that_change_while_they_are_read_are_not_used(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be of two adapters, and are not the content that the number stands for."""
+    manager, adapter = LoRAManager(setup.model, setup.config), setup.adapters[0]
+    config = adapter.directory / "adapter_config.json"
+
+    def read(*arguments: Any) -> PackedAdapter:
+        config.write_text(config.read_text() + " ")
+        return read_packed(*arguments)
+
+    monkeypatch.setattr("nanovllm.features.lora.manager.read_packed", read)
+    (error,) = manager.begin_step([adapter]).values()
+    assert "have changed since the request was added: send it again" in error
+    assert not manager.on_host and not manager.on_device
 
 
 def test_the_manager_is_made_on_the_compute_stream(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "r": 2,
         "lora_alpha": 4,
         "target_modules": ["k_proj", "o_proj", "up_proj"],
-        "rank_pattern": {"o_proj": 5, "^model.layers.1.mlp.up_proj": 7},
+        "rank_pattern": {"^o_proj": 9, "o_proj": 5, "^model.layers.1.mlp.up_proj": 7},
         "alpha_pattern": {"k_proj": 3},
     },
     "one layer": {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "not in all layers": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "exclude_modules": ["layers.0.self_attn.q_proj"],
+        "layers_to_transform": [],
+    },
     "by a pattern": {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.[01]\.(self_attn\.o|mlp\.down)_proj"},
 }
 
@@ -61,7 +68,7 @@ def test_the_tokens_are_those_of_peft(family: str, engine: dict[str, Any], tmp_p
         requests.append(LoRARequest(name, number, str(tmp_path / name)))
         expected.append([greedy_reference(adapted, prompt, 12) for prompt in prompts])
     assert all(found != expected[0] for found in expected[1:])
-    with LLM(tmp_path / "model", device="cpu", enable_lora=True, max_loras=6, **engine) as llm:
+    with LLM(tmp_path / "model", device="cpu", enable_lora=True, max_loras=len(ADAPTERS), **engine) as llm:
         adapters = [request for request in requests for _ in prompts]
         outputs = llm.generate(prompts * len(requests), greedy(12), use_tqdm=False, lora_request=adapters)
     assert [output.outputs[0].token_ids for output in outputs] == [tokens for each in expected for tokens in each]

@@ -118,6 +118,8 @@ def test_requests_that_name_no_adapter(llm: LLM, model: tuple[Path, PreTrainedMo
     check_refused(llm, 5, "lora_request=5: must be a LoRARequest")
     check_refused(llm, {"lora_name": "a"}, "lora_request={'lora_name': 'a'}: must be a LoRARequest")
     check_refused(llm, LoRARequest("a", 77, str(tmp_path / "none")), "none is not a directory")
+    check_refused(llm, LoRARequest("a", 77, "a" * 300), "aaa is not a directory")
+    check_refused(llm, LoRARequest("a", 77, "~nobody-of-this-name"), "used: '~nobody-of-this-name' is not a path")
     llm.generate([1], greedy(1), use_tqdm=False, lora_request=LoRARequest("a", 78, path))
     other = str(write_adapter(tmp_path / "b", adapter_tensors(model[1], ["q_proj"])))
     check_refused(llm, LoRARequest("b", 78, other), "lora_int_id=78 of 'b' belongs to the adapter in ")

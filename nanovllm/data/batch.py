@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -20,11 +21,13 @@ class Adapter:
     """One content of the files of an adapter.
 
     number: its identity within an engine, from 1; other content has another number. request: the `LoRARequest` that
-    names it. stamp: sizes and times of its files, by which an executor recognises the content.
+    names it. directory: where its files are. stamp: sizes and times of the files, by which an executor recognises the
+    content.
     """
 
     number: int
     request: Any
+    directory: Path
     stamp: tuple[int, ...]
 
 

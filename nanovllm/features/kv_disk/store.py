@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Protocol
 
 from nanovllm.data.batch import Adapter, BlockMove, StateMove
@@ -482,9 +481,8 @@ def _end_key(key: bytes, begin: int) -> bytes:
 
 def adapter_digest(adapter: Adapter) -> bytes | None:
     """Of the bytes of an adapter's files; None if they have changed since the adapter was found."""
-    directory = Path(adapter.request.lora_path)
     try:
-        found = digest(*(file_digest(directory / name) for name in (CONFIG, WEIGHTS)))
-        return found if stamp_of(directory) == adapter.stamp else None
+        found = digest(*(file_digest(adapter.directory / name) for name in (CONFIG, WEIGHTS)))
+        return found if stamp_of(adapter.directory) == adapter.stamp else None
     except Exception:  # whatever is wrong with the files, the request itself will say
         return None

@@ -6,7 +6,9 @@ What would change the meaning of the low-rank additions is refused by name.
 from __future__ import annotations
 
 import math
+import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from nanovllm.data import json_fields as rules
 from nanovllm.data.batch import Adapter
 from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, checked_fields, read_json_object
-from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
+from nanovllm.errors import ConfigError, ModelError, RequestError, quoted, told
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.formats.checkpoint import StoredTensor, headers
 from nanovllm.layers.linear_method import FLOATS
@@ -58,8 +60,8 @@ WITHOUT_EFFECT = frozenset(
 class AdapterConfig:
     """What determines an adapter's numbers, besides its tensors.
 
-    targets: names of modules, or the ends of names; None if a pattern chose them. layers: None for all. The patterns
-    give the rank or alpha of modules by their name or its end.
+    targets: names of modules, or the ends of names; None if patterns or exclude_modules chose them too. layers: None
+    for all. The patterns give the rank or alpha of modules by their name or its end, or after ^ by their name alone.
     """
 
     rank: int
@@ -79,7 +81,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Whether the config names the module; False if a pattern chose the modules."""
+        """Whether the config says that there are tensors of the module; False if it does not say so of any."""
         layer = int(module.split(".")[2])
         in_layers = self.layers is None or layer in self.layers
         return in_layers and any(_names(target, module) for target in self.targets or ())
@@ -125,6 +127,7 @@ class AdapterRegistry:
         self._max_lora_rank = max_lora_rank
         self._known: dict[tuple[str, tuple[int, ...]], Adapter] = {}
         self._paths: dict[int, str] = {}  # by lora_int_id
+        self._lock = threading.Lock()  # requests are made in any thread
 
     def find(self, lora_request: object) -> Adapter:
         """The adapter of a `LoRARequest`. Raises RequestError."""
@@ -133,13 +136,14 @@ class AdapterRegistry:
                 f"lora_request={quoted(lora_request)}: must be a LoRARequest of nanovllm.features.lora.request, or None"
             )
         try:
-            return self._find(lora_request)
+            with self._lock:
+                return self._find(lora_request)
         except (ModelError, ConfigError) as error:  # ConfigError: the file cannot be mapped
             sentence = str(error).removesuffix(".")
             raise RequestError(f"the adapter {quoted(lora_request.lora_name)} cannot be used: {sentence}") from error
 
     def _find(self, lora_request: LoRARequest) -> Adapter:
-        path = Path(lora_request.lora_path).expanduser().resolve()
+        path = _resolved(lora_request.lora_path)
         stamp = stamp_of(path)
         other = self._paths.get(lora_request.lora_int_id, str(path))
         if other != str(path) and not lora_request.load_inplace:
@@ -150,15 +154,22 @@ class AdapterRegistry:
         found = self._known.get((str(path), stamp))
         if found is None:
             read_adapter(path, self._spec, self._max_lora_rank)
-            found = Adapter(len(self._known) + 1, lora_request, stamp)
+            found = Adapter(len(self._known) + 1, lora_request, path, stamp)
             self._known[str(path), stamp] = found
         self._paths[lora_request.lora_int_id] = str(path)
         return replace(found, request=lora_request)
 
 
+def _resolved(path: str) -> Path:
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # such as ~ before the name of an unknown user
+        raise ModelError(f"{quoted(path)} is not a path: {told(error)}.") from error
+
+
 def stamp_of(directory: Path) -> tuple[int, ...]:
     """Sizes, times and inodes of an adapter's files, which change with their content. Raises ModelError."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ModelError(f"{directory} is not a directory: give the local directory of an adapter in PEFT's format.")
     stamp: list[int] = []
     for name in (CONFIG, WEIGHTS):
@@ -168,6 +179,12 @@ def stamp_of(directory: Path) -> tuple[int, ...]:
             raise ModelError(f"{directory} has no {name}: save it with PEFT's save_pretrained().") from None
         stamp += (found.st_size, found.st_mtime_ns, found.st_ino)
     return tuple(stamp)
+
+
+def check_unchanged(adapter: Adapter) -> None:
+    """Raise ModelError if the files are not those that the adapter was found with any more."""
+    if stamp_of(adapter.directory) != adapter.stamp:
+        raise ModelError(f"the files in {adapter.directory} have changed since the request was added: send it again.")
 
 
 def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> AdapterFiles:
@@ -206,12 +223,13 @@ def _read_config(path: Path) -> AdapterConfig:
             )
     targets, layers = found.get("target_modules"), found.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
+    says_all = isinstance(targets, list) and not content.get("exclude_modules")
     return AdapterConfig(
         rank=found["r"],
         alpha=found["lora_alpha"],
         use_rslora=bool(found.get("use_rslora")),
-        targets=targets if isinstance(targets, list) else None,
-        layers=frozenset(layers) if layers is not None else None,
+        targets=targets if says_all else None,
+        layers=frozenset(layers) if layers else None,
         rank_pattern=_pattern(path, "rank_pattern", found, RANK),
         alpha_pattern=_pattern(path, "alpha_pattern", found, ALPHA),
     )
@@ -219,9 +237,9 @@ def _read_config(path: Path) -> AdapterConfig:
 
 def _pattern(path: Path, name: str, found: Mapping[str, Any], rule: Field) -> dict[str, Any]:
     """A pattern by plain names. PEFT takes regular expressions, of which these are the ones that it writes itself."""
-    pattern = {key.removeprefix("^"): value for key, value in (found.get(name) or {}).items()}
+    pattern = found.get(name) or {}
     for key in pattern:
-        if not re.fullmatch(r"\w+(\.\w+)*", key):
+        if not re.fullmatch(r"\^?\w+(\.\w+)*", key):
             raise ModelError(f"{path}: {name} has {quoted(key)}: not supported: only names of modules are read.")
     return checked_fields(f"{path}: {name}", pattern, dict.fromkeys(pattern, rule))
 
@@ -232,8 +250,8 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
 
 
 def _names(name: str, module: str) -> bool:
-    """Whether `name` is the module's, or whole parts of its end."""
-    return module == name or module.endswith(f".{name}")
+    """Whether `name` is the module's, which it may say with ^, or whole parts of its end."""
+    return module == name.removeprefix("^") or module.endswith(f".{name}")
 
 
 def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> None:

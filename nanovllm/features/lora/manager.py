@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapter
 from nanovllm.errors import ConfigError, ModelError, told
-from nanovllm.features.lora.adapter_files import read_adapter, stamp_of
+from nanovllm.features.lora.adapter_files import check_unchanged, read_adapter
 from nanovllm.features.lora.weights import AdapterWeights, PackedAdapter, batch_parts, read_packed
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.memory.adapters import most_elements
@@ -106,13 +105,13 @@ class LoRAManager:
     def _packed(self, adapter: Adapter) -> PackedAdapter:
         """The adapter in host memory, read from its files if it is not there. Raises ModelError."""
         if adapter.number not in self.on_host:
-            directory = Path(adapter.request.lora_path).expanduser().resolve()
-            if stamp_of(directory) != adapter.stamp:
-                raise ModelError(f"the files in {directory} have changed since the request was added: send it again.")
-            files = read_adapter(directory, self._model.spec, self._max_lora_rank)
+            check_unchanged(adapter)
+            files = read_adapter(adapter.directory, self._model.spec, self._max_lora_rank)
             while len(self.on_host) >= self._max_cpu_loras:
                 self.on_host.popitem(last=False)
-            self.on_host[adapter.number] = read_packed(files, self._model)
+            packed = read_packed(files, self._model)
+            check_unchanged(adapter)  # while they were read
+            self.on_host[adapter.number] = packed
             self.num_reads += 1
         self.on_host.move_to_end(adapter.number)
         return self.on_host[adapter.number]
