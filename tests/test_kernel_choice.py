@@ -89,6 +89,17 @@ def test_the_environment_overrides_measurement(measured: list[str], monkeypatch:
     assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == len(WORKS)
 
 
+def test_a_pinned_choice_replaces_the_one_that_the_process_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of torchrun has made its own before it knows those of the others."""
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "default")
+    kernel_choice.kernel_choice.cache_clear()
+    own = cpu_kernel_choice().setting
+    other = own.replace(f"packed={instruction_sets()[0]}", "packed=portable")
+    kernel_choice.pin(kernel_choice.agreed([own, other]))
+    assert cpu_kernel_choice().setting == other
+    kernel_choice.kernel_choice.cache_clear()
+
+
 @pytest.mark.slow
 def test_ranks_use_the_choice_of_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

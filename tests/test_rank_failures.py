@@ -7,9 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ from rank_processes import is_running, rank_pids
 from waiting import eventually
 
 from nanovllm import LLM
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.distributed import executor, launch
 
@@ -114,6 +119,45 @@ def test_a_port_that_is_taken_is_refused(model_dir: Path, monkeypatch: pytest.Mo
             LLM(model_dir, **arguments)
         with pytest.raises(ConfigError, match="tensor_parallel_size=3: torchrun has started 2 ranks"):
             LLM(model_dir, **{**arguments, "tensor_parallel_size": 3})
+
+
+def test_others_that_reach_the_port_of_the_engine_are_no_ranks() -> None:
+    with launch.Listener(("127.0.0.1", 0), authkey=b"right") as listener:
+
+        def come() -> None:
+            socket.create_connection(listener.address).close()
+            with suppress(AuthenticationError):
+                Client(listener.address, authkey=b"wrong")
+            Client(listener.address, authkey=b"right").send(1)
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        found = launch._accepted(listener, 1)
+        thread.join()
+    assert list(found) == [1]
+
+
+def test_a_rank_that_torchrun_starts_again_does_not_look_for_the_engine_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun's agent keeps what an earlier attempt has left in it."""
+    store, port = launch.local_store()
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "START_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "_spawn", lambda setup: None)
+    monkeypatch.setattr(launch, "_accepted", lambda listener, count: {1: None})
+
+    def start(rank: int, attempt: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        launch._start_with_torchrun(EngineConfig(model="", tensor_parallel_size=2), None, None, None)  # type: ignore[arg-type]
+
+    start(0, attempt=0)
+    with pytest.raises(ConnectionRefusedError):
+        start(1, attempt=0)  # it has ended
+    with pytest.raises(EngineError, match=r"the first rank.s process has not come within 0\.5 s"):
+        start(1, attempt=1)
+    del store
 
 
 ENGINE = """

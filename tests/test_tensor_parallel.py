@@ -17,8 +17,9 @@ from engines import greedy, greedy_reference, offloaded, random_prompt, token_id
 from fast import fast_only
 from lora_helpers import make_adapter
 from quantized_checkpoints import quantize
-from rank_processes import kept_rank_processes
+from rank_processes import is_running, kept_rank_processes
 from test_gemma4 import LARGE, MIXTURE, SMALL
+from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError
@@ -249,13 +250,37 @@ def test_an_interrupted_step_leaves_the_engine_usable(model_dir: Path) -> None:
         assert token_ids(llm, prompts(40), greedy(5)) == expected
 
 
-def test_a_killed_rank_ends_the_engine(model_dir: Path) -> None:
-    """Last, since the processes of the ranks end with it; `test_rank_failures.py` has the other ways to fail."""
+def test_a_step_that_some_ranks_have_not_got_ends_the_engine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first rank would wait for the other one, and for the step after that one's."""
     with two_ranks(model_dir, **RESIDENT) as llm:
         ranks = llm.engine.executor._ranks  # type: ignore[attr-defined]
-        llm.watch_steps(lambda share: os.kill(ranks[1].process.pid, signal.SIGKILL))
-        start = time.monotonic()
-        with pytest.raises(EngineError, match="rank 1 was killed by signal 9; the engine has ended"):
+
+        def interrupt(message: bytes) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ranks[1].channel, "send_packed", interrupt)
+        with pytest.raises(KeyboardInterrupt):
             token_ids(llm, prompts(40), greedy(5))
+        with pytest.raises(EngineError, match="a message to the ranks was interrupted; the engine has ended"):
+            token_ids(llm, prompts(40), greedy(5))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_engine(rank: int, model_dir: Path) -> None:
+    """The first one while it waits for a logits processor. `test_rank_failures.py` has the other ways to fail."""
+    with two_ranks(model_dir, **RESIDENT) as llm:
+        ranks = llm.engine.executor._ranks  # type: ignore[attr-defined]
+
+        def kill(*given: Any) -> Any:
+            os.kill(ranks[rank].process.pid, signal.SIGKILL)
+            assert eventually(lambda: not is_running(ranks[rank].process.pid))
+            return given[-1]
+
+        if rank == 1:
+            llm.watch_steps(kill)
+        params = greedy(5) if rank == 1 else replace(greedy(5), logits_processors=[kill])
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=f"rank {rank} was killed by signal 9; the engine has ended"):
+            token_ids(llm, prompts(40), params)
         assert time.monotonic() - start < 10
-        assert not any(rank.process.pid and Path(f"/proc/{rank.process.pid}").exists() for rank in ranks)
+        assert not any(each.process.pid and Path(f"/proc/{each.process.pid}").exists() for each in ranks)

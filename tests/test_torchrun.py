@@ -27,9 +27,13 @@ SECONDS = 200
 ENGINE = {"kvcache_block_size": 16, "num_gpu_blocks": 300}
 PROMPT = random_prompt(280, 199, 0)
 SCRIPT = f"""
-import json, os, sys
+import json, os, sys, time
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner
 
+if os.environ["RANK"] == "1":  # which may take longer to end than the first one
+    close = ModelRunner.close
+    ModelRunner.close = lambda self: (time.sleep(3), close(self))
 if __name__ == "__main__":
     ranks = {{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "device": "cpu"}}
     with LLM(sys.argv[1], kv_cache_dir=f"{{sys.argv[1]}}-kv-{{sys.argv[2]}}", **ranks, **{ENGINE}) as llm:

@@ -116,6 +116,12 @@ def agreed(settings: Iterable[str]) -> str:
     return ",".join(f"{work}={isa}" for work, isa in oldest.items())
 
 
+def pin(setting: str) -> None:
+    """Let this process and those that it starts use a setting, also if it has made its own choice before."""
+    os.environ[VARIABLE] = setting
+    kernel_choice.cache_clear()
+
+
 def _parsed(text: str, available: Sequence[str]) -> dict[str, str]:
     found = {}
     for part in text.split(","):

@@ -100,8 +100,9 @@ class TensorParallelExecutor:
         self._check_open()
         if self._interrupted:
             self._result(is_wanted=False)
-        self._send_all(Execute(self._packed(batch), self._on_layer is not None))
+        message = Execute(self._packed(batch), self._on_layer is not None)
         self._interrupted = True
+        self._send_all(message)
         return self._result(is_wanted=True)
 
     def check_health(self) -> None:
@@ -136,8 +137,7 @@ class TensorParallelExecutor:
                     rank.channel.send(None)
             deadline = time.monotonic() + CLOSE_SECONDS
             for rank in self._ranks:
-                if rank.process is not None:
-                    rank.process.join(max(0.0, deadline - time.monotonic()))
+                _wait_for_end(rank, deadline)
         self._end()
 
     # ---- what a feature does in every rank
@@ -171,10 +171,14 @@ class TensorParallelExecutor:
     # ---- messages
 
     def _send_all(self, message: Any) -> None:
-        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank in self._ranks:
-            with suppress(OSError):  # its end is noticed when its answer is awaited
-                rank.channel.send_packed(packed)
+        try:
+            packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            for rank in self._ranks:
+                with suppress(OSError):  # its end is noticed when its answer is awaited
+                    rank.channel.send_packed(packed)
+        except BaseException:  # such as KeyboardInterrupt: some ranks have got the message, others have not
+            self._ended("a message to the ranks was interrupted")
+            raise
 
     def _packed(self, batch: Batch) -> bytes:
         """The batch as the ranks unpickle it, without logits processors, which are kept here."""
@@ -251,7 +255,8 @@ class TensorParallelExecutor:
             if is_wanted:
                 answer = _processed(message.logits, self._kept[message.index])
         finally:
-            rank.channel.send(answer)
+            with suppress(OSError):  # its end is noticed when its next message is awaited
+                rank.channel.send(answer)
 
     # ---- failures
 
@@ -292,6 +297,16 @@ class TensorParallelExecutor:
     def _check_open(self) -> None:
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error.__cause__
+
+
+def _wait_for_end(rank: Rank, deadline: float) -> None:
+    """Wait until a rank that was told to end has ended: one of torchrun would fail if its connection ended before."""
+    if rank.process is not None:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        return
+    while rank.channel.connection.poll(max(0.0, deadline - time.monotonic())):
+        if _received(rank) is None:
+            return
 
 
 def _received(rank: Rank) -> Any | None:

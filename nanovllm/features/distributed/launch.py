@@ -7,8 +7,10 @@ import multiprocessing.process
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
@@ -18,7 +20,7 @@ from torch.multiprocessing import get_context
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, told
-from nanovllm.features.distributed.rank import LOOPBACK, Channel, MakePart, MakeRunner, RankSetup, run_rank
+from nanovllm.features.distributed.rank import LOOPBACK, Channel, MakePart, MakeRunner, RankSetup, of_attempt, run_rank
 from nanovllm.models.spec import DecoderSpec
 
 START_SECONDS = 300.0  # until ranks on other machines have come
@@ -121,7 +123,7 @@ def _start_with_torchrun(
         _become_rank(store, setup)
     key = secrets.token_bytes(32)
     with Listener((host, 0), backlog=setup.size, authkey=key) as listener:
-        store.set(ENGINE_KEY, json.dumps([*listener.address, key.hex()]))
+        of_attempt(store).set(ENGINE_KEY, json.dumps([*listener.address, key.hex()]))
         first = _spawn(setup)
         others = _accepted(listener, setup.size - 1)
     return [first, *((others[index], None) for index in range(1, setup.size))], store
@@ -130,11 +132,15 @@ def _start_with_torchrun(
 def _accepted(listener: Listener, count: int) -> dict[int, Connection]:
     """The connections of the ranks on torchrun's other processes, by rank."""
     found: dict[int, Connection] = {}
-    listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + START_SECONDS
     while len(found) < count:
+        left = max(0.001, deadline - time.monotonic())
+        listener._listener._socket.settimeout(left)  # type: ignore[attr-defined]
         try:
             connection = listener.accept()
             found[connection.recv()] = connection
+        except (AuthenticationError, EOFError, ConnectionError):
+            continue  # no rank: others that reach the port may try it
         except OSError as error:
             raise EngineError(
                 f"of {count} other ranks {len(found)} have come within {START_SECONDS:g} s ({told(error)}): look at "
@@ -145,7 +151,12 @@ def _accepted(listener: Listener, count: int) -> dict[int, Connection]:
 
 def _become_rank(store: dist.TCPStore, setup: RankSetup) -> NoReturn:
     """Serve the engine of the first process until it ends, then end this process."""
-    host, port, key = json.loads(store.get(ENGINE_KEY))
+    try:
+        host, port, key = json.loads(of_attempt(store).get(ENGINE_KEY))
+    except RuntimeError as error:  # of torch.distributed
+        raise EngineError(
+            f"the engine in the first rank's process has not come within {START_SECONDS:g} s: look at its output"
+        ) from error
     connection = Client((host, port), authkey=bytes.fromhex(key))
     connection.send(setup.rank)
     run_rank(connection, setup)

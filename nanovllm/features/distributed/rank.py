@@ -89,11 +89,15 @@ class RankSetup:
         return self.config.tensor_parallel_size
 
     def connect(self, timeout: timedelta) -> dist.Store:
-        """The store of the ranks; with torchrun, those of this attempt. timeout: most that it waits for a value."""
-        store = dist.TCPStore(
-            self.store_host, self.store_port, is_master=False, timeout=timeout, wait_for_workers=False
+        """The store of the ranks. timeout: most that it waits for a value."""
+        return of_attempt(
+            dist.TCPStore(self.store_host, self.store_port, is_master=False, timeout=timeout, wait_for_workers=False)
         )
-        return dist.PrefixStore(f"nanovllm {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def of_attempt(store: dist.Store) -> dist.Store:
+    """The part of torchrun's store that this attempt uses: what an earlier one has left in it is out of date."""
+    return dist.PrefixStore(f"nanovllm {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 # ---- messages over a pipe or a socket: plain pickles, and no tensors shared
@@ -289,8 +293,8 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     torch.set_num_threads(max(1, setup.threads // setup.local_size))
     config = with_device(setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, setup.connect(LOAD_TIME))
-    # Before this process first asks for it: the ranks' sums fit together only with the same instruction sets.
-    os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
+    # The ranks' sums fit together only with the same instruction sets.
+    kernel_choice.pin(kernel_choice.agreed(group.exchange(setup.cpu_kernels)))
     join(config, setup)
     runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
