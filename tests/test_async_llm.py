@@ -198,10 +198,14 @@ def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
     slow_steps(engine, 0.05)
 
     async def pending() -> None:
-        running = [asyncio.ensure_future(collect(engine, "a", params(900))) for _ in range(3)]
+        running = [asyncio.ensure_future(collect(engine, [1], params(900))) for _ in range(3)]
+        read = threading.Event()
+        reading, waiting = (asyncio.ensure_future(engine.in_text_thread(read.wait)) for _ in range(2))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(engine.close)
-        for result in await asyncio.gather(*running, return_exceptions=True):
+        read.set()
+        assert await reading
+        for result in await asyncio.gather(waiting, *running, return_exceptions=True):
             assert isinstance(result, EngineError) and "closed" in str(result)
         for prompt in ([1], "text"):
             with pytest.raises(EngineError, match="closed"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import edit_config
 from cli_helpers import make_model
+from pydantic import ValidationError
 from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
 from test_async_llm import failing_steps
 from tokenizer_files import END as END_TEXT
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, processors
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.batch.openai_rows import SAME
 from nanovllm.apps.server.async_llm import AsyncLLM
-from nanovllm.apps.server.protocol import SamplingFields
+from nanovllm.apps.server.protocol import ChatRequest, SamplingFields
 from nanovllm.apps.server.requests import SAME_NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -364,6 +365,30 @@ def test_refusals_name_the_parameter(engine: AsyncLLM) -> None:
         found = error(engine, path, body)
         assert (found["param"] or "") == param and words in found["message"], found
         assert found["type"] == "invalid_request_error"
+
+
+def test_of_many_errors_a_body_makes_few() -> None:
+    """A million of them, which a body has room for, would hold up all other requests for a minute."""
+    wrong: list[int] = [1] * 2000
+    for body in (
+        {"messages": [{"role": "user", "content": wrong}]},
+        {"messages": [{"role": "assistant", "tool_calls": wrong}]},
+        *({"messages": HELLO, name: wrong} for name in ("tools", "documents", "modalities", "stop", "bad_words")),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            ChatRequest.read(json.dumps(body).encode())
+        assert refused.value.error_count() <= 3, list(body)
+
+
+def test_many_wrong_fields_are_counted(engine: AsyncLLM) -> None:
+    wrong = {f"x{i}": 1 for i in range(2000)}
+    for more in (wrong, {"logit_bias": wrong}):
+        found = error(engine, CHAT, {"messages": HELLO, **more})
+        assert found["message"].startswith("the body has 2,000 wrong or unknown fields")
+
+
+def test_more_prompts_than_may_ever_wait_are_no_matter_of_time(engine: AsyncLLM) -> None:
+    assert "must hold 1 to 3" in error(engine, COMPLETIONS, {"prompt": ["a"] * 4}, max_queue=3)["message"]
 
 
 def test_unknown_paths_methods_models_and_types(engine: AsyncLLM) -> None:

@@ -37,11 +37,17 @@ HERMES: list[tuple[str, list[Piece]]] = [
     ('<tool_call>{"name": "now"}</tool_call>', [Call("now", "{}")]),
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("f", '{"a": 1}')]),
     ("a < b <tool", ["a < b <tool"]),
+    # Half of a surrogate pair, which no answer in UTF-8 can hold, stays the escape that it was.
+    (
+        '<tool_call>{"name": "\\ud800", "arguments": {"a": "\\udc00é"}}</tool_call>',
+        [Call("\\ud800", '{"a": "\\udc00é"}')],
+    ),
 ]
 LLAMA: list[tuple[str, list[Piece]]] = [
     ("plain", ["plain"]),
     ('{"name": "weather", "parameters": {"city": "Paris"}}', [CALL]),
     (f'<|python_tag|>{PARIS}; {{"name": "now", "parameters": {{}}}}', [CALL, Call("now", "{}")]),
+    (f"<|python_tag|>\n{PARIS}", [CALL]),
     ('{"a": 1}', ['{"a": 1}']),
     (f"{PARIS} and more", [f"{PARIS} and more"]),
     ("<|python", ["<|python"]),
@@ -160,7 +166,9 @@ def test_a_request_with_tools_is_answered(engine: AsyncLLM) -> None:
 
 
 def test_a_forced_tool_is_called(engine: AsyncLLM) -> None:
-    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    """Its schema may refer to parts of itself."""
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/few"}}, "$defs": {"few": {"enum": [1, 2]}}}
+    schema |= {"required": ["x"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
     body = {"messages": HELLO, "tools": [tool], "max_tokens": 200, "seed": 3, "stop_token_ids": [298]}
     body["logit_bias"] = {str(space): -100 for space in b" \t\r\n"}  # random weights may write spaces for ever

@@ -227,7 +227,13 @@ class AsyncLLM:
 
     async def _in_thread(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         await self.check_health()  # an engine that has ended has no such threads
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, function)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._end is None or task is None or task.cancelling():
+                raise
+            raise self._end from None  # `close` has cancelled what waited for the thread
 
     @property
     def error(self) -> EngineError | None:

@@ -22,8 +22,9 @@ async def create_completion(serving: Serving, request: Request) -> Response:
     """Complete one prompt or several"""
     body = await serving.read(request, CompletionRequest)
     settings, tokenizer, given = serving.settings, serving.engine.llm.engine.tokenizer, prompts_of(body)
-    if not 1 <= len(given) <= settings.max_prompts:
-        raise invalid(f"prompt holds {len(given)} prompts and must hold 1 to {settings.max_prompts}", "prompt")
+    most = min(settings.max_prompts, settings.max_queue)
+    if not 1 <= len(given) <= most:
+        raise invalid(f"prompt holds {len(given)} prompts and must hold 1 to {most}", "prompt")
     if body.echo and tokenizer is None:
         raise invalid("echo needs a tokenizer, and the model has none: leave it out", "echo")
     request_id = new_id("cmpl", body.request_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told of, not each of millions
+TokenIds = List[int]
+Texts = List[str]
 Json = dict[str, JsonValue]
 
 
@@ -112,7 +114,7 @@ class SamplingFields(Body):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: str | TokenIds | Texts | List[TokenIds]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -137,8 +139,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[str | Json] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | List[str | Json] | None = None
+    tool_calls: List[ToolCall] | None = None
 
 
 class FunctionDefinition(Body):
@@ -165,18 +167,18 @@ class NamedTool(Body):
 class TemplateFields(Body):
     """What a chat template takes beside the messages."""
 
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
-    documents: list[Json] | None = None
+    documents: List[Json] | None = None
 
 
 class ChatFields(TemplateFields):
     """What a chat template takes."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    messages: List[ChatMessage] = Field(min_length=1)
 
 
 class ChatRequest(SamplingFields, ChatFields):
@@ -186,7 +188,7 @@ class ChatRequest(SamplingFields, ChatFields):
     top_logprobs: int | None = Field(default=None, ge=0)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
     prediction: Json | None = None  # a hint that makes other servers faster
 
 
@@ -197,7 +199,7 @@ class TokenizeRequest(TemplateFields):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(default=None, min_length=1)
+    messages: List[ChatMessage] | None = Field(default=None, min_length=1)
 
 
 class DetokenizeRequest(Body):

@@ -41,6 +41,7 @@ from nanovllm.vllm_names import unknown_name
 logger = logging.getLogger(__name__)
 
 LONGEST_ID = 128
+MOST_ERRORS = 1000  # of a body that are looked at
 AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
 
@@ -238,6 +239,8 @@ def new_id(prefix: str, given: str | None) -> str:
 
 def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     """The first error of a body, as a sentence with the name of the field."""
+    if error.error_count() > MOST_ERRORS:
+        return invalid(f"the body has {error.error_count():,} wrong or unknown fields: send those of the schema only")
     errors = error.errors(include_url=False, include_context=False)
     # A misspelt field before the one that it leaves out.
     first = min(errors, key=lambda each: each["type"] != "extra_forbidden")

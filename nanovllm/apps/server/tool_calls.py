@@ -98,7 +98,7 @@ class Llama3Json(Parser):
         return [text] if text else []
 
     def finish(self) -> list[Piece]:
-        calls = self._calls(self._text.strip(WHITESPACE).removeprefix(self.TAG))
+        calls = self._calls(self._text.strip(WHITESPACE).removeprefix(self.TAG).lstrip(WHITESPACE))
         return list(calls) or super().finish()
 
     def _calls(self, text: str) -> list[Call]:
@@ -147,7 +147,14 @@ def as_call(value: Any) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as JSON text
         arguments = _read(arguments)
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    # What JSON escapes and is no character, half of a surrogate pair, stays an escape.
+    name, text = (
+        part.encode("utf-8", "backslashreplace").decode()
+        for part in (value["name"], json.dumps(arguments, ensure_ascii=False))
+    )
+    return Call(name, text)
 
 
 def _read(text: str) -> Any:
@@ -177,11 +184,15 @@ def forced_schema(body: ChatRequest) -> dict[str, Any] | None:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            # With an identifier of its own, a schema's references are within itself.
+            "properties": {
+                "name": {"const": tool.function.name},
+                "parameters": {"$id": f"tool:{number}", **_parameters(tool)},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
