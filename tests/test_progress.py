@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -115,10 +116,19 @@ def test_chat_shows_the_prefill_of_a_document(
     assert capsys.readouterr().out != ""
 
 
+class Closed(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stderr", [None, Closed()], ids=["none", "closed"])
 def test_a_process_without_standard_error_generates(
-    model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stderr: Any, model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
-        monkeypatch.setattr("sys.stderr", None)
+        monkeypatch.setattr("sys.stderr", stderr)
         assert len(llm.generate("Hello", greedy(2))[0].outputs[0].token_ids) == 2
+        assert llm.watch_steps(None) is None, "nothing watches the steps that follow"
     assert capsys.readouterr().out == ""

@@ -181,19 +181,20 @@ class ProgressDisplay:
         prefix: str = "",
     ) -> None:
         self.is_held = False  # whether other text is on the terminal's line
-        self._has_shown = False
+        self._has_shown = self._watches = False
         self._line, self._meter, self._progress, self._prefix = line, meter, progress, prefix
         self._watch_steps = watch_steps
         self._begin = time.monotonic() + DELAY
         self._others: Callable[[float], None] | None = None
 
     def __enter__(self) -> ProgressDisplay:
-        if self._line.shown:
+        self._watches = self._line.shown
+        if self._watches:
             self._others = self._watch_steps(self._on_layer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._line.shown:
+        if self._watches:
             self._watch_steps(self._others)
         self._line.clear()
 

@@ -109,9 +109,10 @@ class HuggingFaceTokenizer:
         return _guarded(lambda: list(fast.backend.encode(text, add_special_tokens=add_special_tokens).ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        fast = self._fast  # which another thread may end with `tokenizer`
         # Cleaning up spaces could change earlier text when a token is appended.
-        options = {"clean_up_tokenization_spaces": False} if self._fast is None else {}
-        tokenizer = self.tokenizer if self._fast is None else self._fast.backend
+        options = {"clean_up_tokenization_spaces": False} if fast is None else {}
+        tokenizer = self.tokenizer if fast is None else fast.backend
         return _guarded(
             lambda: str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **options))
         )

@@ -103,11 +103,11 @@ def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    try:
-        status = process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
+    process.kill()  # if it has not ended
+    status = process.wait()
+    if status == -signal.SIGKILL:
         return f"reading it took more than {WALL_SECONDS:.0f} s"
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+    if status == -signal.SIGXCPU:
         return f"reading it took more than {grammar_worker.CPU_SECONDS} s"
     if status in (-signal.SIGSEGV, -signal.SIGBUS):
         return "it is nested too deeply"
