@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from host_tasks import PythonTask, run
+from ordering_check import OrderingCheck
 
 from benchmarks.decode_by_share import ForcedShare
 from nanovllm import LLM, build
 from nanovllm.device import CallStream, HostTask
 from nanovllm.device.cpu import CpuDevice, WorkerStream
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.errors import EngineError
 from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
 from nanovllm.features.cpu_attention.shares import cpu_attention_query_len

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engines import offloaded, random_prompt
+from ordering_check import OrderingCheck
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from nanovllm import build
 from nanovllm.device import Device, Graph
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.ops import cpu_kernels

@@ -66,8 +66,9 @@ class Worker:
 
 def serve(control: Connection) -> None:
     """The main function of a worker. The KV memory of its ranks is watched for unordered accesses."""
+    from ordering_check import OrderingCheck
+
     from nanovllm import build
-    from nanovllm.device.ordering import OrderingCheck
 
     create_device = build.create_device
     build.create_device = lambda name: OrderingCheck(create_device(name))

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from ordering_check import OrderingCheck
 from torch import Tensor
 
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine

@@ -13,13 +13,13 @@ import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
+from ordering_check import OrderingCheck
 
 from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
 from nanovllm.device import PitchedCopy, create_device, cuda
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaClock, CudaDevice, CudaStream, check_cuda
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.kv_disk.segments import SegmentReader
 from nanovllm.features.kv_disk.units import UnitCopier

@@ -13,12 +13,12 @@ import torch
 from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
 from engines import greedy, logits_by_request, random_prompt, token_ids
 from graph_devices import MODES, PROMPTS, VOCAB, CapturingDevice, arguments, measured_memory, use_graphs
+from ordering_check import OrderingCheck
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.features.cuda_graphs.decode_graphs import (
     DecodeGraphs,
     StepMemory,

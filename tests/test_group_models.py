@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from checkpoints import checkpoint_fixture
 from engines import offloaded, random_prompt, token_ids
+from ordering_check import OrderingCheck
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.device.ordering import OrderingCheck
 
 BLOCK, VOCAB = 16, 101
 

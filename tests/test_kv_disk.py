@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import ordering_check
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -27,14 +28,13 @@ from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_helpers import make_adapter
+from ordering_check import OrderingError
 from test_ordering import order_calls, without_call
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
 from nanovllm.config import EngineConfig
-from nanovllm.device import ordering
-from nanovllm.device.ordering import OrderingError
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import engine, kept_in, loading, part, store, under_way, verify
@@ -502,7 +502,7 @@ def test_each_wait_of_the_copies_taken_out_is_noticed(
         noticed.append(what)
         return OrderingError(what)
 
-    monkeypatch.setattr(ordering, "OrderingError", notice)
+    monkeypatch.setattr(ordering_check, "OrderingError", notice)
     monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
     with suppress(EngineError, OrderingError, AssertionError):  # or a reader's thread has noticed, and nothing is read
         reading_again(model, tmp_path, 3)

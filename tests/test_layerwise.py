@@ -20,11 +20,11 @@ from engines import (
     watch_layerwise,
 )
 from fast import fast_pairs
+from ordering_check import OrderingError
 from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
-from nanovllm.device.ordering import OrderingError
 from nanovllm.errors import EngineError
 from nanovllm.features.layerwise_prefill.runner import LayerwiseKVCache, LayerwisePass, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine

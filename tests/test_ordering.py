@@ -27,11 +27,11 @@ from engines import (
 )
 from fast import fast_only, fast_pairs
 from host_tasks import PythonTask
+from ordering_check import OrderingCheck, OrderingError
 
 from nanovllm import LLM
 from nanovllm.device import PitchedCopy, memory
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import pools, transfer_order
 

@@ -19,12 +19,12 @@ from engines import (
     set_prefill,
 )
 from fast import fast_pairs
+from ordering_check import OrderingCheck
 
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.kvcache.offload_engine import OffloadEngine

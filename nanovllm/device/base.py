@@ -168,8 +168,8 @@ class Device(ABC):
     ) -> None:
         """Announce the memory that the next kernel on `stream` reads and writes; None means the compute stream.
 
-        Only the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) use it. Pass generators: other
-        devices never evaluate them.
+        Only the trace (`device/trace.py`) and the tests' ordering check (`tests/ordering_check.py`) use it. Pass
+        generators: other devices never evaluate them.
         """
         return
 
