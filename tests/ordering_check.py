@@ -17,6 +17,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,20 @@ class Rows:
     pitch: int
     width: int
     height: int
+
+
+class Granules(NamedTuple):
+    """The granules of some rows of one allocation, as the fields of `Rows` count bytes."""
+
+    start: int
+    pitch: int
+    width: int
+    height: int
+
+    def of(self, shadow: np.ndarray) -> np.ndarray:
+        """Their entries of a shadow, `[height, width]`, without a copy."""
+        strides = self.pitch * shadow.itemsize, shadow.itemsize
+        return np.ndarray((self.height, self.width), shadow.dtype, shadow, self.start * shadow.itemsize, strides)
 
 
 def zeros_on_demand(count: int) -> np.ndarray:
@@ -93,6 +108,7 @@ class CheckedStream(StreamWrapper):
         super().__init__(inner)
         self.name = name
         self.clock: Clock = {}
+        self.follows = np.zeros(0, dtype=bool)  # by the number of an access, where it was found to be ordered before
         self._host_clock = host_clock
         self._lock = lock
 
@@ -190,42 +206,54 @@ class OrderingCheck(DeviceWrapper):
             self._accesses.append(access)
             self.num_checked += 1
             number = len(self._accesses) - 1
+            if number >= stream.follows.size:
+                stream.follows = np.concatenate((stream.follows, np.zeros(number + 1, dtype=bool)))
             for rows in reads:
-                for memory, part in self._granules(rows):
-                    self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
+                found = self._memory_of(rows)
+                if found is not None:
+                    memory, granules = found
+                    self._require_order(stream, access, "reads", memory, granules, memory.writer)
                     if stream.name not in memory.readers:
                         memory.readers[stream.name] = zeros_on_demand(memory.writer.size)
-                    memory.readers[stream.name][part] = number
+                    granules.of(memory.readers[stream.name])[...] = number
             for rows in writes:
-                for memory, part in self._granules(rows):
+                found = self._memory_of(rows)
+                if found is not None:
+                    memory, granules = found
                     for seen in (memory.writer, *memory.readers.values()):
-                        self._require_order(stream.clock, access, "writes", memory, part, seen[part])
-                    memory.writer[part] = number
+                        self._require_order(stream, access, "writes", memory, granules, seen)
+                    granules.of(memory.writer)[...] = number
 
-    def _granules(self, rows: Rows) -> list[tuple[Memory, slice]]:
-        """The shadow of each row. Memory that this device did not allocate is not checked."""
+    def _memory_of(self, rows: Rows) -> tuple[Memory, Granules] | None:
+        """The memory in which the rows are, and their granules. None: this device did not allocate it."""
         index = bisect.bisect_right(self._memories, rows.start, key=lambda memory: memory.start) - 1
         if index < 0:
-            return []
+            return None
         memory = self._memories[index]
         first = rows.start - memory.start
         size = memory.granule
         if first >= memory.writer.size * size:
-            return []
-        assert first % size == rows.width % size == (rows.pitch % size if rows.height > 1 else 0) == 0
-        starts = range(first, first + rows.height * rows.pitch, rows.pitch) if rows.height > 1 else (first,)
-        return [(memory, slice(start // size, (start + rows.width) // size)) for start in starts]
+            return None
+        pitch = rows.pitch if rows.height > 1 else rows.width
+        assert first % size == rows.width % size == pitch % size == 0
+        return memory, Granules(first // size, pitch // size, rows.width // size, rows.height)
 
     def _require_order(
-        self, clock: Clock, access: Access, verb: str, memory: Memory, part: slice, seen: np.ndarray
+        self, stream: CheckedStream, access: Access, verb: str, memory: Memory, granules: Granules, shadow: np.ndarray
     ) -> None:
+        seen = granules.of(shadow)
+        if stream.follows.take(seen).all():
+            return
         for number in np.unique(seen):
             earlier = self._accesses[number]
-            if earlier.time > clock.get(earlier.stream, 0):
+            if earlier.time > stream.clock.get(earlier.stream, 0):
+                row, column = np.argwhere(seen == number)[0]
+                piece = memory.piece(granules.start + row * granules.pitch + column)
                 raise OrderingError(
-                    f"{access.what} on stream {access.stream} {verb} {memory.piece(part.start)}, and nothing orders it "
+                    f"{access.what} on stream {access.stream} {verb} {piece}, and nothing orders it "
                     f"after the {earlier.what} on stream {earlier.stream}"
                 )
+            stream.follows[number] = True  # for good: its clock never goes back
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -241,5 +269,5 @@ def rows_of(tensor: Tensor) -> Rows:
     """
     if tensor.dim() == 1:
         return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)
-    heads, width = tensor.shape[0] * tensor.shape[1], tensor[0, 0].numel() * tensor.element_size()
-    return Rows(tensor.data_ptr(), tensor.stride(1) * tensor.element_size(), width, heads)
+    heads, size = tensor.shape[0] * tensor.shape[1], tensor.element_size()
+    return Rows(tensor.data_ptr(), tensor.stride(1) * size, tensor.numel() // heads * size, heads)
