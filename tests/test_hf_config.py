@@ -18,8 +18,11 @@ from checkpoints import (
     refusal,
     write_old_style_rope,
 )
+from tokenizer_files import write_byte_level
 
+from nanovllm import LLM
 from nanovllm.data.network import RopeSpec
+from nanovllm.formats.config_fields import MAX_LAYERS
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 
@@ -128,6 +131,9 @@ def test_another_text_model_of_a_known_architecture_is_refused_by_its_type(singl
     assert "'mistral'" in message and "contradicts" not in message
 
 
+WRONG_SIZES = (0, -1, 1.5, "x", [1], {}, True, MAX_LAYERS + 1, 10**30)
+
+
 def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
     config = (single / "config.json").read_bytes()
     for changes, words in (
@@ -144,9 +150,22 @@ def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
         ({"layer_types": ["full_attention"]}, ["layer"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window"]),
         ({"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention", "sliding_attention"]),
+        *(({"num_hidden_layers": value}, [f"num_hidden_layers={value!r}: must be"]) for value in WRONG_SIZES),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps='x': must be"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings='no': must be"]),
+        ({"rope_parameters": "x"}, ["rope_parameters='x': must be"]),
     ):
         edit_config(single, **changes)
         message = refusal(lambda: load_decoder_spec(single))
         assert [word for word in (str(single / "config.json"), *words) if word not in message] == []
         assert "\n" not in message
         (single / "config.json").write_bytes(config)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_huge_files_are_not_read(name: str, single: Path) -> None:
+    write_byte_level(single)
+    with (single / name).open("wb") as file:
+        file.truncate(1 << 40)
+    message = refusal(lambda: LLM(single))
+    assert str(single / name) in message and str(1 << 40) in message and "\n" not in message
