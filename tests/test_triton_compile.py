@@ -65,6 +65,7 @@ def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
     few = [row for row in table if row["launch"].endswith((" KV", "fp8 blocks, fp8 inputs")) or is_large_decode(row)]
     check_fit(few, arch, FEW_SPILLED)
     check_fit([row for row in table if row not in few], arch, most_spilled=0)
+    assert not any(row["fused_over_lanes"] for row in table), "what a kernel carries on differs between lanes"
     if arch == 80:
         assert max(row["shared"] for row in table) <= SHARED_LIMIT_86
 

@@ -64,7 +64,7 @@ class NoDriver:
 
 def resources(kernel: Any) -> dict[str, Any]:
     """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program; its loops, and
-    how many loads may still be on their way where it waits for others."""
+    how many loads may still be on their way where it waits for others; see also `fused_over_lanes`."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -79,7 +79,15 @@ def resources(kernel: Any) -> dict[str, Any]:
         "threads": kernel.metadata.num_warps * 32,
         "loops": kernel.asm["ttgir"].count("scf.for "),
         "loads_in_flight": max(map(int, re.findall(r"async_wait.*{num = (\d+)", kernel.asm["ttgir"])), default=0),
+        "fused_over_lanes": fused_over_lanes(kernel.asm["ptx"]),
     }
+
+
+def fused_over_lanes(ptx: str) -> int:
+    """How often a product is added to a value of another lane without being rounded, unlike what that lane adds: lanes
+    then differ in the last bit of a sum that they all have."""
+    from_others = set(re.findall(r"shfl\.sync\.\S+\s+(%\w+)", ptx))
+    return sum(addend in from_others for addend in re.findall(r"fma\.\S+\s+%\w+, \S+, \S+, (%\w+);", ptx))
 
 
 def attention(arch: int, head_dim: int, dtype: torch.dtype, kv: torch.dtype | None = None) -> Launches:

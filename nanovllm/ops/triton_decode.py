@@ -210,7 +210,9 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     """Program (query row, head, sequence): the partitions of each block together, block after block into (out, lse).
 
     The loads of the next STAGES - 1 blocks are under way meanwhile: num_stages of the launch would see to loads that
-    feed a matrix product only.
+    feed a matrix product only. Every lane carries the same LSE on. So products are rounded before they are added: in a
+    sum over lanes, each would fuse its own product and get the other's rounded, and a call's end would show it, where
+    one lane's LSE becomes that of all.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     sequence = rows_ptr + tl.program_id(2) * 8
@@ -288,7 +290,7 @@ def decode_(
             state.out, state.lse, group.rows, acc, top, total, first, count, group.total_rows, heads, head_dim,
             *state.out.stride()[:2], *state.lse.stride(),
             PARTS=parts, BLOCK_P=block_p, BLOCK_D=padded_dim, STAGES=reduce_stages, num_warps=config.reduce_warps,
-            enable_fp_fusion=True,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
