@@ -110,7 +110,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         fast = self._fast  # which another thread may end with `tokenizer`
-        # Cleaning up spaces could change earlier text when a token is appended.
+        # Cleaning up spaces would change the text of a token, and earlier text when a token is appended.
         options = {"clean_up_tokenization_spaces": False} if fast is None else {}
         tokenizer = self.tokenizer if fast is None else fast.backend
         return _guarded(
@@ -118,9 +118,7 @@ class HuggingFaceTokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        if self._fast is not None:
-            return self.decode([token_id], skip_special_tokens=False)
-        return _guarded(lambda: str(self.tokenizer.decode([token_id], skip_special_tokens=False)))
+        return self.decode([token_id], skip_special_tokens=False)
 
 
 def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Tokenizer | None:
