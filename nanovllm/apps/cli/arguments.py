@@ -318,7 +318,23 @@ def text_argument(text: str) -> str:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    return not_negative(text, 1)
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number of at least 1 and at most {MOST_DIGITS} digits"
+        )
+    return int(text)
+
+
+def number_up_to(most: float, what: str) -> Callable[[str], float]:
+    """Reads a number from 0 to `most`. what: says so to whom gives another one."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 <= float(text) <= most:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
+
+    return parse
 
 
 def positive_tokens(text: str) -> int:
@@ -330,15 +346,6 @@ def positive_tokens(text: str) -> int:
     if not 1 <= value < 10**MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of tokens of at least 1, {TOKENS}")
     return value
-
-
-def not_negative(text: str, least: int = 0) -> int:
-    """A whole number of at least 0, or of at least `least`."""
-    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a whole number of at least {least} and at most {MOST_DIGITS} digits"
-        )
-    return int(text)
 
 
 def _given(args: argparse.Namespace, kind: str) -> dict[str, Any]:

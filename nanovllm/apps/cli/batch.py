@@ -24,6 +24,7 @@ from nanovllm.apps.cli.arguments import (
     add_sampling_flags,
     checked_config,
     engine_arguments,
+    number_up_to,
     positive,
     read_text,
     sampling_arguments,
@@ -77,11 +78,11 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_cluster_flags(group: Any) -> None:
-    add = group.add_argument
+    add, amount = group.add_argument, number_up_to(1e6, "a number of at least 0")
     add("--num-replicas", type=positive, default=1, metavar="N", help="engines; more than one needs Ray (default: 1)")
     add("--ray-address", metavar="ADDRESS", help="cluster, such as auto or 10.0.0.1:6379; local: start one here")
-    add("--num-cpus", type=_amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
-    add("--num-gpus", type=_amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
+    add("--num-cpus", type=amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
+    add("--num-gpus", type=amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
     add(
         "--worker-timeout",
         type=positive,
@@ -95,16 +96,6 @@ def _add_cluster_flags(group: Any) -> None:
         default=True,
         help="bring rows that begin with the same text to the same replica, one after the other",
     )
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of at least 0")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ import argparse
 import time
 from typing import Any
 
+from nanovllm.apps.cli.arguments import add_command
+
 ACTIONS = {
     "ls": "list models with tokens, bytes and last use",
     "verify": "read everything and compute its checksums; exit status 1 if something is damaged",
@@ -15,9 +17,7 @@ ACTIONS = {
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "cache", help=summary, description=f"Works on KV blocks that engines keep on disk: {summary}."
-    )
+    parser = add_command(subparsers, "cache", summary, f"Works on KV blocks that engines keep on disk: {summary}.")
     parser.set_defaults(run=run)
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{name}: {does}" for name, does in ACTIONS.items()))
     parser.add_argument("path", metavar="PATH", help="the directory that --kv-cache-dir named")

@@ -13,16 +13,17 @@ from typing import Any
 import nanovllm.features.planner as planner
 from nanovllm.apps.cli.arguments import (
     TOKENS,
+    add_command,
     add_engine_group,
     add_model,
     as_flags,
     check_offload_flags,
     engine_arguments,
+    number_up_to,
     positive_tokens,
 )
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
-from nanovllm.errors import quoted
 
 # Published models by name, whose config is part of the package.
 CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "planner" / "configs").glob("*.json")}
@@ -36,11 +37,8 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan",
-        help=summary,
-        description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
-    )
+    says = f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit."
+    parser = add_command(subparsers, "plan", summary, says)
     parser.set_defaults(run=run)
     add = parser.add_argument
     names = ", ".join(sorted(CONFIGS))
@@ -48,7 +46,13 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     told = "share of right drafts that --speculative-config is planned with (default: %(default)s)"
-    add("--acceptance", type=_share, metavar="SHARE", default=planner.ACCEPTANCE, help=told)
+    add(
+        "--acceptance",
+        type=number_up_to(1, "a share from 0 to 1, such as 0.7"),
+        metavar="SHARE",
+        default=planner.ACCEPTANCE,
+        help=told,
+    )
     add("--json", action="store_true", help="everything as one JSON object")
     add_engine_group(parser, ENGINE_OPTIONS).add_argument(
         "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: if the prompt needs it"
@@ -63,16 +67,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         )
     )
     return parser
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a share from 0 to 1, such as 0.7")
-    return value
 
 
 def _add_machine_options(group: Any) -> None:

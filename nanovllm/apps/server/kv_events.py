@@ -33,19 +33,15 @@ class KVCacheEvents:
     is_over: whether the streams shall end; asked once an interval.
     """
 
-    def __init__(
-        self, engine: AsyncLLM, is_over: Callable[[], bool] = lambda: False, interval: float = INTERVAL
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, is_over: Callable[[], bool]) -> None:
         self._engine = engine
         self._is_over = is_over
-        self._interval = interval
         self._ticker: asyncio.Task[None] | None = None
         self.num_listeners = 0
         # Written by the engine's thread:
         self._is_watched = False  # whether it looks within steps too
         self._next_time = 0.0  # of a snapshot
         self._latest: KVSnapshot | None = None
-        self.num_snapshots = 0
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
         """The stream of one client: a `layout` event, then `snapshot` events, the first one with all cells.
@@ -66,7 +62,7 @@ class KVCacheEvents:
                 elif time.monotonic() - quiet_since > KEEP_ALIVE:
                     yield b": nothing has changed\n\n"
                     quiet_since = time.monotonic()
-                await asyncio.sleep(self._interval / 2)
+                await asyncio.sleep(INTERVAL / 2)
         finally:
             self.num_listeners -= 1
 
@@ -75,7 +71,7 @@ class KVCacheEvents:
         with suppress(EngineError):  # the engine has ended; the last picture stays
             while self.num_listeners or self._is_watched:
                 await self._engine.call(self._look)
-                await asyncio.sleep(self._interval)
+                await asyncio.sleep(INTERVAL)
 
     # ---- the engine's thread
 
@@ -92,12 +88,11 @@ class KVCacheEvents:
         begin = time.monotonic()
         if begin < self._next_time:
             return
-        self.num_snapshots += 1
         snapshot = KVSnapshot.take(llm, step_share)
         if self._latest is None or not snapshot.is_like(self._latest):
             self._latest = snapshot
         end = time.monotonic()
-        self._next_time = end + max(self._interval, (end - begin) / MAX_SHARE)
+        self._next_time = end + max(INTERVAL, (end - begin) / MAX_SHARE)
 
 
 def named(name: str, data: dict[str, Any]) -> bytes:

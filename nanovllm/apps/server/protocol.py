@@ -42,7 +42,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: str
     description: str | None = None
-    schema_: Json | bool | None = Field(default=None, alias="schema")
+    schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -175,13 +175,8 @@ class TemplateFields(Body):
     documents: List[Json] | None = None
 
 
-class ChatFields(TemplateFields):
-    """What a chat template takes."""
-
+class ChatRequest(SamplingFields, TemplateFields):
     messages: List[ChatMessage] = Field(min_length=1)
-
-
-class ChatRequest(SamplingFields, ChatFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -183,6 +183,6 @@ def _structured_outputs(request: SamplingFields) -> dict[str, Any] | None:
         raise invalid("response_format and structured_outputs exclude each other: leave one out", "response_format")
     if kind.type == "json_object":
         return {"json_object": True}
-    if kind.json_schema is None or not isinstance(kind.json_schema.schema_, dict):
+    if kind.json_schema is None or kind.json_schema.schema_ is None:
         raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
     return {"json": kind.json_schema.schema_}
