@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import random_prompt
 from fast import fast_only
+from kv_disk_helpers import CHECKPOINT, PARAMS, PROMPT, VOCAB, WAYS, ask, numbers, unanswered
+from kv_disk_helpers import engine as one_engine
 from lora_helpers import make_adapter
 from rank_processes import kept_rank_processes
-from test_kv_disk import PARAMS, PROMPT, RESIDENT, VOCAB, WAYS, numbers, unanswered
 from waiting import eventually
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.apps.cli.main import main
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import kept_in, under_way, verify
-from nanovllm.outputs import RequestOutput
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,20 +32,11 @@ def rank_processes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kv-disk-ranks") / "model"
-    make_checkpoint(path, seed=3, kv_heads=2, heads=4, max_positions=2048)
-    return path
+model = checkpoint_fixture(**CHECKPOINT, kv_heads=2, heads=4)
 
 
 def engine(model: Path, directory: Path | None, ranks: int = 2, **arguments: Any) -> LLM:
-    given = {"dtype": "float32", "device": "cpu", **RESIDENT, **arguments}
-    return LLM(model, tensor_parallel_size=ranks, kv_cache_dir=directory, **given)
-
-
-def ask(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS) -> RequestOutput:
-    return llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    return one_engine(model, directory, tensor_parallel_size=ranks, **arguments)
 
 
 def run(model: Path, directory: Path | None, ranks: int = 2, **arguments: Any) -> tuple[int, Any]:

@@ -1,0 +1,76 @@
+"""Helpers for tests of KV blocks on disk: a prompt, engines that write and read it, and a disk that does not answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import offloaded, random_prompt
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+VOCAB = 199
+CHECKPOINT = {"seed": 3, "max_positions": 2048}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3)
+PROMPT = random_prompt(850, VOCAB, 1)
+RESIDENT = {"kvcache_block_size": 128, "num_gpu_blocks": 30}
+WAYS: list[dict[str, Any]] = [
+    RESIDENT,
+    {"kvcache_block_size": 384, "num_gpu_blocks": 12, "max_num_batched_tokens": 100},
+    {"num_gpu_blocks": 8},
+    offloaded(128, 4, 20, max_num_batched_tokens=200),
+    offloaded(512, 3, 6),
+]
+
+
+def engine(model: Path, directory: Path | None, **arguments: Any) -> LLM:
+    given = {"dtype": "float32", "device": "cpu", **RESIDENT, **arguments}
+    return LLM(model, kv_cache_dir=directory, **given)
+
+
+def ask(llm: LLM, prompt: Any = None, params: SamplingParams = PARAMS) -> RequestOutput:
+    return llm.generate([PROMPT if prompt is None else prompt], params, use_tqdm=False)[0]
+
+
+def run(model: Path, directory: Path | None, prompt: Any = None, **arguments: Any) -> RequestOutput:
+    """The answer of an engine of its own."""
+    with engine(model, directory, **arguments) as llm:
+        return ask(llm, prompt)
+
+
+def numbers(output: RequestOutput) -> Any:
+    found = output.outputs[0]
+    return found.token_ids, [{token: each.logprob for token, each in row.items()} for row in found.logprobs or ()]
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*/*.kv"))
+
+
+def written_fixture() -> Any:
+    """A fixture of a module: a directory with the prompt of its `model`, and the answer."""
+
+    @pytest.fixture(scope="module")
+    def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp("written")
+        return directory, numbers(run(model, directory))
+
+    return written
+
+
+@contextmanager
+def unanswered(path: Path) -> Iterator[None]:
+    """Who opens the file waits until the context ends: it is a pipe meanwhile."""
+    aside = path.with_name("aside")
+    path.rename(aside)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDWR))
+        aside.rename(path)
