@@ -82,23 +82,6 @@ def layer_seconds(
     return max(link, weights + max(device, cpu + rates.round_trip if cpu_attention_bytes else 0.0))
 
 
-def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, rates: Bandwidths) -> float:
-    """The share of `host_bytes` for the CPU that makes a layer shortest, if bytes could be divided anywhere."""
-    if host_bytes <= 0:
-        return 0.0
-
-    def seconds(share: float) -> float:
-        streamed = (1 - share) * host_bytes
-        return layer_seconds(streamed, share * host_bytes, resident_bytes + streamed, weight_bytes, rates)
-
-    link, host, device = (host_bytes / rate for rate in (rates.link, rates.host, rates.device))
-    resident, weights = resident_bytes / rates.device, weight_bytes / rates.device
-    with_link = (link - weights - rates.round_trip) / (link + host)
-    with_device = (resident + device - rates.round_trip) / (host + device)
-    together = min(1.0, max(0.0, with_link, with_device))
-    return min((0.0, 1.0 if rates.one_processor else together), key=seconds)
-
-
 def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
     """How many of the load's reads the CPU takes to make the layer shortest; the fewest if several are equal."""
     streamed = load.link_bytes + sum(read.num_bytes for read in load.reads)

@@ -67,13 +67,12 @@ def all_segments(root: Path) -> list[tuple[Path, os.stat_result]]:
 
 @dataclass
 class SegmentReader:
-    """The index of one directory's segments, and the reading of records. Any thread may use it."""
+    """The index of one directory's segments, and the reading of records. Any thread may use it, and one scans."""
 
     directory: Path
     _index: dict[Name, Place] = field(default_factory=dict)
     _scanned: dict[Path, int] = field(default_factory=dict)  # bytes of each segment
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _scanning: threading.Lock = field(default_factory=threading.Lock)
 
     def __contains__(self, name: Name) -> bool:
         return name in self._index
@@ -84,10 +83,6 @@ class SegmentReader:
         Returns the records that are new, before those the ones that are gone, and why segments cannot be read. goes_on:
         called now and then.
         """
-        with self._scanning:
-            return self._scan(goes_on)
-
-    def _scan(self, goes_on: Callable[[], None]) -> tuple[list[Name], list[Name], list[OSError]]:
         present, added, gone, unreadable = set[Path](), list[Name](), list[Name](), list[OSError]()
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             present.add(path)

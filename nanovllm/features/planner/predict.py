@@ -23,14 +23,19 @@ Tensor-parallel ranks wait for each other in every sum, while the link copies: t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from nanovllm.data.batch import LayerwisePrefill
-from nanovllm.features.cpu_attention import shares
-from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, Bandwidths
+from nanovllm.features.cpu_attention.shares import (
+    ONE_PROCESSOR,
+    Bandwidths,
+    HostRead,
+    LayerLoad,
+    blocks_for_cpu_attention,
+    cpu_attention_query_len,
+)
 from nanovllm.features.planner.dry_run import StepMoves
 from nanovllm.features.planner.network import Network
 from nanovllm.memory.budget import TransferCount
@@ -130,7 +135,7 @@ class StepModel:
     def can_share(self, query_len: int) -> bool:
         """Whether the CPU attends to a share of the host blocks in a chunk of `query_len` tokens."""
         spec = self.network.spec
-        most = shares.cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
+        most = cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
         return self.cpu_attention and not self.no_cpu_attention and query_len <= most
 
     def share_of(self, host_bytes: int, resident_bytes: int, block_bytes: int) -> float:
@@ -258,19 +263,11 @@ def cpu_share(host_bytes: int, resident_bytes: int, block_bytes: int, weight_byt
     """The share of a layer's whole host blocks that the engine leaves to the CPU.
 
     host_bytes, resident_bytes: of the KV that the layer attends to; block_bytes: one layer of a block; weight_bytes: of
-    the layer. A layer's time is convex in the number of blocks, so the best number is one of the two next to the best
-    share of the bytes, or 0.
+    the layer.
     """
-    num_blocks = host_bytes // block_bytes
-    if not num_blocks:
-        return 0.0
-
-    def seconds(blocks: int) -> float:
-        attended, streamed = blocks * block_bytes, host_bytes - blocks * block_bytes
-        return shares.layer_seconds(streamed, attended, resident_bytes + streamed, weight_bytes, rates)
-
-    best = shares.best_share(host_bytes, resident_bytes, weight_bytes, rates) * host_bytes / block_bytes
-    return min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds) / num_blocks
+    num_blocks, rest = divmod(host_bytes, block_bytes)
+    load = LayerLoad([HostRead(block_bytes)] * num_blocks, rest, resident_bytes + rest, weight_bytes)
+    return blocks_for_cpu_attention(load, rates) / num_blocks if num_blocks else 0.0
 
 
 def total(parts: Sequence[Prediction]) -> Prediction:
