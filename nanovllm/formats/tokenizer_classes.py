@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from nanovllm.formats.gguf.pre_tokenizers import ONE_DIGIT, QWEN_3_5
+
 GENERIC = "TokenizersBackend"  # loads tokenizer.json as it is
 _GENERIC_NAMES = ("PreTrainedTokenizerFast", GENERIC)
 # The class of each model type that has one in Transformers. It counts for more than the checkpoint's own where it is
@@ -28,13 +30,6 @@ CLASSES: Mapping[str, str] = MappingProxyType(
     }
 )
 _OVERRIDDEN = ("qwen2", "qwen3_5_moe_text")
-_QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN3_5 = (  # with marks, such as accents, in words
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
 _SPACE = "▁"  # SentencePiece's mark
 _END = "<|endoftext|>"
 _MODEL_OPTIONS = (
@@ -131,8 +126,8 @@ def _gemma(config: Mapping[str, Any]) -> BuiltTokenizer:
 
 _MAKERS: Mapping[str, Callable[[Mapping[str, Any]], BuiltTokenizer]] = MappingProxyType(
     {
-        "Qwen2Tokenizer": partial(_qwen, pattern=_QWEN),
-        "Qwen3_5Tokenizer": partial(_qwen, pattern=_QWEN3_5),
+        "Qwen2Tokenizer": partial(_qwen, pattern=ONE_DIGIT),
+        "Qwen3_5Tokenizer": partial(_qwen, pattern=QWEN_3_5),
         "GPT2Tokenizer": _gpt2,
         "LlamaTokenizer": _llama,
         "GemmaTokenizer": _gemma,

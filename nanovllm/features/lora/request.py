@@ -40,18 +40,6 @@ class LoRARequest:
             if not holds:
                 raise RequestError(f"LoRARequest: {name}={quoted(getattr(self, name))}: {rule}")
 
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
-
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value) and "\0" not in value
