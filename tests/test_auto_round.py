@@ -14,14 +14,10 @@ from quantized_checkpoints import dequantized, load, weight_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.quantize_checkpoint import quantized as parts_of
-from nanovllm import LLM
 from nanovllm.formats.quantization import read_quantization
-from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 
-SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 # What the tool writes beside what a test gives.
 WRITTEN = {
     "quant_method": "auto-round", "autoround_version": "0.13.0", "data_type": "int", "iters": 0, "act_bits": 16,
@@ -79,19 +75,6 @@ def test_the_packing_of_older_configs_and_of_those_that_name_none(quantized_copy
         assert_weights(load(path), expected)
 
 
-def test_what_transformers_writes_is_read() -> None:
-    from transformers import AutoRoundConfig
-
-    method = read_quantization(json.loads(AutoRoundConfig().to_json_string(use_diff=False)), "bfloat16")
-    assert method.name == "auto-round" and method.modules.include("model.layers.0.mlp.up_proj")
-
-
-def test_the_engine_names_the_form(quantized_copy: Callable[[str], Path]) -> None:
-    path = quantized_copy("gptq-128")
-    as_auto_round(path)
-    LLM(path, quantization="auto-round", **SMALL).close()
-
-
 def test_modules_of_16_bits_and_outside_the_blocks_are_plain(
     plain_checkpoint: Path, quantized_copy: Callable[[str], Path]
 ) -> None:
@@ -119,16 +102,10 @@ def test_modules_of_16_bits_and_outside_the_blocks_are_plain(
         assert decoder.layers[0].mlp.down.weight.dense is None
 
 
-def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path]) -> None:
-    path = quantized_copy("gptq-128")
-    tensors = load_file(path / "model.safetensors")
-    head = torch.nn.functional.pad(tensors.pop("lm_head.weight").float(), (0, 0, 0, 1))  # a multiple of 8
-    embedding = torch.nn.functional.pad(tensors["model.embed_tokens.weight"], (0, 0, 0, 1))
-    parts = {f"lm_head.{name}": each.contiguous() for name, each in parts_of(head, "gptq", 4, 128, True)}
-    save_file({**tensors, **parts, "model.embed_tokens.weight": embedding}, path / "model.safetensors")
-    edit_config(path, vocab_size=len(head))
-    as_auto_round(path, extra_config={"lm_head": SAME})
-    assert isinstance(load(path).lm_head, QuantizedWeight)
+def test_the_output_projection_is_quantized_where_the_config_names_it() -> None:
+    for extra, is_quantized in (({"lm_head": SAME}, True), ({"lm_head": {"bits": 16}}, False), ({}, False)):
+        method = read_quantization({**WRITTEN, **SAME, "extra_config": extra}, "bfloat16")
+        assert method.modules.include("lm_head") is is_quantized
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [

@@ -167,19 +167,6 @@ def test_merged_projections_and_experts(family: str, targets: tuple[str, ...], t
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def test_the_prefix_cache_is_keyed_by_adapter(folder: Path) -> None:
-    prompt = random_prompt(50, VOCAB, seed=8)
-    with make_llm(folder) as llm:
-
-        def cached(lora_request: LoRARequest | None) -> int:
-            (output,) = llm.generate(prompt, greedy(2), use_tqdm=False, lora_request=lora_request)
-            return output.num_cached_tokens
-
-        users = [None, adapter(folder, 0), adapter(folder, 1)]
-        assert [cached(user) for user in users] == [0, 0, 0]
-        assert [cached(user) for user in users] == [48, 48, 48]
-
-
 def test_changed_files_are_another_adapter(folder: Path, tmp_path: Path) -> None:
     """Requests see what the files hold when they are added, and share no KV block with those before."""
     model = make_checkpoint(tmp_path / "model", seed=3)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Any
@@ -14,10 +13,8 @@ import torch
 from checkpoints import make_checkpoint
 from lora_helpers import ALL, make_adapter
 
-from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Adapter
-from nanovllm.device.cpu import CpuDevice
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.weights import PackedAdapter, read_packed
@@ -92,28 +89,3 @@ def test_files_that_change_while_they_are_read_are_not_used(setup: Setup, monkey
     (error,) = manager.begin_step([adapter]).values()
     assert "have changed since the request was added: send it again" in error
     assert not manager.on_host and not manager.on_device
-
-
-def test_the_manager_is_made_on_the_compute_stream(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes tables that the kernels of the compute stream read, and no other stream is ordered before that one."""
-    within: list[str] = []
-
-    @contextmanager
-    def compute(_: CpuDevice) -> Iterator[None]:
-        within.append("compute")
-        try:
-            yield
-        finally:
-            within.pop()
-
-    made: list[list[str]] = []
-    make = LoRAManager.__init__
-
-    def watched(manager: LoRAManager, model: Decoder, config: EngineConfig) -> None:
-        made.append(list(within))
-        make(manager, model, config)
-
-    monkeypatch.setattr(CpuDevice, "compute", compute)
-    monkeypatch.setattr(LoRAManager, "__init__", watched)
-    LLM(setup.config.model, device="cpu", enable_lora=True, num_gpu_blocks=8, max_model_len=64).close()
-    assert made == [["compute"]]

@@ -13,7 +13,7 @@ import torch
 from checkpoints import edit_config, make_checkpoint, refusal
 from quantized_checkpoints import dequantized, edit_tensors, load, set_quantization, weight_of
 from safetensors.torch import load_file, save_file
-from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
+from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from nanovllm import LLM
 from nanovllm.apps.cli.main import main
@@ -193,6 +193,7 @@ def test_fields_that_tools_write_are_known(variant: str, quantized_copy: Callabl
 
 WRITTEN = {
     "gptq": GPTQConfig(bits=4, group_size=128, desc_act=False),
+    "auto-round": AutoRoundConfig(),
     "awq": AwqConfig(),
     "fp8": FineGrainedFP8Config(),
     "mxfp4": Mxfp4Config(),
@@ -210,7 +211,7 @@ def test_the_argument_quantization_must_name_the_checkpoints_method(
     quantized_copy: Callable[[str], Path], plain_checkpoint: Path
 ) -> None:
     path = quantized_copy("gptq-128")
-    for name in ("gptq", "gptq_marlin", None):
+    for name in ("gptq", "gptq_marlin"):
         LLM(path, quantization=name, **SMALL).close()
     message = refusal(lambda: LLM(path, quantization="awq", **SMALL), ConfigError)
     assert "quantization='awq'" in message and "gptq" in message

@@ -75,18 +75,12 @@ def test_nothing_is_fetched_for_a_tokenizer(model: Path, monkeypatch: pytest.Mon
     assert tokenizer is not None and tokenizer.decode(tokenizer.encode("known")) == "known"
 
 
-def test_an_architecture_of_the_directorys_own_is_refused(model: Path) -> None:
-    marker = add_code(model, "EvilForCausalLM", "Evil")
-    edit_config(model, architectures=["EvilForCausalLM"], model_type="evil", auto_map=AUTO_MAP)
-    message = refusal(lambda: LLM(model))
-    assert "EvilForCausalLM" in message and "Qwen3ForCausalLM" in message
-    assert not marker.exists()
-
-
-def test_asking_for_remote_code_runs_none(model: Path) -> None:
+def test_code_that_is_asked_for_is_not_run_either(model: Path) -> None:
     marker = add_code(model, "Evil", "EvilForCausalLM")
     edit_config(model, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=AUTO_MAP)
     assert "needs code of its own" in refusal(lambda: LLM(model, trust_remote_code=True))
     edit_config(model, architectures=["EvilForCausalLM"], model_type="evil", auto_map=AUTO_MAP)
-    assert "EvilForCausalLM" in refusal(lambda: LLM(model, trust_remote_code=True))
+    for trusted in (False, True):
+        message = refusal(lambda trusted=trusted: LLM(model, trust_remote_code=trusted))
+        assert "EvilForCausalLM" in message and "Qwen3ForCausalLM" in message
     assert not marker.exists()
