@@ -116,6 +116,18 @@ void split(Plan& plan, const Task& task, int64_t pieces) {
     plan.merges.push_back(whole);
 }
 
+// Most work first, and those with equally much in their order. The pairs are sorted as those of check_sequences are:
+// sorting tasks would take code of its own.
+void sort_by_work(std::vector<Task>& tasks) {
+    std::vector<std::pair<int64_t, int64_t>> order;
+    for (size_t i = 0; i < tasks.size(); ++i) order.emplace_back(-work_of(tasks[i]), int64_t(i));
+    std::sort(order.begin(), order.end());
+    std::vector<Task> sorted;
+    sorted.reserve(tasks.size());
+    for (const auto& [work, i] : order) sorted.push_back(tasks[size_t(i)]);
+    tasks = std::move(sorted);
+}
+
 Plan make_plan(const Batch& batch, int threads) {
     Plan plan;
     const std::vector<Task> tasks = make_tasks(batch, threads);
@@ -130,8 +142,7 @@ Plan make_plan(const Batch& batch, int threads) {
         else
             plan.pieces.push_back(task);
     }
-    std::stable_sort(plan.pieces.begin(), plan.pieces.end(),
-                     [](const Task& a, const Task& b) { return work_of(a) > work_of(b); });
+    sort_by_work(plan.pieces);
     return plan;
 }
 

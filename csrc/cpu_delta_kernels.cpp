@@ -55,8 +55,8 @@ INLINE void add_tap(const T* __restrict__ x, int64_t stride, const T* __restrict
         for (int64_t i = 0; i < size; ++i) sums[i] += widen_scalar(x[i * stride]) * widen_scalar(weight[i]);
 }
 
-// The convolution of a row's channels from `first` on, up to kBlock of them, oldest input first. Inputs from before the
-// run are in its slot.
+// silu of the convolution of a row's channels from `first` on, up to kBlock of them, oldest input first. Inputs from
+// before the run are in its slot.
 template <class T>
 INLINE void convolve(const Inputs<T>& in, int64_t row, int64_t first, int64_t size, float* sums) {
     const int64_t run = in.runs.of_row[row], index = row - in.runs.starts[run], kept = in.sizes.kernel - 1;
@@ -68,7 +68,18 @@ INLINE void convolve(const Inputs<T>& in, int64_t row, int64_t first, int64_t si
         else
             add_tap(slot + index + tap, kept, weight, sums, size, tap == 0);
     }
+    for (int64_t c = 0; c < size; ++c) sums[c] = silu_of(sums[c]);
 }
+
+// target_clones takes no templates: one function for each element type. Heads of queries, keys and values share this one.
+#define CONVOLUTION(T)                                                                                          \
+    FOR_ISAS_TO_AVX2 void convolve_block(const Inputs<T>& in, int64_t row, int64_t first, int64_t size,         \
+                                         float* sums) {                                                         \
+        convolve<T>(in, row, first, size, sums);                                                                \
+    }
+CONVOLUTION(Bf16)
+CONVOLUTION(Fp16)
+CONVOLUTION(float)
 
 template <class T>
 INLINE void query_or_key(const Inputs<T>& in, int64_t row, int64_t head) {
@@ -77,8 +88,8 @@ INLINE void query_or_key(const Inputs<T>& in, int64_t row, int64_t head) {
     float *y = in.qk + row * 2 * sizes.key_size() + first, sums[kBlock];
     for (int64_t i = 0; i < size; i += kBlock) {
         const int64_t count = std::min<int64_t>(kBlock, size - i);
-        convolve(in, row, first + i, count, sums);
-        for (int64_t c = 0; c < count; ++c) y[i + c] = rounded<T>(silu_of(sums[c]));
+        convolve_block(in, row, first + i, count, sums);
+        for (int64_t c = 0; c < count; ++c) y[i + c] = rounded<T>(sums[c]);
     }
     const float scale = 1.0f / std::sqrt(rows::sum_of_squares(y, size) + kNormEps);
     const float factor = head < sizes.key_heads ? 1.0f / std::sqrt(float(size)) : 1.0f;
@@ -93,8 +104,8 @@ INLINE void value_and_gates(const Inputs<T>& in, int64_t row, int64_t head) {
     float sums[kBlock];
     for (int64_t i = 0; i < size; i += kBlock) {
         const int64_t count = std::min<int64_t>(kBlock, size - i);
-        convolve(in, row, first + i, count, sums);
-        for (int64_t c = 0; c < count; ++c) y[i + c] = narrow_result<T>(silu_of(sums[c]));
+        convolve_block(in, row, first + i, count, sums);
+        for (int64_t c = 0; c < count; ++c) y[i + c] = narrow_result<T>(sums[c]);
     }
     const float step = softplus_of(widen_scalar(in.a.at(row)[head]) + in.dt_bias[head]);
     in.decay[row * sizes.value_heads + head] = rows::exponential(-in.rate[head] * step);
@@ -178,8 +189,7 @@ INLINE void gate_elements(T* __restrict__ x, const T* __restrict__ gate, int64_t
         x[i] = narrow_result<T>(widen_scalar(x[i]) * rounded<T>(sigmoid_of(widen_scalar(gate[i]))));
 }
 
-// target_clones takes no templates: one function for each element type. The convolution before the recurrence takes less
-// than a tenth of its arithmetic.
+// The convolution before the recurrence takes less than a tenth of its arithmetic.
 #define DELTA_FUNCTIONS(T)                                                                                    \
     FOR_ISAS_TO_AVX2 void query_or_key_head(const Inputs<T>& in, int64_t row, int64_t head) {                 \
         query_or_key<T>(in, row, head);                                                                       \

@@ -71,10 +71,16 @@ class LinearKernel {
 
     // W outputs of kInputs inputs, zeros where there are fewer of either.
     static void load(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
-        if (outputs >= W && inputs >= X::kInputs)
-            X::template load_weights<true>(rows, stride, W, X::kInputs, raw);
-        else
-            X::template load_weights<false>(rows, stride, outputs, inputs, raw);
+        if (outputs >= W && inputs >= X::kInputs) return X::template load_weights<true>(rows, stride, W, X::kInputs, raw);
+        V some[W];
+        load_some(rows, stride, outputs, inputs, some);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) raw[i] = some[i];
+    }
+    // Not inlined: rare, and more code than what it would stand in.
+    __attribute__((noinline)) static void load_some(const T* rows, int64_t stride, int64_t outputs, int64_t inputs,
+                                                    V some[W]) {
+        X::template load_weights<false>(rows, stride, outputs, inputs, some);
     }
 
     static void turn_inputs(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {

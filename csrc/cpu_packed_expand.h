@@ -22,15 +22,15 @@ class Expand {
         const uint8_t* tile = w.data + (panel * w.blocks() + block) * w.layout().tile_bytes;
         OwnScales own(w, panel, block, lane);
         switch (w.scheme) {
-            case Scheme::int4: return each<Scheme::int4>(tile, blocks, lane, own, to);
-            case Scheme::int8: return each<Scheme::int8>(tile, blocks, lane, own, to);
+            case Scheme::int4:
+            case Scheme::q4_0:
+            case Scheme::q4_1: return integers<Kind::nibbles>(w, tile, blocks, lane, own, to);
+            case Scheme::q5_0:
+            case Scheme::q5_1: return integers<Kind::nibbles_and_fifths>(w, tile, blocks, lane, own, to);
+            case Scheme::int8:
+            case Scheme::q8_0: return integers<Kind::bytes>(w, tile, blocks, lane, own, to);
             case Scheme::fp8: return each<Scheme::fp8>(tile, blocks, lane, own, to);
             case Scheme::mxfp4: return each<Scheme::mxfp4>(tile, blocks, lane, own, to);
-            case Scheme::q4_0: return each<Scheme::q4_0>(tile, blocks, lane, own, to);
-            case Scheme::q4_1: return each<Scheme::q4_1>(tile, blocks, lane, own, to);
-            case Scheme::q5_0: return each<Scheme::q5_0>(tile, blocks, lane, own, to);
-            case Scheme::q5_1: return each<Scheme::q5_1>(tile, blocks, lane, own, to);
-            case Scheme::q8_0: return each<Scheme::q8_0>(tile, blocks, lane, own, to);
             case Scheme::q4_k: return each<Scheme::q4_k>(tile, blocks, lane, own, to);
             case Scheme::q5_k: return each<Scheme::q5_k>(tile, blocks, lane, own, to);
             case Scheme::q6_k: return each<Scheme::q6_k>(tile, blocks, lane, own, to);
@@ -61,16 +61,10 @@ class Expand {
             const V is_normal = code > 1;
             return F((is_normal & (code - 1) << 23) | (~is_normal & (code + 1) * 0x00200000));
         }
-        template <class Group>
-        void finish(Group& group) {
-            const F scale = this->scale();
-            if (w_.zeros) {
-                const V zero = __builtin_convertvector(load_at<B>(w_.zeros + at_), V);
-                group.finish(scale, -(__builtin_convertvector(zero, F) * scale));
-            } else {
-                group.finish(scale);
-            }
-            next();
+        // Of integers with zeros: what their zeros are multiplied with.
+        F minimum(F scale) const {
+            const V zero = __builtin_convertvector(load_at<B>(w_.zeros + at_), V);
+            return -(__builtin_convertvector(zero, F) * scale);
         }
         void next() {
             left_ -= 32;
@@ -85,7 +79,7 @@ class Expand {
     };
 
     template <Scheme K, class Target>
-    static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
+    [[gnu::noinline]] static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
         constexpr Layout kLayout = kLayouts[int(K)];
         for (int64_t b = 0; b < blocks; ++b, tile += kLayout.tile_bytes) {
             if constexpr (K == Scheme::fp8)
@@ -94,10 +88,8 @@ class Expand {
                 mxfp4(tile, lane, own, to);
             else if constexpr (K == Scheme::q4_k || K == Scheme::q5_k)
                 q45_k<K == Scheme::q5_k>(tile, lane, to);
-            else if constexpr (K == Scheme::q6_k)
-                q6_k(tile, lane, to);
             else
-                integers<K>(tile, lane, own, to);
+                q6_k(tile, lane, to);
         }
     }
 
@@ -126,36 +118,47 @@ class Expand {
 
     // ---- groups of 32 weights
 
-    // After the scales, if they are here, bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits
-    // a word before these has the fifth bits: bit i of byte j is that of weight 4i + j.
-    template <Scheme K, class Target>
-    [[gnu::always_inline]] static void integers(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
-        constexpr Layout kLayout = kLayouts[int(K)];
-        constexpr bool kBytes = kLayout.values == Values::signed_bytes;
-        constexpr bool kFifths = K == Scheme::q5_0 || K == Scheme::q5_1;
-        constexpr int kWords = kBytes ? 8 : 4;
-        const V fifths = kFifths ? word(tile + kLayout.tile_bytes - 5 * 64, 0, lane) : V{};
-        auto group = to.template group<kBytes, 8>(0);
+    // The last words of a tile are bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits a word
+    // before these has the fifth bits: bit i of byte j is that of weight 4i + j. What is before these words, and whether
+    // there are scales and minimums or they lie apart, differs from scheme to scheme and is asked once for each group.
+    enum class Kind { bytes, nibbles, nibbles_and_fifths };
+
+    template <Kind K, class Target>
+    [[gnu::noinline]] static void integers(const Weight& w, const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
+        constexpr bool kBytes = K == Kind::bytes, kFifths = K == Kind::nibbles_and_fifths;
+        constexpr int kWords = kBytes ? 8 : 4, kMostBytes = kBytes ? 544 : kFifths ? 384 : 320;
+        const int64_t tile_bytes = w.layout().tile_bytes;
+        const bool minimums = w.has_minimums();
+        const uint8_t* words = tile + tile_bytes - kWords * 64;
+        for (int64_t b = 0; b < blocks; ++b, words += tile_bytes) {
+            const uint8_t* const scales = words - (kFifths ? 64 : 0);  // where they end
+            const V fifths = kFifths ? word(scales, 0, lane) : V{};
+            auto group = to.template group<kBytes, 8>(0);
 #pragma GCC unroll 8
-        for (int i = 0; i < kWords; ++i) {
-            fetch<kLayout.tile_bytes, kWords>(tile, tile, i, lane);
-            const V v = word(tile + kLayout.tile_bytes - kWords * 64, i, lane);
-            const V low = kBytes ? v : v & kNibbles;
-            group.add(i, kFifths ? low | (moved(fifths, 4 - i) & kFifthBits) : low);
-            if constexpr (!kBytes) {
-                const V high = v >> 4 & kNibbles;
-                group.add(4 + i, kFifths ? high | (moved(fifths, -i) & kFifthBits) : high);
+            for (int i = 0; i < kWords; ++i) {
+                fetch<kMostBytes, kWords>(words, words, i, lane);
+                const V v = word(words, i, lane);
+                const V low = kBytes ? v : v & kNibbles;
+                group.add(i, kFifths ? low | (moved(fifths, 4 - i) & kFifthBits) : low);
+                if constexpr (!kBytes) {
+                    const V high = v >> 4 & kNibbles;
+                    group.add(4 + i, kFifths ? high | (moved(fifths, -i) & kFifthBits) : high);
+                }
             }
+            F scale, minimum{};
+            if (!kFifths && w.scales) {
+                scale = own.scale();
+                if (minimums) minimum = own.minimum(scale);
+                own.next();
+            } else if (!kBytes && minimums) {
+                const V both = word(scales - 64, 0, lane);
+                scale = X::half(both & 0xffff), minimum = X::half(both >> 16 & 0xffff);
+            } else {
+                scale = X::halves(scales - 32 + 2 * lane);
+            }
+            minimums ? group.finish(scale, minimum) : group.finish(scale);
+            to.template next<8>(1);
         }
-        if constexpr (K == Scheme::int4 || K == Scheme::int8) {
-            own.finish(group);
-        } else if constexpr (kLayout.minimums) {
-            const V both = word(tile, 0, lane);
-            group.finish(X::half(both & 0xffff), X::half(both >> 16 & 0xffff));
-        } else {
-            group.finish(X::halves(tile + 2 * lane));
-        }
-        to.template next<8>(1);
     }
 
     // As int4, but four bits are a number of fp4 (e2m1). Its double plus 12 is an integer from a table.
@@ -225,29 +228,37 @@ class Expand {
     };
 
     // Eight groups of 32: the low halves of each 32 bytes are a group, the high halves the next. Of Q5_K, bit j of 32 bytes
-    // before them is the fifth bit of group j.
+    // before them is the fifth bit of group j, whose place is known where the loop over the groups is unrolled.
     template <bool Fifth, class Target>
     [[gnu::always_inline]] static void q45_k(const uint8_t* tile, int lane, Target& to) {
         const KScales of(tile, lane);
+        if constexpr (Fifth) {
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) {
-            auto low = to.template group<false, 8>(0), high = to.template group<false, 8>(1);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                fetch<Fifth ? 2816 : 2304, 32>(tile, tile, 8 * c + i, lane);
-                const V v = word(tile, (Fifth ? 12 : 4) + 8 * c + i, lane);
-                V fifths[2] = {};
-                if constexpr (Fifth) {
-                    const V bits = word(tile, 4 + i, lane);
-                    fifths[0] = moved(bits, 4 - 2 * c) & kFifthBits, fifths[1] = moved(bits, 3 - 2 * c) & kFifthBits;
-                }
-                low.add(i, (v & kNibbles) | fifths[0]);
-                high.add(i, (v >> 4 & kNibbles) | fifths[1]);
-            }
-            low.finish(of.scales[2 * c], of.minimums[2 * c]);
-            high.finish(of.scales[2 * c + 1], of.minimums[2 * c + 1]);
-            to.template next<8>(2);
+            for (int c = 0; c < 4; ++c) two_groups<true>(of, tile, c, lane, to);
+        } else {
+#pragma GCC unroll 1
+            for (int c = 0; c < 4; ++c) two_groups<false>(of, tile, c, lane, to);
         }
+    }
+    template <bool Fifth, class Target>
+    [[gnu::always_inline]] static void two_groups(const KScales& of, const uint8_t* tile, int c, int lane, Target& to) {
+        constexpr int kBytes = Fifth ? 2816 / 4 : 2304 / 4;  // a quarter of the tile
+        auto low = to.template group<false, 8>(0), high = to.template group<false, 8>(1);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            fetch<kBytes, 8>(tile, tile + c * kBytes, i, lane);
+            const V v = word(tile, (Fifth ? 12 : 4) + 8 * c + i, lane);
+            V fifths[2] = {};
+            if constexpr (Fifth) {
+                const V bits = word(tile, 4 + i, lane);
+                fifths[0] = moved(bits, 4 - 2 * c) & kFifthBits, fifths[1] = moved(bits, 3 - 2 * c) & kFifthBits;
+            }
+            low.add(i, (v & kNibbles) | fifths[0]);
+            high.add(i, (v >> 4 & kNibbles) | fifths[1]);
+        }
+        low.finish(of.scales[2 * c], of.minimums[2 * c]);
+        high.finish(of.scales[2 * c + 1], of.minimums[2 * c + 1]);
+        to.template next<8>(2);
     }
 
     // Two halves of 128 weights: quarters of 32, the first two in the low halves of 64 bytes, the others in the high

@@ -10,11 +10,8 @@ class Inputs {
 
   public:
     static void quantise(const Problem& p, int64_t row, const InputRows& rows) {
-        switch (p.dtype) {
-            case DType::bf16: return row_of<Bf16>(p, row, rows);
-            case DType::fp16: return row_of<Fp16>(p, row, rows);
-            case DType::fp32: return row_of<float>(p, row, rows);
-        }
+        if (p.weight.layout().values == Values::floats) return widen_row(p, row, rows);
+        p.weight.layout().group == 32 ? quantise_row<32>(p, row, rows) : quantise_row<16>(p, row, rows);
     }
 
   private:
@@ -29,34 +26,29 @@ class Inputs {
     };
 
     template <class T>
-    static void row_of(const Problem& p, int64_t row, const InputRows& rows) {
-        constexpr bool kTwo = sizeof(T) == 4;
-        const Layout& layout = p.weight.layout();
-        if (layout.values == Values::floats) return widen_row<T>(p, row, rows);
-        layout.group == 32 ? quantise_row<T, 32, kTwo>(p, row, rows) : quantise_row<T, 16, kTwo>(p, row, rows);
+    static void widen_inputs(const Problem& p, int64_t at, int64_t count, float* v) {
+        const T* x = static_cast<const T*>(p.x) + at;
+        for (int64_t i = 0; i < count; ++i) v[i] = widen_scalar(x[i]);
     }
 
-    // A group of a row in fp32, filled up with zeros.
-    template <class T, int Group>
-    struct Floats {
-        float v[Group] = {};
-
-        Floats(const Problem& p, int64_t row, int64_t g) {
-            const T* x = static_cast<const T*>(p.x) + row * p.x_stride + g * Group;
-            const int64_t count = p.weight.in - g * Group;
-            if (count >= Group)
-                for (int i = 0; i < Group; ++i) v[i] = widen_scalar(x[i]);
-            else
-                for (int64_t i = 0; i < count; ++i) v[i] = widen_scalar(x[i]);
+    // A group of a row in fp32, filled up with zeros. Not inlined, so that what follows is compiled once for all dtypes.
+    [[gnu::noinline]] static void widen_group(const Problem& p, int64_t row, int64_t g, int64_t group, float* v) {
+        const int64_t at = row * p.x_stride + g * group, left = p.weight.in - g * group;
+        const int64_t count = left < group ? left : group;
+        for (int64_t i = count; i < group; ++i) v[i] = 0.0f;
+        switch (p.dtype) {
+            case DType::bf16: return widen_inputs<Bf16>(p, at, count, v);
+            case DType::fp16: return widen_inputs<Fp16>(p, at, count, v);
+            case DType::fp32: return widen_inputs<float>(p, at, count, v);
         }
-    };
+    }
 
-    template <class T>
     static void widen_row(const Problem& p, int64_t row, const InputRows& rows) {
         const Row to(rows, row, p.weight.groups());
         for (int64_t g = 0; g < p.weight.groups(); ++g) {
-            const Floats<T, 32> x(p, row, g);
-            std::memcpy(rows.words + (to.first + g * to.tile_rows + to.place) * 32, x.v, sizeof(x.v));
+            float x[32];
+            widen_group(p, row, g, 32, x);
+            std::memcpy(rows.words + (to.first + g * to.tile_rows + to.place) * 32, x, sizeof(x));
         }
     }
 
@@ -80,29 +72,32 @@ class Inputs {
         return largest;
     }
 
-    template <class T, int Group, bool Two>
+    template <int Group>
     static void quantise_row(const Problem& p, int64_t row, const InputRows& rows) {
-        constexpr int kVectors = Group / W, kBits = Two ? 13 : 14;
-        const Row to(rows, Two ? 2 * row : row, p.weight.groups()), next(rows, 2 * row + 1, p.weight.groups());
+        constexpr int kVectors = Group / W;
+        const bool two = p.copies() == 2;
+        const int bits = two ? 13 : 14;
+        const Row to(rows, two ? 2 * row : row, p.weight.groups()), next(rows, 2 * row + 1, p.weight.groups());
         for (int64_t g = 0; g < p.weight.groups(); ++g) {
-            Floats<T, Group> x(p, row, g);
-            const int32_t largest = largest_magnitude<Group>(x.v);
+            float x[Group];
+            widen_group(p, row, g, Group, x);
+            const int32_t largest = largest_magnitude<Group>(x);
             const bool finite = largest < 0x7f800000;
-            if (!finite) std::memset(x.v, 0, sizeof(x.v));
+            if (!finite) std::memset(x, 0, sizeof(x));
             // The exponent of the largest input, but so that neither unit nor its inverse leaves fp32's normal numbers.
-            const int smallest = Two ? -98 : -112, own = int(largest >> 23) - 127;
+            const int smallest = two ? -98 : -112, own = int(largest >> 23) - 127;
             const int exponent = !finite ? 0 : own > smallest ? own : smallest;
-            const float scale = power_of_two(kBits - exponent);
-            const float unit = finite ? power_of_two(exponent - kBits) : __builtin_nanf("");
+            const float scale = power_of_two(bits - exponent);
+            const float unit = finite ? power_of_two(exponent - bits) : __builtin_nanf("");
             V high[kVectors], low[kVectors];
 #pragma GCC unroll 8
             for (int i = 0; i < kVectors; ++i) {
-                const F scaled = load_at<F>(x.v + i * W) * scale;
+                const F scaled = load_at<F>(x + i * W) * scale;
                 high[i] = nearest(scaled);
                 low[i] = nearest((scaled - __builtin_convertvector(high[i], F)) * 0x1p15f);
             }
             store_group<Group>(high, unit, p.weight, rows, to, g);
-            if (Two) store_group<Group>(low, unit * 0x1p-15f, p.weight, rows, next, g);
+            if (two) store_group<Group>(low, unit * 0x1p-15f, p.weight, rows, next, g);
         }
     }
 

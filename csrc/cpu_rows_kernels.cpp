@@ -33,25 +33,14 @@ INLINE void norm_elements(const T* __restrict__ x, const W* __restrict__ weight,
     for (int64_t i = 0; i < size; ++i) y[i] = normalised(x[i], scale, weight[i]);
 }
 
+// The first and the second half of a head.
 template <class T>
-INLINE void turn(const T* __restrict__ x, const float* __restrict__ cos, const float* __restrict__ sin,
-                 T* __restrict__ y, int64_t half) {
+INLINE void turn(T* __restrict__ x, T* __restrict__ y, const float* __restrict__ cos, const float* __restrict__ sin,
+                 int64_t half) {
     for (int64_t i = 0; i < half; ++i) {
-        const float first = widen_scalar(x[i]), second = widen_scalar(x[i + half]);
-        y[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow_result<T>(second * cos[i] + first * sin[i]);
-    }
-}
-
-template <class T, class W>
-INLINE void norm_and_turn(const T* __restrict__ x, const W* __restrict__ weight, const float* __restrict__ cos,
-                          const float* __restrict__ sin, T* __restrict__ y, int64_t half, float eps) {
-    const float scale = norm_scale(x, 2 * half, eps);
-    for (int64_t i = 0; i < half; ++i) {
-        const float first = widen_scalar(normalised(x[i], scale, weight[i]));
-        const float second = widen_scalar(normalised(x[i + half], scale, weight[i + half]));
-        y[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow_result<T>(second * cos[i] + first * sin[i]);
+        const float first = widen_scalar(x[i]), second = widen_scalar(y[i]);
+        x[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
+        y[i] = narrow_result<T>(second * cos[i] + first * sin[i]);
     }
 }
 
@@ -98,8 +87,8 @@ INLINE void narrow_elements(const float* __restrict__ x, T* __restrict__ y, int6
     FOR_EACH_ISA void add_row(T* x, const T* addend, int64_t size) { add_elements<T>(x, addend, size); }        \
     FOR_EACH_ISA void widen_row(const T* x, float* y, int64_t size) { widen_elements<T>(x, y, size); }          \
     FOR_EACH_ISA void narrow_row(const float* x, T* y, int64_t size) { narrow_elements<T>(x, y, size); }        \
-    FOR_EACH_ISA void turn_head(const T* x, const float* cos, const float* sin, T* y, int64_t half) {           \
-        turn<T>(x, cos, sin, y, half);                                                                          \
+    FOR_EACH_ISA void turn_head(T* head, const float* cos, const float* sin, int64_t half) {                    \
+        turn<T>(head, head + half, cos, sin, half);                                                             \
     }                                                                                                           \
     FOR_EACH_ISA void silu_row(const T* gates, const T* up, T* y, int64_t size) {                               \
         gate<Activation::silu>(gates, up, y, size);                                                             \
@@ -118,10 +107,6 @@ ROW_FUNCTIONS(float)
 #define NORM_FUNCTIONS(T, W)                                                                                    \
     FOR_EACH_ISA void norm_row(const T* x, const W* weight, T* y, int64_t size, float eps) {                    \
         norm_elements(x, weight, y, size, eps);                                                                 \
-    }                                                                                                           \
-    FOR_EACH_ISA void norm_and_turn_head(const T* x, const W* weight, const float* cos, const float* sin, T* y, \
-                                         int64_t half, float eps) {                                             \
-        norm_and_turn(x, weight, cos, sin, y, half, eps);                                                       \
     }
 NORM_FUNCTIONS(Bf16, Bf16)
 NORM_FUNCTIONS(Bf16, float)
@@ -242,11 +227,12 @@ void place_heads(const Heads<T>& h, int threads) {
             T* target = head < h.q_heads ? q : h.k.at(token) + (head - h.q_heads) * size;
             const NormWeight<T> weight = h.weight + head * size;
             if (weight.wide)
-                norm_and_turn_head(source + head * size, weight.wide, cos, sin, target, size / 2, h.eps);
+                norm_row(source + head * size, weight.wide, target, size, h.eps);
             else if (weight.narrow)
-                norm_and_turn_head(source + head * size, weight.narrow, cos, sin, target, size / 2, h.eps);
+                norm_row(source + head * size, weight.narrow, target, size, h.eps);
             else
-                turn_head(source + head * size, cos, sin, target, size / 2);
+                std::memcpy(target, source + head * size, size_t(size) * sizeof(T));
+            turn_head(target, cos, sin, size / 2);
         }
         std::memcpy(h.v.at(token), source + turned * size, size_t(h.kv_heads * size) * sizeof(T));
     });

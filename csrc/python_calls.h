@@ -357,19 +357,28 @@ PyMethodDef method(const char* name, const char* doc = nullptr) {
 
 // ---- modules
 
-template <auto make, const auto& names>
-PyObject* construct(PyTypeObject*, PyObject* positional, PyObject* keywords) noexcept {
-    try {
-        std::vector<PyObject*> given;
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positional); ++i) given.push_back(PyTuple_GET_ITEM(positional, i));
-        const size_t count = given.size();
-        const Owned keys(PyTuple_New(keywords ? PyDict_GET_SIZE(keywords) : 0));
+// What a class is called with, as functions are given it: values by place, then those by name, and these names.
+struct Given {
+    std::vector<PyObject*> values;
+    Owned keys;
+
+    Given(PyObject* positional, PyObject* keywords) : keys(PyTuple_New(keywords ? PyDict_GET_SIZE(keywords) : 0)) {
+        values.reserve(size_t(PyTuple_GET_SIZE(positional) + PyTuple_GET_SIZE(keys.get())));
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positional); ++i) values.push_back(PyTuple_GET_ITEM(positional, i));
         PyObject *key, *value;
         for (Py_ssize_t at = 0, i = 0; keywords && PyDict_Next(keywords, &at, &key, &value); ++i) {
             PyTuple_SET_ITEM(keys.get(), i, Py_NewRef(key));
-            given.push_back(value);
+            values.push_back(value);
         }
-        return new_object(call<make, names>(nullptr, given.data(), count, keys.get()));
+    }
+};
+
+template <auto make, const auto& names>
+PyObject* construct(PyTypeObject*, PyObject* positional, PyObject* keywords) noexcept {
+    try {
+        const Given given(positional, keywords);
+        return new_object(call<make, names>(nullptr, given.values.data(), size_t(PyTuple_GET_SIZE(positional)),
+                                            given.keys.get()));
     } catch (...) {
         set_error();
         return nullptr;
