@@ -95,7 +95,6 @@ class LLM:
         self.engine, self._runner = build_engine(self.config)
         self.max_model_len = self._runner.plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
-        self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLM:
@@ -323,7 +322,7 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         meter = Meter(len(requests))
         display = ProgressDisplay(StatusLine(bool(use_tqdm)), meter, self.engine.progress, self.watch_steps)
-        with display, closing(EngineClient(self.engine, self._inboxes)) as client:
+        with display, closing(EngineClient(self.engine)) as client:
             for request in requests:
                 client.add(request)
             while client.pending:
@@ -335,7 +334,7 @@ class LLM:
 
     def _steps(self, requests: Sequence[Request]) -> Generator[list[RequestOutput], None, None]:
         """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""
-        client = EngineClient(self.engine, self._inboxes)
+        client = EngineClient(self.engine)
         try:
             for request in requests:
                 client.add(request)

@@ -155,6 +155,29 @@ def test_abort_ends_a_request_with_what_there_is(shared: AsyncLLM) -> None:
     assert output.finished and output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["served", "failed"])
+def test_a_call_that_generates_loses_no_output_of_other_requests(engine: AsyncLLM, fails: bool) -> None:
+    async def beside() -> tuple[list[RequestOutput], list[RequestOutput]]:
+        alone = await collect(engine, "a", params(30))
+        with held_steps(engine):
+            other = await engine.add("a", params(30))
+            first = await anext(other)
+            if fails:
+                failing_steps(engine, 1)
+                with pytest.raises(EngineError, match="the device is lost"):
+                    await engine.call(lambda llm: llm.generate("b", params(60), use_tqdm=False))
+            else:
+                (generated,) = await engine.call(lambda llm: llm.generate("b", params(60), use_tqdm=False))
+                assert len(generated.outputs[0].token_ids) == 60
+        return alone, [first, *[output async for output in other]]
+
+    alone, found = run_async(beside())
+    last = found[-1].outputs[0]
+    assert last.finish_reason == ("error" if fails else "length")
+    assert fails or last == alone[-1].outputs[0]
+    assert nothing_left(engine)
+
+
 def test_refusals_raise_and_the_engine_goes_on(shared: AsyncLLM) -> None:
     async def refusals() -> None:
         with pytest.raises(RequestError, match="max_model_len"):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import edit_config
 from tokenizer_files import END, write_byte_level
-from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import ModelError
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -33,20 +30,6 @@ def test_special_tokens_are_read_and_not_printed(tokenizer: Tokenizer) -> None:
     assert len(ids) == 3, "a merged token, the end token, a byte"
     assert tokenizer.decode(ids) == "ina" and tokenizer.decode(ids, skip_special_tokens=False) == f"in{END}a"
     assert all(type(token) is int for token in ids)
-
-
-def test_the_text_of_a_token_keeps_its_space_whoever_reads_the_files(model_dir: Path, tmp_path: Path) -> None:
-    """Llama 3's config, among others, asks Transformers to clean up spaces before punctuation."""
-    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    edit_config(tmp_path, "tokenizer_config.json", clean_up_tokenization_spaces=True)
-    saved = Backend.from_file(str(tmp_path / "tokenizer.json"))
-    saved.add_tokens([" ."])
-    saved.save(str(tmp_path / "tokenizer.json"))
-    loaded = HuggingFaceTokenizer(tmp_path)
-    token = saved.token_to_id(" .")
-    assert loaded.token_text(token) == " ."
-    assert loaded.tokenizer.convert_tokens_to_ids(" .") == token  # Transformers' takes the place of the library's
-    assert loaded.token_text(token) == " ." and loaded.decode([token]) == " ."
 
 
 # ---- files

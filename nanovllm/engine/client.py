@@ -13,13 +13,12 @@ from nanovllm.outputs import RequestOutput
 class EngineClient:
     """Adds requests to an engine, and steps it until they have ended: `while client.pending: client.step()`.
 
-    inboxes: shared by clients that may step the engine within each other's loop. Each step's outputs go to the client
-    that added the request.
+    Clients may step the engine within each other's loop: each output goes to the client that added the request.
     """
 
-    def __init__(self, engine: LLMEngine, inboxes: dict[str, list[RequestOutput]] | None = None) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._inboxes = {} if inboxes is None else inboxes  # by request_id
+        self._inboxes = engine.inboxes
         self._inbox: list[RequestOutput] = []
         self.pending: set[str] = set()  # ids of the requests that have not ended
 
@@ -43,13 +42,13 @@ class EngineClient:
         """
         try:
             if not self._inbox:
-                for output in self._engine.step():
-                    if output.request_id in self._inboxes:
-                        self._inboxes[output.request_id].append(output)
+                self._post(self._engine.step())
         except EngineError as error:
-            for failed in error.outputs:
-                if isinstance(failed, RequestOutput):
-                    self._forget(failed.request_id)
+            failed = [output for output in error.outputs if isinstance(output, RequestOutput)]
+            self._post(output for output in failed if output.request_id not in self.pending)
+            for output in failed:
+                if output.request_id in self.pending:
+                    self._forget(output.request_id)
             raise
         outputs = self._inbox.copy()
         self._inbox.clear()
@@ -75,6 +74,11 @@ class EngineClient:
             self._forget(request_id)
         if pending:
             self._engine.drop_requests(pending)
+
+    def _post(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
 
     def _forget(self, request_id: str) -> None:
         self.pending.discard(request_id)

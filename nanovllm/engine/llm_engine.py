@@ -232,6 +232,7 @@ class LLMEngine:
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
+        self.inboxes: dict[str, list[RequestOutput]] = {}  # of the clients, by the ids of their requests
         self._dropped: deque[str] = deque()  # requests to abort at the next use
         self._batch: Batch | None = None  # of the running step
 

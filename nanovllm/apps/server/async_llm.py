@@ -156,7 +156,7 @@ class AsyncLLM:
         if parts.token_ids is None and text is not None:
             check = self.llm.engine.check_prompt
             parts = parts._replace(token_ids=await self.in_text_thread(lambda: check(text, None, params), len(text)))
-        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        request_id = f"async-{next(self._numbers)}" if request_id is None else request_id
         (stream,) = await self.add_all({request_id: parts}, params, lora_request=lora_request, priority=priority)
         return stream
 
@@ -214,7 +214,7 @@ class AsyncLLM:
     # ---- everything else
 
     async def call(self, function: Callable[[LLM], T]) -> T:
-        """The result of `function(llm)`, called in the engine's thread between two steps."""
+        """The result of `function(llm)`, called in the engine's thread between two steps; it may use `llm.generate`."""
         return await asyncio.wrap_future(self._submitted(function))
 
     async def in_text_thread(self, function: Callable[[], T], size: int = 0) -> T:
