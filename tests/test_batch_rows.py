@@ -50,7 +50,8 @@ def test_bad_rows(case: str) -> None:
 def test_all_rows_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n \nnull')
     inputs = open_inputs([str(tmp_path)])
-    assert [row.index for row in inputs.rows(lambda index: False, USED_COLUMNS)] == list(range(inputs.count())) == [0, 1]
+    found = [row.index for row in inputs.rows(lambda index: False, USED_COLUMNS)]
+    assert found == list(range(inputs.count())) == [0, 1]
 
 
 VALUES = st.recursive(
@@ -98,7 +99,7 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "must be text, json_object, or json_schema",
     ),
-    "beside it": ({"prompt": "a"}, {"temperature": 0.5}, "temperature beside a body has no effect: give it in the body"),
+    "beside it": ({"prompt": "a"}, {"temperature": 0.5}, "temperature beside a body has no effect"),
     "logprobs": ({"messages": HELLO, "logprobs": 5}, {}, "logprobs=5: must be true or false"),
     "top_logprobs": ({"messages": HELLO, "top_logprobs": 2}, {}, "top_logprobs needs logprobs=true"),
 }

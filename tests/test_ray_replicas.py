@@ -1,4 +1,4 @@
-"""Replicas on Ray, without a cluster: whose CPU kernels they use, and which GPUs. `test_batch_cluster.py` has the others."""
+"""Replicas on Ray, without a cluster: whose CPU kernels they use, and which GPUs; the rest: test_batch_cluster.py."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_a_replica_takes_a_part_of_a_gpu_or_whole_ones(monkeypatch: pytest.Monke
     node = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}}
     monkeypatch.setattr(ray_replicas, "ray", SimpleNamespace(nodes=lambda: [node]))
     assert [resources_each(2, None, gpus, 1).num_gpus for gpus in (None, 0.5, 2)] == [1, 0.5, 2]
-    with pytest.raises(ConfigError, match="--num-gpus 1.5: a replica takes a part of one GPU or a whole number"):
+    with pytest.raises(ConfigError, match=r"--num-gpus 1\.5: a replica takes a part of one GPU or a whole number"):
         resources_each(2, None, 1.5, 1)
