@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
 
 from nanovllm.features.planner.measure import ProbeSizes
 
@@ -33,22 +34,6 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {  # the key of its results, and opt
     ),
     "benchmarks.ranks": ("one_rank_step_s", [*TINY, "--dtype", "float32", "--device", "cpu"]),
 }  # fmt: skip
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.mark.slow
@@ -62,7 +47,7 @@ def test_a_script_runs_and_writes_figures(script: str, tmp_path: Path, monkeypat
     sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
     monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    make_checkpoint(tmp_path, vocab=101, layers=3, hidden=64, max_positions=512)
     key, options = SCRIPTS[script]
     output = tmp_path / "report.json"
     main = importlib.import_module(script).main

@@ -8,14 +8,11 @@ from nanovllm.features.planner.plan import Plan, PlanRequest, plan_of
 from nanovllm.features.planner.predict import Link, Rates
 from nanovllm.features.planner.report import RATES, plan_json, plan_table, running_arguments
 from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
-from nanovllm.memory.budget import TransferCount, predict_request
-from nanovllm.memory.layerwise import prefill_steps
-from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.budget import TransferCount
 
 __all__ = [
     "ACCEPTANCE",
     "RATES",
-    "KVLayout",
     "Link",
     "Plan",
     "PlanRequest",
@@ -29,8 +26,6 @@ __all__ = [
     "plan_json",
     "plan_of",
     "plan_table",
-    "predict_request",
-    "prefill_steps",
     "running_arguments",
 ]
 
