@@ -230,15 +230,11 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
         from nanovllm.features.speculation import NgramDrafter
 
         return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"speculative_config: method={asked.method!r} is not supported with tensor_parallel_size="
-            f"{config.tensor_parallel_size}: use method='ngram' or one rank"
-        )
     if asked.method == "mtp":
-        from nanovllm.features.speculation.checks import check_mtp_head
+        from nanovllm.features.speculation.checks import check_mtp_head, check_mtp_weights
 
         check_mtp_head(config, spec)
+        check_mtp_weights(config)
         return None
     return _draft_model(config, asked, spec, tokenizer)
 

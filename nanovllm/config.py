@@ -306,6 +306,9 @@ class EngineConfig:
         yield "max_cpu_loras", self.num_cpu_loras < self.max_loras, both
         one = f"runs one rank, and tensor_parallel_size is {ranks}: leave it out"
         yield "distributed_executor_backend", backend == "uni" and ranks > 1, one
+        method = (self.speculative_config or {}).get("method")
+        rule = f"method={method!r} is not supported with tensor_parallel_size={ranks}: use method='ngram' or one rank"
+        yield "speculative_config", ranks > 1 and method not in (None, "ngram"), rule
         several = "needs tensor_parallel_size above 1: torchrun has started several ranks"
         yield "distributed_executor_backend", backend == "external_launcher" and ranks == 1, several
 

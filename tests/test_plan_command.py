@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -88,7 +89,23 @@ def test_decode_with_drafts_is_planned(capsys: pytest.CaptureFixture[str], model
     assert drafts["tokens_in_a_pass"] == 1 + 0.5 + 0.25 + 0.125 + 0.0625
     assert decode["seconds"] <= drafts["seconds"] < 1.1 * decode["seconds"], "what is streamed is read once"
     assert model["request"]["drafts"]["seconds"] > drafts["seconds"]
+    assert ngram["engine"]["speculative_config"] == {"num_speculative_tokens": 4, "method": "ngram"}
     assert model["memory"]["device_free"] < ngram["memory"]["device_free"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["qwen3-8b"], "method='mtp': of a Qwen3ForCausalLM no head for multi-token prediction is read"),
+        (["qwen3.5-0.8b", "--tensor-parallel-size", "2"], "method='mtp' is not supported with tensor_parallel_size=2"),
+    ],
+)
+def test_drafts_that_an_engine_refuses_are_not_planned(
+    capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    config = '{"method": "mtp", "num_speculative_tokens": 2}'
+    assert main(["plan", "--model", *options, *GIVEN, "--speculative-config", config]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +226,25 @@ def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[
         assert not run_json(capsys, *options[:-4], "--host-mem", "113GB", *positions, status=1)["fits"]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["llama-3.1-8b", "--enable-lora", "--max-lora-rank", "256", "--max-cpu-loras", "8", "--host-mem", "13GB"],
+        ["qwen3.8-27b", "--gpu-mem", "64GB", "--host-mem", "2GB"],  # with states of recurrent layers
+        ["llama-3.1-8b", "--gpu-mem", "16GB", "--host-mem", "2GB", "--tensor-parallel-size", "2"],
+    ],
+    ids=["adapters", "states", "ranks"],
+)
+def test_the_host_memory_that_is_named_holds_all_that_is_there(
+    capsys: pytest.CaptureFixture[str], model: list[str]
+) -> None:
+    options = ["--gpu-mem", "24GB", "--model", *model, "--prompt-len", "131000"]
+    assert main(["plan", *options]) == 1
+    least = int(re.findall(r"--enable-cpu-offload --host-mem (\d+)GB\n", capsys.readouterr().out)[0])
+    assert run_json(capsys, *options, "--enable-cpu-offload", "--host-mem", f"{least}GB")["fits"]
+    assert not run_json(capsys, *options, "--enable-cpu-offload", "--host-mem", f"{least - 1}GB", status=1)["fits"]
+
+
 @pytest.mark.parametrize("prompt", ["20k", "128k"])
 def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixture[str], prompt: str) -> None:
     """The engine's parser reads them back, and with them the plan is the same."""
@@ -224,6 +260,7 @@ def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixt
     assert report["fits"] and config.enable_cpu_offload == report["engine"]["enable_cpu_offload"] == bool(overrides)
     assert config.num_gpu_blocks == report["engine"]["num_gpu_blocks"] > 0
     if overrides:
+        assert report["engine"]["hf_overrides"] == QWEN_YARN
         assert config.num_cpu_blocks == report["engine"]["num_cpu_blocks"] and config.hf_overrides == QWEN_YARN
 
 

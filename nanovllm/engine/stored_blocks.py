@@ -69,9 +69,10 @@ class BlockStore(Protocol):
 
 
 class NoBlockStore:
-    """Implements `BlockStore`: keeps nothing."""
+    """Implements `BlockStore`: keeps nothing. unit: of a store that is empty, in whose place it stands."""
 
-    unit = sys.maxsize
+    def __init__(self, unit: int = sys.maxsize) -> None:
+        self.unit = unit
 
     def reach(self, seq: Sequence, begin: int) -> int:
         return begin

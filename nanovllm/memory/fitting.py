@@ -27,6 +27,7 @@ from nanovllm.memory.sizing import (
 )
 
 GB = 10**9
+MOST_HOST_GB = 1 << 16  # of no machine is more advised
 LEAST_STEP = 256  # tokens; the weights would be read too often
 MEMORY_TAKERS = ("max_num_batched_tokens", "enable_cpu_offload")  # arguments that decide what else takes memory
 MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
@@ -37,7 +38,8 @@ class KVSizing:
     """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free.
 
     yarn_positions: the trained length in tokens, if YaRN can extend it; see `DecoderSpec.yarn_positions`.
-    memory_of: the memory with other engine arguments, where that can be told.
+    memory_of: the memory with other engine arguments, where that can be told. host_left: what is left for the KV blocks
+    of a rank of so much host memory, where that is to be told.
     """
 
     config: EngineConfig
@@ -47,6 +49,7 @@ class KVSizing:
     watermark: float
     yarn_positions: int | None = None
     memory_of: Callable[[EngineConfig], MemoryFacts] | None = None
+    host_left: Callable[[int], int] | None = None
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""
@@ -118,15 +121,17 @@ class KVSizing:
 
     def host_memory_for(self, tokens: int) -> int | None:
         """The bytes of host memory, in whole GB, with which offload holds `tokens` tokens; None if none do."""
+        if self.host_left is None:
+            return None
+        left = self.host_left
         offloaded = self._changed({"enable_cpu_offload": True, "max_model_len": None})
         offloaded = replace(offloaded, model_max_len=max(tokens, self.model_max_len))
 
         def holds(size: int) -> bool:
-            return replace(offloaded, memory=replace(self.memory, host_free=size * GB))._holds(tokens, {})
+            return replace(offloaded, memory=replace(offloaded.memory, host_free=left(size * GB)))._holds(tokens, {})
 
-        sizes = range(self.memory.host_free // GB, 4 * tokens * self.layout.token_bytes // GB + 2)
-        at = bisect_left(sizes, True, key=holds)
-        return sizes[at] * GB if at < len(sizes) and not self.memory.tiers_share_memory else None
+        size = bisect_left(range(MOST_HOST_GB), True, key=holds)
+        return size * GB if size < MOST_HOST_GB else None
 
     def _more_tokens(self, tokens: int) -> list[dict[str, Any]]:
         """Changes of lengths, blocks and memory shares."""

@@ -132,12 +132,12 @@ def _say_what_would_fit(plan: planner.Plan, prompt_len: int, args: argparse.Name
         print(f"  {obstacle.text}")
         for change in obstacle.changes:
             print(f"    {as_flags(change)}")
-    size = plan.sizing.host_memory_for(prompt_len) if args.gpu_mem is not None else None
-    if size is not None and size * plan.network.num_ranks > (args.host_mem or 0):
+    size = plan.sizing.host_memory_for(prompt_len)
+    if size is not None and size > (args.host_mem or 0):
         if args.host_mem is None:
             print("  --host-mem is not given, so no host memory counts")
         print("  with so much host memory its KV cache fits")
-        print(f"    --enable-cpu-offload --host-mem {size * plan.network.num_ranks // 10**9}GB")
+        print(f"    --enable-cpu-offload --host-mem {size // 10**9}GB")
     changes = plan.changes_for(prompt_len)
     if changes:
         print(f"Together:\n{as_flags(changes[0])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
 from nanovllm.features.planner.dry_run import NO_MOVES, StepMoves
@@ -56,6 +56,9 @@ def draft_network(config: EngineConfig, spec: DecoderSpec) -> DraftNetwork | Non
     if asked.method == "ngram":
         return None
     if asked.method == "mtp":
+        from nanovllm.features.speculation.checks import check_mtp_head  # imports torch
+
+        check_mtp_head(config, spec)
         own, dtype = mtp_spec(spec), spec.dtype if config.dtype == "auto" else config.dtype
         head = mtp_memory(config, spec, ITEMSIZES[dtype])
         return None if head is None else DraftNetwork("head for drafts", Network(own, dtype), head)
@@ -72,9 +75,8 @@ def planned_drafts(
     model: StepModel, context_len: int, moves: StepMoves, count: int, acceptance: float, draft: DraftNetwork | None
 ) -> PlannedDrafts:
     """model: of the engine's own network; context_len, moves: of a decode step of it."""
-    planned = PlannedDrafts(count, acceptance, Prediction())
     parts = [model.decode(context_len, moves, rows=1 + count)]
     if draft is not None:
         own = StepModel(draft.network, model.rates, draft.network.layout(1), ring_slots=0)
         parts += [own.decode(min(context_len, draft.memory.longest - 1), NO_MOVES)] * count
-    return replace(planned, step=total(parts))
+    return PlannedDrafts(count, acceptance, total(parts))

@@ -14,6 +14,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.stored_blocks import NoBlockStore
+from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan, StateSlots
@@ -39,7 +41,7 @@ NO_MOVES = StepMoves(TransferCount(), 0)
 def dry_run(
     config: EngineConfig, layout: KVLayout, kv: KVPlan, states: StateSlots | None, prompt_len: int, output_len: int
 ) -> Iterator[ScheduledStep]:
-    """The steps of a request alone in the engine, with nothing cached."""
+    """The steps of a request alone in the engine, with nothing cached and nothing stored."""
     limits = SchedulerLimits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -51,7 +53,8 @@ def dry_run(
     tiers = kv.split.resident_blocks, kv.num_cpu_blocks
     slots = None if states is None else (states.device, states.host)
     caching = config.enable_prefix_caching
-    manager = BlockManager(*tiers, layout.groups, caching, num_state_slots=slots, chunk=limits.chunk)
+    store = None if config.kv_cache_dir is None else NoBlockStore(UNIT)
+    manager = BlockManager(*tiers, layout.groups, caching, num_state_slots=slots, chunk=limits.chunk, store=store)
     scheduler = Scheduler(limits, manager)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     scheduler.add(Request("plan", [0] * prompt_len, params, number=0, seq_ids=count(), seed=0, arrival_time=0.0))

@@ -14,7 +14,7 @@ from nanovllm.config import EngineConfig, engine_config
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.drafts import (
     ACCEPTANCE,
@@ -152,8 +152,10 @@ class Plan:
         return self.sizing.changes_for(prompt_len)
 
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
-        """One prompt that fits. Both lengths are at least 1."""
-        assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
+        """One prompt that fits. Raises RequestError for another, and if nothing comes out."""
+        if not 0 < prompt_len <= self.kv.max_model_len or output_len < 1:
+            given = f"prompt_len={prompt_len}, output_len={output_len}"
+            raise RequestError(f"{given}: plan 1 to {self.kv.max_model_len} tokens in, and at least 1 out")
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
         model = self._step_model
         planned = self._steps(model, prompt_len, output_len)
@@ -327,16 +329,35 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
             raise ConfigError(f"--host-mem is not given, and {needed}: name it, such as --host-mem 256GB")
     spec, itemsize = network.spec, network.itemsize
 
-    def memory_of(config: EngineConfig) -> MemoryFacts:
-        memory = _given_memory(asked, network, config) if machine is None else machine.memory(config)
+    def left(facts: MemoryFacts, config: EngineConfig) -> MemoryFacts:
+        """What is left besides all that is allocated before KV blocks are."""
         if (draft := draft_network(config, spec)) is not None:
-            memory = draft.memory.without(memory)
-        left = without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
-        return without_states(left, config, spec, itemsize)
+            facts = draft.memory.without(facts)
+        facts = without_adapters(smallest([facts], network.num_ranks), config, spec, itemsize)
+        return without_states(facts, config, spec, itemsize)
 
-    memory, layout = memory_of(config), layout_of(config, spec, itemsize)
-    others = None if machine else memory_of
-    return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions, others)
+    facts = _given_memory(asked, network, config) if machine is None else machine.memory(config)
+    sizing = KVSizing(
+        config,
+        layout_of(config, spec, itemsize),
+        spec.max_model_len,
+        left(facts, config),
+        WATERMARK,
+        spec.yarn_positions,
+    )
+    if machine is not None:
+        return sizing
+
+    def host_left(host_memory: int) -> int:
+        try:
+            return left(replace(facts, host_free=host_memory), config).host_free
+        except ConfigError:  # it does not hold the adapters
+            return 0
+
+    def memory_of(config: EngineConfig) -> MemoryFacts:
+        return left(_given_memory(asked, network, config), config)
+
+    return replace(sizing, memory_of=memory_of, host_left=host_left)
 
 
 def _given_memory(asked: PlanRequest, network: Network, config: EngineConfig) -> MemoryFacts:

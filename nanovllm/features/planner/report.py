@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from nanovllm.features.kv_disk.policy import stored_bytes
@@ -27,6 +27,7 @@ RATES = {  # option of the command line, and unit
     "interconnect": ("--interconnect", "B/s"),
     "disk_bandwidth": ("--disk-bandwidth", "B/s"),
 }
+IN_NUMBERS = ("model", "num_cpu_blocks", "kv_cache_memory_bytes", "kv_offloading_size")  # arguments that are told so
 
 
 def engine_arguments(plan: Plan) -> dict[str, Any]:
@@ -40,16 +41,11 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "num_gpu_blocks": plan.kv.num_gpu_blocks,
     }
-    if config.kv_cache_dtype != "auto":
-        arguments["kv_cache_dtype"] = config.kv_cache_dtype
-    if plan.network.num_ranks > 1:
-        arguments["tensor_parallel_size"] = plan.network.num_ranks
     if config.enable_cpu_offload:
         arguments |= {"num_cpu_blocks": plan.kv.num_cpu_blocks, "cpu_attention": config.cpu_attention}
-    if config.enable_lora:
-        names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
-        arguments |= {name: getattr(config, name) for name in names}
-    return arguments
+    others = [each for each in fields(config) if each.name not in (*arguments, *IN_NUMBERS)]
+    given = {each.name: value for each in others if (value := getattr(config, each.name)) not in (each.default, {})}
+    return arguments | given
 
 
 def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
@@ -70,7 +66,8 @@ def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str,
 def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
     """In bytes, tokens, seconds and rates per second; null for what is unknown or does not fit."""
     spec, kv, memory = plan.network.spec, plan.kv, asdict(plan.sizing.memory)
-    fits, kept = plan.fits(prompt_len), memory.pop("layerwise_token_bytes")
+    fits, kept, states = plan.fits(prompt_len), memory.pop("layerwise_token_bytes"), plan.sizing.memory.states
+    memory["states"] = None if states is None else states._asdict()
     return {
         "model": {
             "architecture": spec.architecture,

@@ -10,19 +10,24 @@ from nanovllm.models.mtp_spec import has_mtp_head
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
+OTHERS = "use method='ngram' or 'draft_model'"
+
 
 def check_mtp_head(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError unless the checkpoint has a head for multi-token prediction that is read."""
-    others = "use method='ngram' or 'draft_model'"
+    """Raise ConfigError unless models of this kind have a head for multi-token prediction that is read."""
     if not has_mtp_head(spec) or is_gguf(config.model):
         what = "GGUF file" if is_gguf(config.model) else spec.architecture
         raise ConfigError(
-            f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {others}"
+            f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {OTHERS}"
         )
+
+
+def check_mtp_weights(config: EngineConfig) -> None:
+    """Raise ConfigError unless the checkpoint has the weights of the head."""
     if config.load_format != "dummy" and not holds_mtp_head(config.model):
         raise ConfigError(
             f"speculative_config: method='mtp': {config.model} has no weights of a head for multi-token prediction "
-            f"(mtp.*): {others}, or get a checkpoint that has them"
+            f"(mtp.*): {OTHERS}, or get a checkpoint that has them"
         )
 
 
