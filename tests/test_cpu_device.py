@@ -8,12 +8,46 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cpu_streams import Gate, copy, fail, filled, happens
-from host_tasks import PythonTask
+import torch
+from torch import Tensor
 from waiting import PATIENCE
 
-from nanovllm.device.cpu import CpuDevice
+from nanovllm.device import PitchedCopy, Stream
+from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.errors import EngineError
+
+
+class Gate:
+    """Holds a stream up until it is opened."""
+
+    def __init__(self, stream: Stream) -> None:
+        assert isinstance(stream, WorkerStream)
+        self._opened = threading.Event()
+        stream.put(lambda: self._opened.wait(PATIENCE) and None)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def filled(value: int, size: int = 64) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def copy(device: CpuDevice, dst: Tensor, src: Tensor, stream: Stream) -> None:
+    device.copy_2d(PitchedCopy(dst, src, src.numel(), src.numel(), src.numel(), 1, "h2d"), stream)
+
+
+def fail(device: CpuDevice, stream: Stream) -> None:
+    """A copy that would run past the end of its source."""
+    device.copy_2d(PitchedCopy(filled(0), filled(0, 8), 64, 64, 64, 1, "h2d"), stream)
+
+
+def happens(stream: Stream) -> threading.Event:
+    """Set when the stream gets to what is put on it now."""
+    assert isinstance(stream, WorkerStream)
+    reached = threading.Event()
+    stream.put(reached.set)
+    return reached
 
 
 @pytest.fixture
@@ -21,19 +55,6 @@ def device() -> Iterator[CpuDevice]:
     with_streams = CpuDevice()
     yield with_streams
     with_streams.close()
-
-
-# ---- streams and copies
-
-
-def test_work_on_one_stream_runs_in_order(device: CpuDevice) -> None:
-    stream = device.new_stream("s")
-    buffers = [filled(value) for value in range(30)]
-    for _ in range(20):
-        for dst, src in zip(buffers[1:], buffers, strict=False):
-            copy(device, dst, src, stream)
-    stream.synchronize()
-    assert all(int(buffer[0]) == 0 for buffer in buffers), "each buffer was filled from the one before"
 
 
 # ---- events
@@ -52,16 +73,6 @@ def test_a_wait_orders_two_streams(device: CpuDevice) -> None:
     gate.open()
     second.synchronize()
     assert int(end[0]) == 5
-
-
-def test_an_event_that_was_never_recorded_does_not_block(device: CpuDevice) -> None:
-    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
-    gate = Gate(held)
-    stream.wait(event)
-    device.compute_stream.wait(event)
-    held.record(event)  # too late for the waits above
-    assert happens(stream).wait(PATIENCE)
-    gate.open()
 
 
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CpuDevice) -> None:
@@ -97,60 +108,7 @@ def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice
     timer.join()
 
 
-# ---- calls
-
-
-def test_calls_run_in_order_on_a_thread_of_their_own(device: CpuDevice) -> None:
-    calls, gate_stream, event = device.new_call_stream("calls"), device.new_stream("s"), device.new_event()
-    gate, dst = Gate(gate_stream), filled(0)
-    copy(device, dst, filled(7), gate_stream)
-    gate_stream.record(event)
-    calls.wait(event)
-    seen: list[tuple[str, int]] = []
-    for _ in range(2):
-        calls.launch(PythonTask(lambda: seen.append((threading.current_thread().name, int(dst[0])))))
-    assert not seen
-    gate.open()
-    calls.synchronize()
-    assert seen == [("calls", 7)] * 2
-
-
-def test_a_failed_call_reaches_the_waiting_stream_and_skips_what_follows(device: CpuDevice) -> None:
-    calls, stream, event = device.new_call_stream("calls"), device.new_stream("s"), device.new_event()
-    ran: list[int] = []
-
-    def broken() -> None:
-        raise OSError("no such bank")
-
-    calls.launch(PythonTask(broken))
-    calls.launch(PythonTask(lambda: ran.append(1)))
-    calls.record(event)
-    stream.wait(event)
-    dst = filled(0)
-    copy(device, dst, filled(1), stream)
-    for waiting in (stream, calls):
-        with pytest.raises(EngineError, match="work on stream calls failed: no such bank"):
-            waiting.synchronize()
-    assert (ran, int(dst[0])) == ([], 0)
-    calls.launch(PythonTask(lambda: ran.append(2)))
-    calls.synchronize()
-    assert ran == [2]
-
-
 # ---- failures
-
-
-def test_a_failed_copy_shows_at_synchronize_once_and_the_stream_works_on(device: CpuDevice) -> None:
-    stream, dst = device.new_stream("kv-slot-2"), filled(0)
-    fail(device, stream)
-    copy(device, dst, filled(1), stream)
-    with pytest.raises(EngineError, match=r"work on stream kv-slot-2 failed.*past the end of src"):
-        stream.synchronize()
-    assert int(dst[0]) == 0, "what comes after a failure is not copied"
-    stream.synchronize()
-    copy(device, dst, filled(1), stream)
-    stream.synchronize()
-    assert int(dst[0]) == 1
 
 
 def test_a_failure_spreads_to_the_streams_that_wait_for_it(device: CpuDevice) -> None:
@@ -196,7 +154,8 @@ def test_the_interpreter_exits_cleanly_with_copies_under_way() -> None:
     program = """
 import torch
 from nanovllm.device import PitchedCopy
-from nanovllm.device.cpu import CpuDevice
+from nanovllm.device import PitchedCopy, Stream
+from nanovllm.device.cpu import CpuDevice, WorkerStream
 device = CpuDevice()
 src, dst = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
 for name in "ab":
