@@ -12,35 +12,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from nanovllm.device.base import Busy
+from torch import Tensor
+
+from nanovllm.device.base import Busy, Event
 from nanovllm.device.busy import BusyMeter
+from nanovllm.features.kv_disk.messages import StatePlace, UnitPlace
 from nanovllm.features.kv_disk.records import Name
+from nanovllm.features.kv_disk.units import UnitCopier, bytes_of
 
 THREADS = 4  # each with one record under way, of some MiB
 CLOSE_SECONDS = 1.0  # for threads that are idle
 
 
-class Target(Protocol):
-    """Where the content of one record goes. Used by one thread."""
-
-    def views(self) -> Sequence[memoryview]:
-        """The memory to read into, in the order of the content: the target's own."""
-        ...
-
-    def take(self) -> None:
-        """The content is there, and is right: copy it to where it goes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record to read, and where to."""
+    """A record to read, and the blocks or the slot of a state that it goes to. settled: of `UnitCopier.begin`."""
 
     name: Name
-    target: Target
-    num_bytes: int
+    place: UnitPlace | StatePlace
+    settled: Event
 
 
 class RunningRead:
@@ -80,14 +71,14 @@ class RunningRead:
     def is_wanted(self) -> bool:
         return not self._is_cancelled and self.wrong is None
 
-    def take(self, record: Record) -> None:
+    def take(self, record: Record, buffer: Tensor) -> None:
         """Copy what was read into the blocks, if they still wait for it."""
         with self._reads.changed:
             if not self.is_wanted:
                 return
             self._copying += 1
         try:
-            record.target.take()
+            self._reads.copier.copy_in(buffer, record.place, record.settled)
         finally:
             with self._reads.changed:
                 self._copying -= 1
@@ -146,10 +137,9 @@ class Reads(DiskThreads):
     read: reads a record into memory and returns what is wrong with it, or None.
     """
 
-    def __init__(
-        self, read: Callable[[Name, Sequence[memoryview]], str | None], begin_thread: Callable[[], None]
-    ) -> None:
-        super().__init__("kv-disk-reader", THREADS, begin_thread)
+    def __init__(self, read: Callable[[Name, memoryview], str | None], copier: UnitCopier) -> None:
+        super().__init__("kv-disk-reader", THREADS, copier.begin_thread)
+        self.copier = copier
         self.changed = threading.Condition()
         self._read = read
         self._meter = BusyMeter()
@@ -166,10 +156,11 @@ class Reads(DiskThreads):
         wrong = None
         try:
             if running.is_wanted:
-                with self._meter.running(record.num_bytes):
-                    wrong = self._read(record.name, record.target.views())
+                buffer = self.copier.new_buffer(record.place)
+                with self._meter.running(buffer.nbytes):
+                    wrong = self._read(record.name, bytes_of(buffer))
                 if wrong is None:
-                    running.take(record)
+                    running.take(record, buffer)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         running.end(record, wrong)

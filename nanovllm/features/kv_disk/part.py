@@ -18,33 +18,13 @@ from torch import Tensor
 
 from nanovllm.data.memory_checks import gib
 from nanovllm.errors import told
+from nanovllm.features.kv_disk import messages
 from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
 from nanovllm.features.kv_disk.loading import DiskThreads, Reads, Record, RunningRead
-from nanovllm.features.kv_disk.messages import (
-    OPENING,
-    Begin,
-    Cancel,
-    CancelAll,
-    Close,
-    Closed,
-    Command,
-    Described,
-    Ended,
-    Found,
-    Keep,
-    KeptState,
-    Look,
-    Progressed,
-    Read,
-    Report,
-    StatePlace,
-    Warned,
-    WriteHeld,
-    WritesNoMore,
-)
+from nanovllm.features.kv_disk.messages import Command, Report, StatePlace
 from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter, all_segments
-from nanovllm.features.kv_disk.units import BlockTarget, UnitCopier
+from nanovllm.features.kv_disk.units import UnitCopier
 from nanovllm.features.kv_disk.writing import WriterThread
 
 logger = logging.getLogger(__name__)
@@ -80,7 +60,7 @@ class Pulse:
     def __call__(self) -> None:
         if time.monotonic() - self._last > PULSE_SECONDS:
             self._last = time.monotonic()
-            self._report(Progressed(self._work))
+            self._report(messages.Progressed(self._work))
 
 
 class StorePart:
@@ -95,7 +75,7 @@ class StorePart:
         self._copier = copier
         self._report = report
         self._states = len(copier.pools.layout.groups)  # the group of records of states
-        self._reads = Reads(self._read, copier.begin_thread)
+        self._reads = Reads(self._read, copier)
         self._directory = DiskThreads("kv-disk-directory", 1)  # a look does not wait for records that are being read
         self._running: dict[int, RunningRead] = {}
         self._held: dict[int, tuple[Name, Tensor]] = {}  # states, by sequence
@@ -103,27 +83,27 @@ class StorePart:
         self._mask = 0
         self._reader = SegmentReader(setup.root)  # until it has a directory
         self._writer: WriterThread | None = None
-        self._submit(OPENING, self._open)
+        self._submit(messages.OPENING, self._open)
 
     def handle(self, command: Command) -> None:
         match command:
-            case Begin():
+            case messages.Begin():
                 self._begin(command)
-            case Look(work):
+            case messages.Look(work):
                 self._submit(work, self._look)
-            case Read():
+            case messages.Read():
                 self._start(command)
-            case Cancel(work):
+            case messages.Cancel(work):
                 if (read := self._running.get(work)) is not None:
                     read.cancel()
-            case CancelAll():
+            case messages.CancelAll():
                 self._cancel_all()
-            case Keep():
+            case messages.Keep():
                 self._keep(command)
-            case WriteHeld(sequence):
+            case messages.WriteHeld(sequence):
                 if (held := self._held.pop(sequence, None)) is not None and self._has_room:
                     self._put(*held)
-            case Close():
+            case messages.Close():
                 self.close()
 
     def close(self) -> None:
@@ -133,8 +113,8 @@ class StorePart:
         self._reads.close()
         left = 0 if self._writer is None else self._writer.close()
         if left:
-            self._report(Warned(f"{left} bytes are not written", "the disk is too slow"))
-        self._report(Closed())
+            self._report(messages.Warned(f"{left} bytes are not written", "the disk is too slow"))
+        self._report(messages.Closed())
 
     # ---- the directory, in a thread of its own
 
@@ -147,7 +127,7 @@ class StorePart:
                 do(Pulse(work, self._report))
             except Exception as error:  # of the disk, most likely
                 wrong = str(error) if isinstance(error, OSError) else told(error)
-            self._report(Ended(work, wrong))
+            self._report(messages.Ended(work, wrong))
 
         self._directory.submit(run)
 
@@ -160,9 +140,9 @@ class StorePart:
             files = digest(digests.of(model_files(setup.model_path)), digests.of(code_files()))
         self._space = _space(setup.root, setup.space)
         unit_bytes = [copier.num_bytes(group) for group in range(self._states)]
-        self._report(Described(digest_of_fields(setup.facts), files, unit_bytes, copier.state_bytes))
+        self._report(messages.Described(digest_of_fields(setup.facts), files, unit_bytes, copier.state_bytes))
 
-    def _begin(self, command: Begin) -> None:
+    def _begin(self, command: messages.Begin) -> None:
         setup = self._setup
         own = digest(command.identity, setup.rank.to_bytes(4, "little"))
         directory = setup.root / own.hex()
@@ -172,8 +152,8 @@ class StorePart:
             SegmentWriter(directory, self._space, setup.num_ranks),
             self._reader,
             {"model": setup.model_name, "rank": setup.rank, "ranks": setup.num_ranks},
-            lambda written: self._report(Found(self._renamed(written))),
-            lambda error: self._report(WritesNoMore(str(error))),
+            lambda written: self._report(messages.Found(self._renamed(written))),
+            lambda error: self._report(messages.WritesNoMore(str(error))),
         )
 
         def begin(goes_on: Pulse) -> None:
@@ -189,9 +169,9 @@ class StorePart:
             added, gone, unreadable = [], [], [error]
         for each in unreadable:
             where = each.filename or self._reader.directory
-            self._report(Warned("the directory cannot be read, or not all of it", f"{where}: {each.strerror}"))
+            self._report(messages.Warned("the directory cannot be read, or not all of it", f"{where}: {each.strerror}"))
         if added or gone:
-            self._report(Found(self._renamed(added), self._renamed(gone)))
+            self._report(messages.Found(self._renamed(added), self._renamed(gone)))
 
     def _own(self, name: Name) -> Name:
         """The name on disk of a record, or the engine's name of one on disk."""
@@ -203,18 +183,17 @@ class StorePart:
 
     # ---- reading
 
-    def _start(self, command: Read) -> None:
+    def _start(self, command: messages.Read) -> None:
         settled = self._copier.begin(command.moves, command.state_moves)
         records = []
         for key, place in command.records:
-            target = BlockTarget(self._copier, place, settled)
             group = self._states if isinstance(place, StatePlace) else place.group
-            records.append(Record((key, group), target, target.num_bytes))
+            records.append(Record((key, group), place, settled))
         pulse, at_end = Pulse(command.work, self._report), partial(self._end_read, command.work)
         read = self._running[command.work] = RunningRead(records, self._reads, pulse, at_end)
         self._reads.start(read)
 
-    def _read(self, name: Name, into: Sequence[memoryview]) -> str | None:
+    def _read(self, name: Name, into: memoryview) -> str | None:
         return self._reader.read(self._own(name), into)
 
     def _end_read(self, work: int, read: RunningRead) -> None:
@@ -224,8 +203,8 @@ class StorePart:
         if read.wrong is not None:
             record, why = read.wrong
             self._reader.discard(self._own(record.name))
-            self._report(Found(gone=[record.name]))
-        self._report(Ended(work, why, self._reads.busy()))
+            self._report(messages.Found(gone=[record.name]))
+        self._report(messages.Ended(work, why, self._reads.busy()))
         if why is None:
             self._reader.used(self._own(record.name) for record in read.records)
 
@@ -236,7 +215,7 @@ class StorePart:
 
     # ---- writing
 
-    def _keep(self, command: Keep) -> None:
+    def _keep(self, command: messages.Keep) -> None:
         settled = None
         for key, place in command.units:
             name = (key, place.group)
@@ -246,11 +225,11 @@ class StorePart:
         if command.state is not None:
             self._keep_state(command.state)
 
-    def _keep_state(self, state: KeptState) -> None:
+    def _keep_state(self, state: messages.KeptState) -> None:
         name = (state.key, self._states)
         if not self._is_wanted(name):
             return
-        content = self._copier.copy_state_out(state.place.slot, self._copier.begin())
+        content = self._copier.copy_out(state.place, self._copier.begin())
         if state.held_for is None:
             self._put(name, content)
         else:
@@ -263,7 +242,7 @@ class StorePart:
     def _is_wanted(self, name: Name) -> bool:
         """Whether a record is to be written. What is there is reported: the engine seems not to know."""
         if self._own(name) in self._reader:
-            self._report(Found([name]))
+            self._report(messages.Found([name]))
             return False
         return self._has_room
 

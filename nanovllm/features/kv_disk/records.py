@@ -23,11 +23,10 @@ class Header(NamedTuple):
     checksum: bytes
 
 
-def checksum_of(*content: bytes | bytearray | memoryview) -> bytes:
-    """Of the parts one after the other. Other threads run meanwhile."""
+def checksum_of(content: bytes | memoryview) -> bytes:
+    """Other threads run meanwhile."""
     found = xxhash.xxh3_128()
-    for part in content:
-        found.update(part)
+    found.update(content)
     return found.digest()
 
 

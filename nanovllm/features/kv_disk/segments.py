@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,29 +135,25 @@ class SegmentReader:
         with self._lock:
             self._index.pop(name, None)
 
-    def read(self, name: Name, into: Sequence[memoryview]) -> str | None:
-        """Read a record's content into these pieces of memory, in their order.
-
-        Returns what is wrong with the record, or None; then the pieces hold its bytes.
-        """
+    def read(self, name: Name, into: memoryview) -> str | None:
+        """Read a record's content. Returns what is wrong with the record, or None; then the memory holds its bytes."""
         place = self._index.get(name)
         if place is None:
             return "it was deleted meanwhile"
-        path, at, expected = place
-        size = sum(map(len, into))
+        (path, at, expected), size = place, len(into)
         if expected.size != size:
             return f"{path.name} holds {expected.size} bytes for it, expected {size}"
         header = bytearray(HEADER_BYTES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                number = _read_all(fd, [memoryview(header), *into], at)
+                number = _read_all(fd, [memoryview(header), into], at)
             finally:
                 os.close(fd)
         except OSError as error:
             return f"{path.name}: {error.strerror}"
         is_whole = number == HEADER_BYTES + size and unpack(bytes(header)) == expected
-        return None if is_whole and checksum_of(*into) == expected.checksum else f"{path.name} is damaged at {at}"
+        return None if is_whole and checksum_of(into) == expected.checksum else f"{path.name} is damaged at {at}"
 
     def used(self, names: Iterable[Name]) -> None:
         """Note the use of records for eviction, by the time of their segments."""

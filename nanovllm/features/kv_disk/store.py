@@ -21,30 +21,9 @@ from nanovllm.device.base import Busy
 from nanovllm.engine.input_processor import salt_of_content
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.errors import EngineError
+from nanovllm.features.kv_disk import messages
 from nanovllm.features.kv_disk.identity import digest, file_digest
-from nanovllm.features.kv_disk.messages import (
-    OPENING,
-    Begin,
-    Cancel,
-    CancelAll,
-    Close,
-    Closed,
-    Command,
-    Described,
-    Ended,
-    Found,
-    Keep,
-    KeptState,
-    Look,
-    Progressed,
-    Read,
-    Report,
-    StatePlace,
-    UnitPlace,
-    Warned,
-    WriteHeld,
-    WritesNoMore,
-)
+from nanovllm.features.kv_disk.messages import Command, Report, StatePlace, UnitPlace
 from nanovllm.features.kv_disk.policy import UNIT, ReadOrCompute, first_read, longest_end, needed_units, wanted_units
 from nanovllm.features.kv_disk.records import Name
 from nanovllm.features.kv_disk.under_way import PATIENCE_SECONDS, UnderWay
@@ -132,12 +111,12 @@ class DiskStore:
         self._parts = parts
         self._groups = groups
         self._states = len(groups)  # the group of records of states
-        self._numbers = count(OPENING + 1)  # of work
+        self._numbers = count(messages.OPENING + 1)  # of work
         self._under_way = UnderWay(parts.num_parts)
-        self._under_way.begin(OPENING)
+        self._under_way.begin(messages.OPENING)
         self._why_not: str | None = None  # it cannot be opened
         self._loads: dict[int, Load] = {}  # by work
-        self._described: dict[int, Described] = {}  # by part
+        self._described: dict[int, messages.Described] = {}  # by part
         self._identity = bytes(0)  # of what all parts describe, and these sums
         self._unit_bytes: Sequence[int] = ()
         self._state_bytes = 0
@@ -155,7 +134,7 @@ class DiskStore:
 
     def open(self) -> str | None:
         """Wait until the parts know what the directory holds. Returns why they cannot, or None."""
-        if (why := self._await(OPENING)) is not None:
+        if (why := self._await(messages.OPENING)) is not None:
             return why
         described = [self._described[part] for part in range(self._parts.num_parts)]
         files = {each.files for each in described if each.files is not None}  # of machines with the same files: one
@@ -163,7 +142,7 @@ class DiskStore:
         self._unit_bytes = [sum(sizes) for sizes in zip(*(each.unit_bytes for each in described), strict=True)]
         self._state_bytes = sum(each.state_bytes for each in described)
         self._looks, self._looked_at = self._new_work(), time.monotonic()
-        self._parts.tell(Begin(self._looks, self._identity))
+        self._parts.tell(messages.Begin(self._looks, self._identity))
         return self._await(self._looks)
 
     # ---- reports
@@ -178,23 +157,23 @@ class DiskStore:
 
     def _take(self, part: int, report: Report) -> None:
         match report:
-            case Described():
+            case messages.Described():
                 self._described[part] = report
-            case Found(added, gone):
+            case messages.Found(added, gone):
                 self._update_index(part, added, gone)
-            case Progressed(work):
+            case messages.Progressed(work):
                 self._under_way.progressed(part, work)
-            case Ended(work, wrong, busy):
+            case messages.Ended(work, wrong, busy):
                 self._under_way.ended(part, work)
                 self._busy[part] = max(busy, self._busy[part], key=lambda each: each.seconds)
                 if wrong is not None:
                     self._fail(work, wrong)
-            case Warned(what, why):
+            case messages.Warned(what, why):
                 self._warn(what, why)
-            case WritesNoMore(why):
+            case messages.WritesNoMore(why):
                 self._writes = False
                 self._warn("nothing more is written by this engine", why)
-            case Closed():
+            case messages.Closed():
                 self._closed.add(part)
 
     def _update_index(self, part: int, added: Sequence[Name], gone: Sequence[Name]) -> None:
@@ -273,7 +252,7 @@ class DiskStore:
         is_due = chain.look is None or now - self._looked_at > SCAN_SECONDS
         if is_due and self._looks not in self._under_way:
             self._looks, self._looked_at = self._new_work(), now
-            self._parts.tell(Look(self._looks))
+            self._parts.tell(messages.Look(self._looks))
         if chain.look is None:
             chain.look, chain.waits_until = self._looks, now + SCAN_SECONDS
 
@@ -332,7 +311,7 @@ class DiskStore:
             records.insert(0, (self._key(seq, chain, end // UNIT - 1), StatePlace(state_slot)))
         load = Load(self, self._new_work())
         self._loads[load.work] = load
-        self._parts.tell(Read(load.work, records, moves, state_moves))
+        self._parts.tell(messages.Read(load.work, records, moves, state_moves))
         return load
 
     def has_ended(self, load: Load) -> bool:
@@ -354,7 +333,7 @@ class DiskStore:
     def _give_up(self, load: Load) -> None:
         self._loads.pop(load.work, None)
         if load.work in self._under_way:
-            self._parts.tell(Cancel(load.work))
+            self._parts.tell(messages.Cancel(load.work))
 
     def measured(self, prompt_tokens: float, seconds: float) -> None:
         self.choice.prefill.add(prompt_tokens, seconds)
@@ -370,7 +349,7 @@ class DiskStore:
             load.wrong = load.wrong or CANCELLED
         self._loads.clear()
         self._under_way = UnderWay(self._parts.num_parts)  # an interrupt may have come before a part was told its work
-        self._parts.tell(CancelAll())
+        self._parts.tell(messages.CancelAll())
 
     def _needed(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         for index, group in enumerate(self._groups):
@@ -399,7 +378,7 @@ class DiskStore:
         if state_slot is not None and seq.num_computed % UNIT == 0:
             state = self._kept_state(seq, chain, state_slot)
         if units or state is not None:
-            self._parts.tell(Keep(units, state))
+            self._parts.tell(messages.Keep(units, state))
 
     def _lacking(self, key: bytes, unit: int, index: int, table: Sequence[int]) -> tuple[bytes, UnitPlace] | None:
         """The record to write of a unit: whole, or without what the group's window has released since.
@@ -415,27 +394,27 @@ class DiskStore:
                 return None if self._is_everywhere((name, index)) else (name, place)
         return None
 
-    def _kept_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> KeptState | None:
+    def _kept_state(self, seq: TokenSequence, chain: _Chain, slot: int) -> messages.KeptState | None:
         """Of a prompt its states are written; of an output the last one, when the sequence ends."""
         key = self._key(seq, chain, seq.num_computed // UNIT - 1)
         if self._is_everywhere((key, self._states)):
             return None
         is_output = seq.num_computed > seq.prompt_len
         chain.has_held |= is_output
-        return KeptState(key, StatePlace(slot), seq.seq_id if is_output else None)
+        return messages.KeptState(key, StatePlace(slot), seq.seq_id if is_output else None)
 
     def release(self, seq: TokenSequence) -> None:
         """The sequence ends, or is computed anew later."""
         chain = self._chains.get(seq)
         if chain is not None and chain.has_held:
             chain.has_held = False
-            self._parts.tell(WriteHeld(seq.seq_id))
+            self._parts.tell(messages.WriteHeld(seq.seq_id))
 
     def close(self) -> None:
         """End reading, and write what was handed over, as long as the parts get on with it. Safe to call twice."""
         if len(self._closed) == self._parts.num_parts:
             return
-        self._parts.tell(Close())
+        self._parts.tell(messages.Close())
         heard = time.monotonic()
         with suppress(EngineError):  # of a rank that has failed
             while len(self._closed) < self._parts.num_parts and time.monotonic() - heard < CLOSE_SECONDS:

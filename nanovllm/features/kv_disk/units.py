@@ -42,14 +42,9 @@ class UnitCopier:
         if self.device.torch_device.type == "cuda":
             torch.cuda.set_device(self.device.torch_device)
 
-    def new_buffer(self, group: int) -> Tensor:
-        return self._empty(self._shape(group))
-
-    def new_state_buffer(self) -> Tensor:
-        return self._empty((self.state_bytes,))
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+    def new_buffer(self, place: UnitPlace | StatePlace) -> Tensor:
         """Memory that copies reach directly; torch keeps what was pinned for the next buffer."""
+        shape = (self.state_bytes,) if isinstance(place, StatePlace) else self._shape(place.group)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.torch_device.type == "cuda")
 
     def num_bytes(self, group: int) -> int:
@@ -66,9 +61,12 @@ class UnitCopier:
                 self.pools.move_blocks(moves, state_moves)
         return self.pools.order.before_store_copies()
 
-    def copy_out(self, place: UnitPlace, settled: Event) -> Tensor:
-        """A new buffer with the tokens of the unit, and zeros before the place's first one."""
-        buffer = self.new_buffer(place.group)
+    def copy_out(self, place: UnitPlace | StatePlace, settled: Event) -> Tensor:
+        """A new buffer with a state, or with the tokens of a unit and zeros before the place's first one."""
+        buffer = self.new_buffer(place)
+        if isinstance(place, StatePlace):
+            self._copy_state(buffer, place.slot, settled, out=True)
+            return buffer
         if place.begin > place.unit * UNIT:
             buffer.zero_()  # what was in this memory before must not be written
         with self.pools.order.store_copies(settled) as stream:
@@ -76,8 +74,11 @@ class UnitCopier:
                 self._copy(buffer, place.group, *span, stream, out=True)
         return buffer
 
-    def copy_in(self, buffer: Tensor, place: UnitPlace, settled: Event) -> None:
-        """Write the tokens of the unit into the blocks, but for holes."""
+    def copy_in(self, buffer: Tensor, place: UnitPlace | StatePlace, settled: Event) -> None:
+        """Write a state into its slot, or the tokens of a unit into the blocks, but for holes."""
+        if isinstance(place, StatePlace):
+            self._copy_state(buffer, place.slot, settled, out=False)
+            return
         with self.pools.order.store_copies(settled) as stream:
             for span in self.spans(place):
                 if span[0] != HOLE:  # released: behind a window that begins within the unit
@@ -117,14 +118,6 @@ class UnitCopier:
         """Of the state of all layers; 0 without recurrent ones."""
         return 0 if self.pools.states is None else sum(part.nbytes for part in self.pools.states.parts(0))
 
-    def copy_state_out(self, slot: int, settled: Event) -> Tensor:
-        buffer = self.new_state_buffer()
-        self._copy_state(buffer, slot, settled, out=True)
-        return buffer
-
-    def copy_state_in(self, buffer: Tensor, slot: int, settled: Event) -> None:
-        self._copy_state(buffer, slot, settled, out=False)
-
     def _copy_state(self, buffer: Tensor, slot: int, settled: Event, out: bool) -> None:
         assert self.pools.states is not None
         parts, kind = self.pools.states.parts(slot), self._kind(slot >= self.pools.states.num_device_slots, out)
@@ -142,34 +135,3 @@ class UnitCopier:
             count = min(size - first, end - position)
             yield physical_id, first, position - place.unit * UNIT, count
             position += count
-
-
-class BlockTarget:
-    """Implements `loading.Target`: the blocks of a unit, or the slot of a state. A record is one read."""
-
-    def __init__(self, copier: UnitCopier, place: UnitPlace | StatePlace, settled: Event) -> None:
-        """settled: of `UnitCopier.begin`."""
-        self._copier = copier
-        self._place = place
-        self._settled = settled
-        self._buffer: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        copier, place = self._copier, self._place
-        return copier.state_bytes if isinstance(place, StatePlace) else copier.num_bytes(place.group)
-
-    def views(self) -> Sequence[memoryview]:
-        if isinstance(self._place, StatePlace):
-            self._buffer = self._copier.new_state_buffer()
-        else:
-            self._buffer = self._copier.new_buffer(self._place.group)
-        return [bytes_of(self._buffer)]
-
-    def take(self) -> None:
-        assert self._buffer is not None
-        if isinstance(self._place, StatePlace):
-            self._copier.copy_state_in(self._buffer, self._place.slot, self._settled)
-        else:
-            self._copier.copy_in(self._buffer, self._place, self._settled)
-        self._buffer = None
