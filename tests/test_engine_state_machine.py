@@ -20,6 +20,7 @@ from content_model import (
     sampled_token,
 )
 from content_store import ContentStore
+from drafters import CheckedDrafter
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -99,14 +100,11 @@ class Asked:
         return self.params.use_beam_search or self.params.num_sequences > self.params.n
 
 
-class Guesses:
+class Guesses(CheckedDrafter):
     """Drafts what the model of KV content will draw, but for the tokens after which `wrong` has True, in turn."""
 
     def __init__(self, wrong: list[bool]) -> None:
         self._wrong = itertools.cycle(wrong)
-
-    def begin_step(self, wanted: list[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
-        assert all(most > 0 and seq.num_output_tokens > 0 for seq, most in wanted)
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> list[int]:
         salt = bytes([seq.prompt_len]) if seq.prompt_len > LENGTH_DEPENDENT_ABOVE else b""
@@ -116,18 +114,6 @@ class Guesses:
             token = sampled_token(prompt_digest(guessed, salt), draw)
             guessed.append((token + 1) % VOCAB if next(self._wrong) else token)
         return guessed[len(seq) :][:most]
-
-    def computed(self, seq: Sequence, begin: int, end: int) -> None:
-        assert 0 <= begin <= end
-
-    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-
-    def measured(self, rows: int, seconds: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class CountingManager(BlockManager):
@@ -160,9 +146,10 @@ KINDS = st.one_of(
     st.builds(dict, temperature=st.just(1.0), n=st.integers(1, 4)),
     st.builds(lambda n, more: {"temperature": 1.0, "n": n, "best_of": n + more}, st.integers(1, 2), st.integers(1, 2)),
     st.builds(
-        lambda **search: {"temperature": 0.0, "use_beam_search": True, **search},
-        n=st.integers(2, 4),
-        length_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+        lambda n, more, **search: {"temperature": 0.0, "use_beam_search": True, "n": n, "best_of": n + more, **search},
+        n=st.integers(1, 4),
+        more=st.integers(1, 2),
+        length_penalty=st.sampled_from([0.0, 1.0, -1.0, 2.5]),
         early_stopping=st.sampled_from([True, False, "never"]),
     ),
 )
@@ -411,6 +398,7 @@ class EngineMachine(RuleBasedStateMachine):
             for completion in output.outputs:
                 stopped = completion.token_ids[-1] in asked.params.stop_token_ids
                 assert completion.finish_reason == ("stop" if stopped else "length")
+                assert completion.stop_reason == (completion.token_ids[-1] if stopped else None)
             del self.requests[output.request_id]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from block_helpers import check_states
 from checkpoints import ROPES, make_checkpoint
+from drafters import CheckedDrafter
 from engines import for_groups
 from fast import fast_only
 from hypothesis import given, settings
@@ -39,7 +40,7 @@ SHORT = 80  # tokens of the longest sequence
 KINDS = ("right", "right", "right", "mistake", "mistake", "anything", "nothing")
 
 
-class Drafts:
+class Drafts(CheckedDrafter):
     """Drafts what follows, the same but for one token, any tokens, or none.
 
     follows: the output of a request by its name, and what would follow its end.
@@ -48,9 +49,6 @@ class Drafts:
     def __init__(self, random: Random) -> None:
         self.follows: Callable[[str], Sequence[int]] = lambda name: ()
         self._random = random
-
-    def begin_step(self, wanted: Sequence[tuple[Running, int]], most: int, rows: int, tokens: int) -> None:
-        assert all(most > 0 for _, most in wanted)
 
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
         random, kind = self._random, self._random.choice(KINDS)
@@ -64,18 +62,6 @@ class Drafts:
             at = random.randrange(len(drafts))
             drafts[at] = (drafts[at] + random.randrange(1, VOCAB)) % VOCAB
         return drafts
-
-    def computed(self, seq: Running, begin: int, end: int) -> None:
-        assert 0 <= begin <= end
-
-    def verified(self, seq: Running, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-
-    def measured(self, rows: int, seconds: float) -> None:
-        assert rows > 0 and seconds >= 0
-
-    def close(self) -> None:
-        pass
 
 
 class Plain:
@@ -194,10 +180,10 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
     return counts, wrong
 
 
-CASES = [("recurrent", 2, 4), *((model, 20, 14) for model in MODELS)]
+CASES = [("dense", 2, 4), ("recurrent", 2, 4), *((model, 20, 14) for model in MODELS)]
 
 
-@pytest.mark.parametrize(("model", "rounds", "most"), fast_only(CASES[:1], CASES))
+@pytest.mark.parametrize(("model", "rounds", "most"), fast_only(CASES[:2], CASES))
 def test_outputs_are_those_without_speculation(
     plain: Callable[[str], Plain], model: str, rounds: int, most: int
 ) -> None:

@@ -26,7 +26,7 @@ class Followed:
 
     first: the sequence's token with which the shadow begins. salt: of the shadow's blocks, besides the sequence's own.
     drafts: of this step. ahead: those of the latest whose KV is in the shadow's blocks, after its own tokens.
-    can_follow: False once the draft model's KV cache had no room for it, or a token is none of the draft model's.
+    can_follow: False once it is too long for the draft model's KV cache, or a token is none of the draft model's.
     num_read: tokens that were checked to be the draft model's.
     """
 
@@ -124,6 +124,7 @@ class DraftModel:
             shadow = self._new_shadow(each)
             if not self._make_room(shadow, asked):
                 each.can_follow = self._manager.can_allocate(shadow) is not AllocStatus.NEVER
+                each.acceptance.begin_pause()  # looking for room takes the longer, the longer the sequence is
                 return None
             self._manager.allocate(shadow)
             each.shadow = shadow
@@ -132,8 +133,8 @@ class DraftModel:
         self._extend(each, shadow)
         self._advance(shadow, before)
         if self._manager.num_to_grow([shadow]) > self._manager.num_allocatable:
-            each.can_follow = False
             self._let_go(each)
+            each.acceptance.begin_pause()
             return None
         self._manager.grow([shadow])
         return shadow
