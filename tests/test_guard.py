@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from checkpoints import checkpoint_fixture
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
+from nanovllm.engine import guard as guard_module
+from nanovllm.engine.guard import EngineGuard
 from nanovllm.errors import EngineError
 from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
 
@@ -142,6 +146,32 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch:
         during_step(llm, patch, 4, let_go)
         assert token_ids(llm, PROMPTS[1:], greedy(6)) == expected
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+
+
+def test_garbage_collection_never_waits_for_the_thread_it_runs_in() -> None:
+    """It may find a stream at any line of the guard's own code, and aborts the stream's requests there."""
+    guard, begun = EngineGuard(), list[int]()
+
+    def collect(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != guard_module.__file__:
+            return None
+        if event == "line":
+            with suppress(EngineError), guard.operation("abort_request"):
+                begun.append(frame.f_lineno)
+        return collect
+
+    def use() -> None:
+        sys.settrace(collect)
+        with guard.operation("step"):
+            pass
+        sys.settrace(None)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and len(begun) > 5
+    with guard.operation("step"):
+        pass
 
 
 def in_fork(work: Callable[[], object]) -> str:

@@ -36,7 +36,8 @@ class EngineGuard:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()  # of `_operation`, held for an instant
+        # Of `_operation`, held for an instant; in that instant garbage collection may begin another operation.
+        self._lock = threading.RLock()
         self._operation: EngineCall | None = None  # in progress
         self._calls: list[EngineCall] = []
 
