@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from nanovllm.apps.cli.arguments import EngineArgs as EngineArgs
     from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
     from nanovllm.build import build_engine as build_engine
+    from nanovllm.engine.block_manager import KVBlockState as KVBlockState
     from nanovllm.engine.client import EngineClient as EngineClient
     from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
     from nanovllm.engine.view import EngineView as EngineView
-    from nanovllm.engine.view import KVBlockState as KVBlockState
     from nanovllm.features.lora.request import LoRARequest as LoRARequest
     from nanovllm.features.vllm_api.beam_search import BeamSearchOutput as BeamSearchOutput
     from nanovllm.features.vllm_api.beam_search import BeamSearchParams as BeamSearchParams
@@ -52,7 +52,8 @@ _NAMES = {  # by module: what users and applications import from here
     "nanovllm.build": "build_engine",
     "nanovllm.engine.client": "EngineClient",
     "nanovllm.engine.llm_engine": "LLMEngine",
-    "nanovllm.engine.view": "EngineView KVBlockState",
+    "nanovllm.engine.block_manager": "KVBlockState",
+    "nanovllm.engine.view": "EngineView",
     "nanovllm.features.lora.request": "LoRARequest",
     "nanovllm.features.vllm_api.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "nanovllm.features.vllm_api.choices": "ChoiceScore",

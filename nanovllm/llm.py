@@ -302,19 +302,17 @@ class LLM:
             priorities = priority_for_each(priority, len(parts))
             adapters = lora_request_for_each(lora_request, len(parts))
             now, requests = self.engine.arrival_time(), list[Request]()
-            for index, (part, *others) in enumerate(zip(parts, params, priorities, adapters, strict=True)):
+            each = zip(parts, params, priorities, adapters, strict=True)
+            for index, (part, sampling, rank, adapter) in enumerate(each):
                 try:
-                    requests.append(self._request(part, now, *others))
+                    requests.append(
+                        self.engine.make_request(next(self._request_ids), part, sampling, now, rank, adapter)
+                    )
                 except RequestError as error:
                     if len(parts) == 1:
                         raise
                     raise RequestError(f"prompts[{index}]: {error}", error.changes) from None
             return requests
-
-    def _request(
-        self, part: PromptParts, now: float, params: SamplingParams, priority: int, adapter: LoRARequest | None
-    ) -> Request:
-        return self.engine.make_request(next(self._request_ids), part, params, now, priority, adapter)
 
     def _complete(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the requests, in order."""

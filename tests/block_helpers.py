@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import KVGroups, kv_groups
-from nanovllm.engine.block_manager import AllocStatus, BlockManager, BlockState
+from nanovllm.engine.block_manager import AllocStatus, BlockManager, KVBlockState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.sampling_params import SamplingParams
@@ -22,9 +22,9 @@ def check_blocks(manager: BlockManager) -> None:
     cache, size = manager.prefix_cache, manager.prefix_cache.hash_block_size
     assert manager.num_free + manager.num_cached + manager.num_used == manager.num_blocks
     states = manager.block_states()
-    counts = [states[: manager.num_blocks].count(state) for state in BlockState]
+    counts = [states[: manager.num_blocks].count(state) for state in list(KVBlockState)[:3]]
     assert counts == [manager.num_free, manager.num_cached, manager.num_used]
-    assert states[manager.num_blocks :].count(BlockState.USED) == manager.num_swapped
+    assert states[manager.num_blocks :].count(KVBlockState.USED) == manager.num_swapped
     assert manager.tiers.physical_ids.keys() == manager._blocks.keys()
     for tier, evictor in manager._evictors.items():
         for block_id in evictor:

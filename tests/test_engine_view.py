@@ -7,8 +7,7 @@ from pathlib import Path
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
 
-from nanovllm import LLM
-from nanovllm.engine.view import KVBlockState
+from nanovllm import LLM, KVBlockState
 
 
 def test_a_view_tells_requests_blocks_and_progress(tmp_path: Path) -> None:

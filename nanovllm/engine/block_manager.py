@@ -39,12 +39,14 @@ class AllocStatus(Enum):
     NEVER = "never"
 
 
-class BlockState(IntEnum):
-    """What a physical block is used for, see above. Fits a byte."""
+class KVBlockState(IntEnum):
+    """What a physical block is used for, see above. Fits a byte. `engine.view` tells the last two apart from USED."""
 
     FREE = 0
     CACHED = 1
     USED = 2
+    FILLING = 3  # a running request has it, and some of its tokens are still to be computed
+    IN_FLIGHT = 4  # on the host, and a copy to or from a ring slot or the layer buffer is under way
 
 
 def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
@@ -517,10 +519,10 @@ class BlockManager:
         ]
 
     def block_states(self) -> bytes:
-        """The `BlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
+        """The `KVBlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
         states = bytearray(self.num_blocks + self.tiers.num_swap_blocks)
         for block_id, block in self._blocks.items():
-            states[self.tiers.physical_ids[block_id]] = BlockState.USED if block.ref_count else BlockState.CACHED
+            states[self.tiers.physical_ids[block_id]] = KVBlockState.USED if block.ref_count else KVBlockState.CACHED
         return bytes(states)
 
     def promote(self, sequences: Iterable[Sequence]) -> None:

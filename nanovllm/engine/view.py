@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from nanovllm.data.kv_groups import HOLE
-from nanovllm.engine.block_manager import BlockState, PrefixCacheStats
+from nanovllm.engine.block_manager import KVBlockState
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prefix_cache import PrefixCacheStats
 from nanovllm.engine.request import Request, Sequence
 
-if TYPE_CHECKING:  # the first imports this module, the second torch
-    from nanovllm.engine.llm_engine import LLMEngine
+if TYPE_CHECKING:  # torch
     from nanovllm.kvcache.base import KVStats
-
-
-class KVBlockState(IntEnum):
-    """The state of a physical block, as a display tells it."""
-
-    FREE = BlockState.FREE
-    CACHED = BlockState.CACHED
-    USED = BlockState.USED
-    FILLING = 3  # a running request has it, and some of its tokens are still to be computed
-    IN_FLIGHT = 4  # on the host, and a copy to or from a ring slot or the layer buffer is under way
 
 
 @dataclass(frozen=True, slots=True)
