@@ -107,7 +107,6 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
         adapters=_adapters(config, spec),
         metrics=MetricsReader(plan.max_model_len, config.model_name),
-        close_store=None if store is None else store.close,
         drafter=drafter,
     )
     facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)

@@ -17,6 +17,7 @@ from nanovllm.speculative_config import speculative_config
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 MOST_GIB = 2**30  # more than any machine has
+MOST_SECONDS = 10**9  # such as fit a timedelta
 DIR_SECONDS = 5.0  # that a file system has to say what a path is
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
@@ -223,7 +224,10 @@ class EngineConfig:
     )
     distributed_timeout_seconds: float = argument(
         60.0,
-        number("must be a number of seconds above 0", lambda seconds: seconds > 0),
+        number(
+            f"must be a number of seconds above 0 and at most {MOST_SECONDS:,}",
+            lambda seconds: 0 < seconds <= MOST_SECONDS,
+        ),
         "a rank that is so far behind the others ends the engine",
     )
     trace: str | Path | None = argument(

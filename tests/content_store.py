@@ -83,6 +83,9 @@ class ContentStore:
     def measured(self, prompt_tokens: float, seconds: float) -> None:
         return
 
+    def close(self) -> None:
+        return
+
     def keep(
         self, seq: TokenSequence, begin: int, tables: Sequence[Sequence[int]], state_slot: int | None = None
     ) -> None:

@@ -45,8 +45,10 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
 class WatchedExecutor(ContentExecutor):
     """Records the batches, checks the budgets, and counts 10 h2d and 20 d2h bytes per token."""
 
-    def __init__(self, device: int, host: int, limits: SchedulerLimits, groups: KVGroups, swap: int = 0) -> None:
-        super().__init__(device, host, groups, swap)
+    def __init__(
+        self, device: int, host: int, limits: SchedulerLimits, groups: KVGroups, swap: int = 0, states: int = 0
+    ) -> None:
+        super().__init__(device, host, groups, swap, states)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -98,15 +100,16 @@ class Bench:
         hash_block_size: int | None = None,
         windows: Sequence[int | None] = (),
         max_loras: int = 0,
+        states: tuple[int, int] | None = None,
     ) -> None:
         groups, chunk = kv_groups(windows or (None,) * num_layers, block_size), min(budget, chunk_cap or budget)
         num_layers = len(groups.of_layer)
-        self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, chunk=chunk)
+        self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, states, chunk)
         length = max_model_len or self.manager.capacity.max_sequence_tokens
         self.limits = SchedulerLimits(
             max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras
         )
-        self.executor = WatchedExecutor(device, host, self.limits, groups, swap)
+        self.executor = WatchedExecutor(device, host, self.limits, groups, swap, 0 if states is None else states[0])
         self.engine = LLMEngine(
             self.limits,
             ModelFacts(VOCAB),

@@ -59,7 +59,7 @@ REFUSED: dict[str, list[Any]] = {
     "max_logprobs": [-2, *NOT_INTS],
     "tensor_parallel_size": [0, *NOT_INTS],
     "distributed_executor_backend": ["ray", 0],
-    "distributed_timeout_seconds": [0, math.inf, "60"],
+    "distributed_timeout_seconds": [0, 1e15, math.inf, "60"],
     **{name: [0, 2, "8"] for name in ("max_loras", "max_lora_rank", "max_cpu_loras")},
     "tokenizer": [5, ["a"]],
     "hf_overrides": ["rope", {1: 2}],

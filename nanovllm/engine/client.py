@@ -70,10 +70,10 @@ class EngineClient:
     def close(self) -> None:
         """Abort all pending requests without outputs."""
         pending = set(self.pending)
-        for request_id in pending:
-            self._forget(request_id)
         if pending:
             self._engine.drop_requests(pending)
+        for request_id in pending:
+            self._forget(request_id)
 
     def _post(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,14 +176,13 @@ class MetricsReader(Protocol):
 class EngineFeatures:
     """What an engine may have besides.
 
-    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. close_store: ends the
-    block manager's store when the engine is closed. drafter: of speculative decoding.
+    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. drafter: of speculative
+    decoding.
     """
 
     grammars: GrammarCompiler | None = None
     adapters: Adapters | None = None
     metrics: MetricsReader | None = None
-    close_store: Callable[[], None] | None = None
     drafter: Drafter | None = None
 
 
@@ -272,6 +271,8 @@ class LLMEngine:
         self.check_open()
         with as_request_error("the request cannot be taken"):
             parts = _one_prompt(prompt, prompt_token_ids, cache_salt)
+        if sampling_params is not None and params is not None:
+            raise RequestError("params is another name of sampling_params: give only one of them")
         given = sampling_params if params is None else params
         self.add(self.make_request(request_id, parts, given, arrival_time, priority, lora_request))
 
@@ -294,7 +295,7 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request of `make_request`. Raises RequestError, and adds nothing, if its id is in use."""
-        with self.guard.operation("add_request"):
+        with self._operation("add_request"):
             self.check_open()
             self._abort_dropped()
             if request.request_id in self._requests:
@@ -302,9 +303,13 @@ class LLMEngine:
                     f"request id {quoted(request.request_id)} is in use: give every request an id of its own"
                 )
             with as_request_error("the request cannot be taken"):
-                outputs = OutputProcessor(request, self._token_texts)
-                self.scheduler.add(request)
-            self._requests[request.request_id] = outputs
+                try:
+                    self._requests[request.request_id] = OutputProcessor(request, self._token_texts)
+                    self.scheduler.add(request)
+                except BaseException:  # an interrupt may come before or after it is queued
+                    self.scheduler.abort(request, self._clock.now())
+                    self._requests.pop(request.request_id, None)
+                    raise
 
     def arrival_time(self) -> float:
         """Now, as the arrival time of a request."""
@@ -336,7 +341,7 @@ class LLMEngine:
         Several ids, as vLLM has them, return None.
         """
         _refuse_others("abort_request", {"internal": internal} if internal else {})
-        with self.guard.operation("abort_request"):
+        with self._operation("abort_request"):
             if isinstance(request_id, str):
                 return self._abort(request_id)
             for each in request_id:
@@ -346,14 +351,14 @@ class LLMEngine:
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Abort requests without outputs: now, or before the next operation if one is in progress."""
         self._dropped.extend(request_ids)
-        with suppress(EngineError), self.guard.operation("abort_request"):
+        with suppress(EngineError), self._operation("abort_request"):
             self._abort_dropped()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached content. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
         others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
         _refuse_others("reset_prefix_cache", {name: value for name, value in others.items() if value})
-        with self.guard.operation("reset_prefix_cache"):
+        with self._operation("reset_prefix_cache"):
             self.scheduler.block_manager.reset_prefix_cache()
         return True
 
@@ -404,18 +409,13 @@ class LLMEngine:
         EngineError: all running requests end with finish_reason "error" and are in the error's `outputs`; waiting
         requests stay, and the engine can be used again.
         """
-        with self.guard.operation("step"):
-            if self._dropped:
-                self._abort_dropped()
+        with self._operation("step"):
+            self._abort_dropped()
             try:
                 stepped = self._step()
-            except BaseException as error:
-                # An interrupt may come after a block move was planned and before it was carried out. So all cached
-                # content is dropped.
-                failed = self._outputs(self.scheduler.fail(self._clock.now(), f"a step failed: {told(error)}"))
-                if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit keep their type
-                    raise
-                raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}", failed) from error
+            except Exception as error:
+                ended = self._fail(f"a step failed: {told(error)}")
+                raise EngineError(f"a step failed and ended {len(ended)} running requests: {error}", ended) from error
             return self._outputs(stepped)
 
     def _step(self) -> list[Request]:
@@ -470,13 +470,11 @@ class LLMEngine:
             return
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
-            if self._features.close_store is not None:
-                self._features.close_store()
-            if self._features.drafter is not None:
-                self._features.drafter.close()
-            self.executor.close()
-            if self._features.grammars is not None:
-                self._features.grammars.close()
+            features, store = self._features, self.scheduler.block_manager.stored.store
+            with ExitStack() as closing:  # all of them, even if one fails; the last one first, which the executor fills
+                for part in (features.grammars, self.executor, features.drafter, store):
+                    if part is not None:
+                        closing.callback(part.close)
 
     def check_open(self) -> None:
         """Raise EngineError if the engine is closed."""
@@ -484,6 +482,26 @@ class LLMEngine:
             raise EngineError("the engine is closed: make a new LLM")
 
     # ---- helpers
+
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        """Context of an operation that changes requests and blocks, which an interrupt may leave half changed."""
+        with self.guard.operation(name):
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as interrupt:  # KeyboardInterrupt and SystemExit
+                self._fail(f"{name}() was interrupted: {told(interrupt)}")
+                raise
+
+    def _fail(self, why: str) -> list[RequestOutput]:
+        """End all running requests and drop all cached content: a block move may be planned and not carried out.
+
+        Returns the last outputs of all requests that have ended.
+        """
+        self.scheduler.fail(self._clock.now(), why)
+        return self._outputs([each.request for each in self._requests.values() if each.request.finished])
 
     def _abort(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._requests:
@@ -494,7 +512,8 @@ class LLMEngine:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            self._abort(self._dropped.popleft())
+            self._abort(self._dropped[0])
+            self._dropped.popleft()  # last: an interrupt finds the request among the running or the dropped ones
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """What `output_kind` asks for now. Requests that have ended are forgotten."""

@@ -520,27 +520,24 @@ class Scheduler:
         for seq in request.live:
             self._finish(seq, reason, now)
 
-    def fail(self, now: float, error: str | None = None) -> list[Request]:
+    def fail(self, now: float, error: str | None = None) -> None:
         """End all running requests and forget all cached content, after a step that failed or was interrupted.
 
-        Swapped and loading requests lose their blocks and wait to be admitted again. Returns the requests that were
-        ended.
+        Swapped and loading requests lose their blocks and wait to be admitted again.
         """
-        # An interrupted admission leaves a request that waits and holds blocks.
-        admitted = [
-            request
-            for request in self.waiting
-            if request not in self.running
-            and request not in self.loading
-            and any(seq.block_tables for seq in request.sequences)
-        ]
-        failed = [*self.running, *admitted]
-        held = [request for request in dict.fromkeys([*self.swapped, *self.loading]) if request not in failed]
-        self.waiting = [request for request in self.waiting if request not in failed and request not in held]
-        self.running, self.swapped, self.loading, self._drafted = [], [], [], {}
+        running, holding = set(self.running), set(self.swapped) | set(self.loading)
+        failed, held, waiting = list[Request](), list[Request](), list[Request]()
+        for request in dict.fromkeys([*self.running, *self.swapped, *self.loading, *self.waiting]):
+            # An interrupt may leave a request that has half ended, or one that waits and is half admitted.
+            is_begun = any(seq.block_tables or seq.state is not None for seq in request.sequences)
+            if request in running or not request.live or (is_begun and request not in holding):
+                failed.append(request)
+            else:
+                (held if request in holding else waiting).append(request)
+        self.waiting, self.running, self.swapped, self.loading, self._drafted = waiting, [], [], [], {}
         self.block_manager.reset()
         for request in [*failed, *held]:
-            for seq in request.live:
+            for seq in request.sequences:
                 seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
                 seq.state = seq.held_state = seq.loading = None
                 seq.begun_snapshots = {}
@@ -553,7 +550,6 @@ class Scheduler:
             for seq in request.live:
                 seq.finish_reason = "error"
             self._end(request, now)
-        return failed
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
         """End one sequence and free its blocks; the request ends with its last sequence."""
@@ -563,11 +559,11 @@ class Scheduler:
             self._end(seq.request, now)
 
     def _end(self, request: Request, now: float) -> None:
-        for queue in (self.waiting, self.loading, self.swapped, self.running):
-            if request in queue:
-                queue.remove(request)
         request.finish()
         request.metrics.finished_time = now
+        for queue in (self.waiting, self.loading, self.swapped, self.running):  # last: an interrupt finds the request
+            if request in queue:
+                queue.remove(request)
 
 
 def _has_loaded(request: Request) -> bool:

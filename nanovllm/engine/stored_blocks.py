@@ -67,6 +67,10 @@ class BlockStore(Protocol):
         """The sequence gives up its blocks."""
         ...
 
+    def close(self) -> None:
+        """Keep what was handed over, and end. Safe to call twice."""
+        ...
+
 
 class NoBlockStore:
     """Implements `BlockStore`: keeps nothing. unit: of a store that is empty, in whose place it stands."""
@@ -92,6 +96,8 @@ class NoBlockStore:
     def keep(self, *_: object) -> None: ...
 
     def release(self, seq: Sequence) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class HeldBlocks(Protocol):
