@@ -25,15 +25,6 @@ def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
     assert [found(manager, p) for p in (a, b, c, d)] == [1, 1, 0, 1]
 
 
-def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None:
-    manager = BlockManager(4, 0, one_group(BLOCK))
-    prompt = new_tokens(fresh, 4)
-    cache(manager, prompt)
-    for left in (3, 2, 1):
-        running(manager, new_tokens(fresh, 1))
-        assert found(manager, prompt) == left
-
-
 def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:
     manager = BlockManager(2, 3, one_group(BLOCK))
     prompt = new_tokens(fresh, 2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from block_helpers import check_blocks
-from engine_helpers import BLOCK, Bench, crowd, prompt_of
+from engine_helpers import Bench, crowd, prompt_of
 from group_helpers import expected_group, outputs, sampled
 
 
@@ -20,26 +19,6 @@ def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
     groups.run()
     stats = groups.scheduler.preemption.stats
     assert (stats.recomputed, stats.tokens_lost) == (0, 0) and stats.swapped > 0
-
-
-def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
-    bench = Bench(32, swap=32)
-    sampled(bench, "a", prompt_of(2 * BLOCK + 1), 12, n=3)
-    for _ in range(3):
-        bench.step()
-    request, manager = bench.scheduler.running[0], bench.manager
-    held = {block for seq in request.sequences for block in seq.block_tables[0]}
-    assert len(held) == 2 + 3
-    physical_ids = {manager.tiers.physical_ids[block] for block in held}
-    out = manager.swap_out(request.sequences)
-    check_blocks(manager)
-    assert out is not None and set(out) == physical_ids and len(out) == 5 and min(out.values()) == 32
-    assert (manager.num_used, manager.num_swapped) == (0, 5)
-    assert manager.swap_in(request.sequences).keys() == set(out.values())
-    check_blocks(manager)
-    assert (manager.num_used, manager.num_swapped) == (5, 0)
-    bench.run()
-    assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK + 1), 3, 12)
 
 
 def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more_urgent_ones() -> None:

@@ -74,38 +74,6 @@ def test_best_of_returns_the_most_likely_first() -> None:
 # ---- beam search
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.5])
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("width, max_tokens", [(2, 12), (4, 7), (5, 1)])
-def test_beams_are_those_of_a_plain_search(
-    penalty: float, early_stopping: bool | str, width: int, max_tokens: int
-) -> None:
-    stop = [3, 11, 12, 29]
-    bench = Bench(7, 90, budget=7, max_num_seqs=5)
-    for seed, length in enumerate((2, BLOCK, 13)):
-        prompt, name = prompt_of(length, seed), str(length)
-        beam_bench(
-            bench, name, prompt, max_tokens, width, length_penalty=penalty, early_stopping=early_stopping,
-            stop_token_ids=stop,
-        )  # fmt: skip
-        bench.run()
-        expected = expected_beams(prompt, width, max_tokens, stop, penalty=penalty, early_stopping=early_stopping)
-        assert outputs(bench, name) == expected
-        for output in bench.finished[name].outputs:
-            ended = output.token_ids[-1] in stop
-            assert output.finish_reason == ("stop" if ended else "length")
-            assert output.stop_reason == (output.token_ids[-1] if ended else None)
-    assert bench.manager.num_used == 0 and (max_tokens == 1 or bench.executor.num_copies > 0)
-
-
-def test_the_best_n_beams_of_a_wider_search() -> None:
-    bench = Bench()
-    beam_bench(bench, "a", prompt_of(5), 6, width=2, best_of=4)
-    for step in bench.steps():
-        assert step[0].finished or step[0].outputs == []
-    assert outputs(bench, "a") == expected_beams(prompt_of(5), 4, 6)[:2]
-
-
 def test_no_beam_ends_before_min_tokens() -> None:
     prompt = prompt_of(5)
     stop = sorted({token for beam in expected_beams(prompt, 4, 3) for token in beam[:2]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from block_helpers import check_blocks, compute, one_group, running, sequence
+from block_helpers import check_blocks, compute, one_group, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
@@ -60,16 +60,6 @@ def test_a_prefix_is_found_to_the_last_hash_block(shared: int, device: int, host
     bench.run()
     assert bench.tokens("first") == expected_output(document, len(bench.tokens("first")))
     assert bench.manager.num_used == 0
-
-
-@pytest.mark.parametrize("length", [length for length in EDGES if length])
-def test_a_hit_never_covers_the_whole_prompt(length: int, fresh: Iterator[int]) -> None:
-    manager = make_manager(8)
-    document = take(fresh, 3 * BLOCK + 2)
-    manager.free(running(manager, document))
-    seq = admitted(manager, document[:length])
-    assert seq.num_computed == (length - 1) // HASH * HASH < length
-    assert manager.stats.hit_tokens == seq.num_computed
 
 
 # ---- a copy, or the block itself

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from block_helpers import cache, check_blocks, found, new_tokens, one_group, running, sequence
+from block_helpers import cache, check_blocks, found, new_tokens, one_group, sequence
 from content_model import expected_output
 from engine_helpers import BLOCK, Bench, prompt_of
 
@@ -66,23 +66,6 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
     manager.reset_prefix_cache()
     check_blocks(manager)
     assert manager.num_free == 8
-
-
-def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Iterator[int]) -> None:
-    manager = BlockManager(4, 4, one_group(BLOCK))
-    old, current = new_tokens(fresh, 3), new_tokens(fresh, 2)
-    cache(manager, old)
-    seq = running(manager, current)
-    blocks = list(seq.block_tables[0])
-    manager.reset_prefix_cache()
-    check_blocks(manager)
-    assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
-    assert found(manager, old) == found(manager, current) == 0
-    assert seq.block_tables[0] == blocks
-    manager.free(seq)
-    assert manager.num_free == 8, "blocks that were forgotten are free"
-    cache(manager, old)
-    assert found(manager, old) == 3, "the cache works on"
 
 
 # ---- admission

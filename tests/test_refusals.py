@@ -19,8 +19,7 @@ PROMPT = random_prompt(20, VOCAB, 1)
 model_dir = checkpoint_fixture(vocab=VOCAB, max_positions=256)
 
 
-@pytest.mark.parametrize("arguments", [{"num_gpu_blocks": 16, "kvcache_block_size": 16}, offloaded(16, 4, 14)])
-def test_requests_that_cannot_be_served(model_dir: Path, arguments: dict[str, Any]) -> None:
+def test_requests_that_cannot_be_served(model_dir: Path) -> None:
     bad: list[tuple[Any, Any, list[str]]] = [
         ([], None, []),  # no prompts: no outputs, no error
         ([[]], None, ["empty"]),
@@ -36,7 +35,7 @@ def test_requests_that_cannot_be_served(model_dir: Path, arguments: dict[str, An
         (PROMPT, SamplingParams(bad_words=["word"]), ["bad_words=['word']", "no tokenizer files"]),
         ([PROMPT, PROMPT], [greedy(1), SamplingParams(prompt_logprobs=-1)], ["more than 20", "prompt_logprobs=-1"]),
     ]
-    with LLM(model_dir, **arguments) as llm:
+    with LLM(model_dir, **offloaded(16, 4, 14)) as llm:
         expected = token_ids(llm, PROMPT, greedy(6))
         for prompts, params, words in bad:
             if not words:

@@ -92,16 +92,6 @@ def test_a_prefix_seen_twice_is_kept_where_the_prompts_part(fresh: Iterator[int]
     assert answered(manager, prompts[2], [])[0] == 6 * BLOCK
 
 
-def test_without_a_snapshot_cached_blocks_are_no_hit(fresh: Iterator[int]) -> None:
-    manager, prompt = manager_of(device=1), new_tokens(fresh, 5)
-    answered(manager, prompt, [])
-    states_of(manager).forget_all()
-    again = sequence(prompt)
-    assert manager.num_cached_tokens(again) == 0
-    manager.allocate(again)
-    assert again.num_computed == 0 and again.state is None
-
-
 def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[int]) -> None:
     manager = manager_of(device=2, host=1)
     prompts = [new_tokens(fresh, 2, extra=1) for _ in range(3)]
@@ -221,26 +211,3 @@ def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]
         assert states.num_snapshots == (3 if ends else 0)
     for length in (5, 7, 9):
         assert manager.num_cached_tokens(sequence(prompt[: length * BLOCK])) == (length - 1) * BLOCK
-
-
-def test_the_state_from_before_a_wrong_draft_takes_the_right_tokens(fresh: Iterator[int]) -> None:
-    manager = manager_of()
-    states, seq = states_of(manager), sequence(new_tokens(fresh, 1)[:2])
-    manager.allocate(seq)
-    compute(manager, seq)
-    for right in (0, 1, 2):
-        seq.token_ids += new_tokens(fresh, 1)[:1]
-        manager.grow([seq])
-        computed_in = states.own(seq)
-        assert manager.look_ahead(seq, 2) == 2
-        held = states.take_moves()[-1].dst
-        seq.num_computed += 1
-        for token in new_tokens(fresh, 1)[:right]:
-            seq.token_ids.append(token)
-            seq.num_computed += 1
-        before = seq.num_computed
-        manager.end_look_ahead(seq)
-        assert seq.num_computed == before and seq.state is not None
-        assert seq.state.slot == (computed_in if right == 2 else held)
-        assert states.take_moves() == ([] if right == 2 else [StateMove(computed_in, held, num_replayed=1 + right)])
-        check_states(manager, [seq])
