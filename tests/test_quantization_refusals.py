@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint, refusal
-from quantized_checkpoints import dequantized, edit_tensors, load, set_quantization, weight_of
+from mtp_heads import add_mtp_head
+from quantized_checkpoints import dequantized, edit_tensors, load, quantize, set_quantization, weight_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
+from benchmarks.quantize_checkpoint import quantized as parts_of
 from nanovllm import LLM
 from nanovllm.apps.cli.main import main
 from nanovllm.errors import ConfigError
 from nanovllm.formats.quantization import read_quantization
 from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_mtp_head
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 
@@ -114,6 +117,24 @@ def test_tensors_that_do_not_fit_are_named(quantized_copy: Callable[[str], Path]
         message = refusal(lambda path=path: load(path))
         assert all(text in message for text in [str(path), *says]), message
         (path / "model.safetensors").write_bytes(weights)
+
+
+def test_a_head_for_multi_token_prediction_is_checked_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "qwen3_5", hidden=128, intermediate=128, linear_value_head_dim=32)
+    add_mtp_head(tmp_path / "plain")
+    path, module = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-128"), "mtp.layers.0.mlp.up_proj"
+    plain = [r"-:mtp\.fc", r"-:mtp.*attn", r"-:mtp.*(gate|down)_proj", r"-:.*in_proj_[ab]"]
+    set_quantization(path, dynamic={pattern: {} for pattern in plain})
+    tensors = load_file(path / "model.safetensors")
+    parts = dict(parts_of(tensors.pop(f"{module}.weight").float(), "gptq", 4, 128, True))
+    for wrong in (0, 1):
+        changed = parts | {"qzeros": parts["qzeros"] + wrong}
+        named = {f"{module}.{name}": part.contiguous() for name, part in changed.items()}
+        save_file(tensors | named, path / "model.safetensors")
+        if wrong:
+            assert f"{module}.qzeros: sym=true" in refusal(lambda: load_mtp_head(path, load(path)))
+        else:
+            load_mtp_head(path, load(path))
 
 
 def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:

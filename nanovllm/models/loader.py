@@ -89,10 +89,6 @@ def load_model(
         stored = _without_mtp_layers(directory, stored, spec, says_so=says_so)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
-    with closing(TensorReader()) as reader:
-        for name, stored_as in names.items():
-            if (check := tensors[name].check) is not None:
-                _use(check, reader, stored_as, stored[stored_as])
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
@@ -147,7 +143,13 @@ def _fill(
     names: dict[str, str],
     stored: dict[str, StoredTensor],
 ) -> None:
-    """Read the parameters of a decoder, which has these checkpoint tensors. names: in the file, of those it holds."""
+    """Read the parameters of a decoder, which has these checkpoint tensors. names: in the file, of those it holds.
+
+    First the tensors that are only checked. Raises ModelError.
+    """
+    for name, stored_as in names.items():
+        if (check := tensors[name].check) is not None:
+            _use(check, reader, stored_as, stored[stored_as])
     # The largest first: what is read of a tensor should not come on top of all weights.
     for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
         if name in names:
