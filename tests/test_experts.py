@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
-from test_models import assert_same_logits, random_prompts, reference, run
+from test_models import assert_same_logits
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2SparseMoeBlock
@@ -21,8 +21,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMo
 
 from nanovllm.data.network import ExpertSpec, SharedExpert
 from nanovllm.layers.experts import Experts
-from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.loader import load_model
 
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
@@ -133,19 +131,6 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, facts
     order = torch.randperm(70, generator=torch.Generator().manual_seed(2))
     assert torch.equal(made(x[order]), together[order])
     assert made(x[:0]).shape == (0, HIDDEN)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_bfloat16_errs_less_than_transformers(tmp_path: Path, family: str) -> None:
-    """Transformers rounds after adding each expert, and the weights of Qwen3-MoE too."""
-    model = make_checkpoint(tmp_path, family, hidden=256, experts=8, experts_per_tok=6, dtype="bfloat16")
-    prompts = random_prompts(199)
-    theirs = torch.cat(reference(model, prompts))
-    exact = torch.cat(reference(model.float(), prompts))
-    decoder = load_model(tmp_path, load_decoder_spec(tmp_path), torch.bfloat16, CPU)
-    ours = torch.cat(run(decoder, prompts, (0.4,)))
-    # Rounded inputs of a router may choose other experts, so that single rows differ much: the median counts.
-    assert (ours - exact).abs().median() < 1.05 * (theirs - exact).abs().median()
 
 
 # ---- whole networks
