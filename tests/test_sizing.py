@@ -1,4 +1,4 @@
-"""KV memory in numbers: layout, split of the device, sizing of both tiers, and what a step must move. No torch."""
+"""KV memory in numbers: split of the device, sizing of both tiers and of the swap space. No torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
-from nanovllm.memory.budget import split_device
+from nanovllm.memory.budget import DeviceSplit, split_device
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout, block_size_of
-from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots
+from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots, asked_swap_bytes, plan_swap_space
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -314,3 +314,35 @@ def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
     assert ("enable_cpu_offload=True" in str(refusal.value)) == ("enable_cpu_offload=True" in says)
     for change in refusal.value.changes:
         plan(memory, **{**arguments, **change})
+
+
+# ---- the swap space
+
+LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=1024, itemsize=2)  # 16 MiB a block
+GIB_BLOCKS = GIB // LARGE.block_bytes
+
+
+def swap_blocks(host_gib: int, resident: int, host: int = 0, *, shared: bool = False, **arguments: Any) -> int:
+    total = host_gib * GIB
+    memory = MemoryFacts(total, total, total, tiers_share_memory=shared, activation_peak=0)
+    made = KVPlan(resident, host, DeviceSplit(0, resident), 1024, NO_LAYERWISE, working_bytes=0)
+    return plan_swap_space(engine_config(Path(__file__).parent, arguments), LARGE, memory, made)
+
+
+def test_by_default_4_gib_or_half_of_what_is_left_or_the_size_of_the_cache() -> None:
+    assert swap_blocks(100, resident=1000) == 4 * GIB_BLOCKS
+    assert swap_blocks(4, resident=1000) == 2 * GIB_BLOCKS
+    assert swap_blocks(100, resident=10) == 10
+    assert swap_blocks(100, resident=10, host=5) == 15
+    assert swap_blocks(1, resident=1000, host=GIB_BLOCKS) == 0
+    assert swap_blocks(4, resident=2 * GIB_BLOCKS, shared=True) == GIB_BLOCKS
+
+
+def test_what_was_asked_for_is_set_aside_or_refused_with_numbers() -> None:
+    assert asked_swap_bytes(engine_config(Path(__file__).parent, {"swap_space": 1.5})) == 3 * 2**29
+    assert asked_swap_bytes(engine_config(Path(__file__).parent, {})) == 0
+    assert swap_blocks(8, resident=1000, swap_space=1.5) == GIB_BLOCKS * 3 // 2
+    assert swap_blocks(8, resident=1000, swap_space=0) == 0
+    assert swap_blocks(100, resident=20, swap_space=50) == 20, "more could never be swapped out"
+    with pytest.raises(ConfigError, match=r"swap_space=7: that is 7.00 GiB and .* the host has 6.00 GiB free"):
+        swap_blocks(8, resident=1000, host=2 * GIB_BLOCKS, swap_space=7)
