@@ -17,10 +17,11 @@ from benchmarks.report import mib, print_other_load, print_rates, print_row, pri
 from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
+from benchmarks.transfers import predict_request
 from nanovllm import LLM
 from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.kvcache.base import KVStats
-from nanovllm.memory.budget import TransferCount, predict_request
+from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
 
@@ -131,7 +132,7 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
     steps = prefill_steps(stats.block_size, resident, work.prompt_len, chunk, memory)
 
     def predict(output_len: int) -> TransferCount:
-        return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill_steps=steps)
+        return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill=steps)
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
     counted = offload.moved[-1]

@@ -26,7 +26,7 @@ from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.memory.budget import TransferCount, predict_transfers, split_device
+from nanovllm.memory.budget import split_device
 from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import torch_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
@@ -95,6 +95,8 @@ def prefill(kv_cache: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tenso
 def test_copies_calls_and_merges_follow_the_formula(
     backend: AttentionBackend, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from benchmarks.transfers import predict_request  # not found where this file runs by hand
+
     watch = Watch()
     monkeypatch.setattr(cpu, "copy_pitched", watch.around("copy", cpu.copy_pitched))
     monkeypatch.setattr(torch_attention, "merge_states_", watch.around("merge", torch_attention.merge_states_))
@@ -107,9 +109,7 @@ def test_copies_calls_and_merges_follow_the_formula(
     assert (out - expected).abs().max() < 1e-5
 
     resident = stats.resident_blocks
-    predicted = TransferCount()
-    for index in range(CHUNKS):
-        predicted += predict_transfers(layout, resident, index * chunk, chunk)
+    predicted = predict_request(layout, resident, CHUNKS * chunk, 1, chunk)
     assert stats.transfers == predicted
     # One attention call for the resident blocks, and one for each group of host blocks. Blocks of a group are adjacent
     # on the host, so each group with stored tokens is loaded in one copy; each chunk's block is stored in another.

@@ -26,6 +26,7 @@ from fast import fast_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.transfers import CpuAttentionUse, predict_request, predict_transfers
 from nanovllm import LLM
 from nanovllm.data.batch import Batch
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
@@ -33,13 +34,7 @@ from nanovllm.kvcache import step_plan
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.states import MOVE_KINDS
 from nanovllm.kvcache.step_plan import BlockRead
-from nanovllm.memory.budget import (
-    CpuAttentionUse,
-    TransferCount,
-    blocks_of_share,
-    predict_request,
-    predict_transfers,
-)
+from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.layerwise import NO_LAYERWISE, prefill_steps
 from nanovllm.memory.layout import KVLayout
 

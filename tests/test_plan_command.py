@@ -16,6 +16,7 @@ from engines import offloaded
 from plans import parameter_bytes
 
 import nanovllm
+from benchmarks.transfers import predict_request
 from nanovllm import LLM
 from nanovllm.apps.cli.arguments import engine_arguments
 from nanovllm.apps.cli.main import _parse, main
@@ -24,7 +25,6 @@ from nanovllm.device import create_device
 from nanovllm.features.planner import measure
 from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.features.planner.predict import Link, Rates
-from nanovllm.memory.budget import predict_request
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
@@ -129,7 +129,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 512, 2)
     steps = prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill_steps=steps)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill=steps)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plans import RATES, parameter_bytes
 from torch import Tensor
 
+from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.engine import state_manager
@@ -30,7 +31,7 @@ from nanovllm.features.planner.predict import (
     Rates,
     StepModel,
 )
-from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
+from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.transfers import predict_request
 from nanovllm.data.batch import LayerwisePrefill, LayerwiseStep
-from nanovllm.memory.budget import TransferCount, predict_request
+from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import (
     NO_LAYERWISE,
     LayerwiseMemory,
@@ -137,7 +138,7 @@ def predicted(
     resident: int, prompt: int, output: int, chunk: int, memory: LayerwiseMemory, layout: KVLayout = LAYOUT
 ) -> TransferCount:
     steps = prefill_steps(layout.block_size, resident, prompt, chunk, memory)
-    return predict_request(layout, resident, prompt, output, chunk, prefill_steps=steps)
+    return predict_request(layout, resident, prompt, output, chunk, prefill=steps)
 
 
 # ---- memory
