@@ -147,8 +147,8 @@ class OffloadedKVCache(KVCacheBase):
                 continue
             in_ring = isinstance(group, RingGroup)
             pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else resident[plane]
-            for index, read in group.written:
-                self._write(read, pool[index], k, v, ctx.sequences)
+            for at, read in group.written:
+                self._write(read, pool[at], k, v, ctx.sequences)
             if in_ring and group.written and not groups.is_shared(layer):
                 self.engine.store()
             blocks = zip(group.indices, group.reads, strict=True)
