@@ -174,6 +174,36 @@ def test_garbage_collection_never_waits_for_the_thread_it_runs_in() -> None:
         pass
 
 
+def test_an_interrupt_at_any_line_of_the_guard_leaves_it_free() -> None:
+    """Else the engine would refuse its own thread from then on, or all others."""
+    for at in range(1, 99):
+        guard, lines = EngineGuard(), 0
+
+        def interrupt(frame: Any, event: str, argument: Any, at: int = at) -> Any:
+            nonlocal lines
+            code = frame.f_code  # tracing also interrupts between a lock's body and its release, where no signal can
+            if event == "line" and code.co_filename == guard_module.__file__ and code.co_name != "_begin":
+                lines += 1
+                if lines == at:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        with suppress(KeyboardInterrupt), guard.call("generate"), guard.operation("step"):
+            pass
+        sys.settrace(None)
+
+        def use(guard: EngineGuard = guard) -> None:
+            with guard.operation("step"):
+                pass
+
+        use()
+        assert in_thread(use) == []
+        if lines < at:
+            return
+    raise AssertionError("an end")
+
+
 def in_fork(work: Callable[[], object]) -> str:
     """What `work` raises in a fork of this process, or its result."""
     reading, writing = os.pipe()

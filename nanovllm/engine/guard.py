@@ -66,34 +66,27 @@ class EngineGuard:
         self.check_process(name)
         caller = EngineCall(name)
         try:
-            with self._lock:
-                holder = self._operation
-                if holder is None:
-                    self._operation = caller
-            if holder is not None:
-                raise EngineError(self._refusal(caller, holder))
-            for call in self._calls:
-                is_around_it = call.thread is caller.thread and call is not resumes
-                # A suspended call whose thread has ended never prevents another.
-                may_be_suspended = allow_suspended or call is resumes or not call.thread.is_alive()
-                if not is_around_it and (call.running or not may_be_suspended):
-                    raise EngineError(self._refusal(caller, call))
-            yield caller
-        finally:
-            if self._operation is caller:
-                self._operation = None
+            try:
+                self._begin(caller, allow_suspended, resumes)
+                yield caller
+            finally:
+                self._end_operation(caller)
+        finally:  # once more, if an interrupt came in the midst of that
+            self._end_operation(caller)
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Context of a call."""
-        caller = None
+        caller = EngineCall(name)
         try:
-            with self.operation(name) as caller:
-                self._calls.append(caller)
-            yield
-        finally:
-            if caller is not None:
+            try:
+                with self.operation(name):
+                    self._calls.append(caller)
+                yield
+            finally:
                 self.end(caller)
+        finally:
+            self.end(caller)
 
     @contextmanager
     def resumed(self, call: EngineCall) -> Iterator[None]:
@@ -110,6 +103,24 @@ class EngineGuard:
     def end(self, call: EngineCall) -> None:
         """End a call. Safe to call twice, and at any time."""
         self._calls = [other for other in self._calls if other is not call]
+
+    def _begin(self, caller: EngineCall, allow_suspended: bool, resumes: EngineCall | None) -> None:
+        with self._lock:
+            holder = self._operation
+            if holder is None:
+                self._operation = caller
+        if holder is not None:
+            raise EngineError(self._refusal(caller, holder))
+        for call in self._calls:
+            is_around_it = call.thread is caller.thread and call is not resumes
+            # A suspended call whose thread has ended never prevents another.
+            may_be_suspended = allow_suspended or call is resumes or not call.thread.is_alive()
+            if not is_around_it and (call.running or not may_be_suspended):
+                raise EngineError(self._refusal(caller, call))
+
+    def _end_operation(self, caller: EngineCall) -> None:
+        if self._operation is caller:
+            self._operation = None
 
     def _refusal(self, caller: EngineCall, holder: EngineCall) -> str:
         if caller.thread is holder.thread:
