@@ -31,7 +31,7 @@ class LoRARequest:
                 type(self.lora_int_id) is int and 0 < self.lora_int_id < 2**63,
                 "must be a whole number of at least 1",
             ),
-            "lora_path": (_is_text(self.lora_path), "must be the path of a directory"),
+            "lora_path": (_is_text(self.lora_path), "must be the path of a directory, as text"),
             "base_model_name": (self.base_model_name is None or _is_text(self.base_model_name), "must be None or text"),
             "tensorizer_config_dict": (self.tensorizer_config_dict is None, "only safetensors are read: leave it out"),
             "load_inplace": (isinstance(self.load_inplace, bool), "must be True or False"),
