@@ -91,11 +91,13 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), WRONG_TENSORS, ids=range(len(WRONG_TENSORS)))
-def test_wrong_tensors_are_named(single: Path, changes: dict[str, Tensor | None], words: tuple[str, ...]) -> None:
-    edit_tensors(single, changes)
-    message = refusal(lambda: load(single))
-    assert [word for word in (str(single), *words) if word not in message] == []
+def test_wrong_tensors_are_named(single: Path) -> None:
+    content = (single / "model.safetensors").read_bytes()
+    for changes, words in WRONG_TENSORS:
+        edit_tensors(single, changes)
+        message = refusal(lambda: load(single))
+        assert [word for word in (str(single), *words) if word not in message] == []
+        (single / "model.safetensors").write_bytes(content)
 
 
 def test_other_files_of_published_checkpoints_are_left_alone(originals: Path, copy_of: Callable[[str], Path]) -> None:
