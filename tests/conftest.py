@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it.
 
     Property tests may take as long as a busy machine needs. In CI, as the variable of that name says, they have the
@@ -24,7 +25,12 @@ def pytest_configure() -> None:
     A list in NANOVLLM_CPU_KERNELS imitates a processor on which others are.
 
     Tests press Ctrl-C, which a job that a shell starts in the background is made to ignore.
+
+    Where other processes run the tests, this one imports no torch.
     """
+    if config.getoption("dist", "no") != "no":
+        return
+    gc.disable()  # until all is imported
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _sees_cuda():
@@ -42,6 +48,16 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--slow-of", metavar="FILE", help="run the tests of this file that are marked slow as well")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so the garbage collector need not look at its millions of objects again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries say at the end what they find left over
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
