@@ -119,7 +119,7 @@ def test_sums_in_the_order_that_it_says(case: Case) -> None:
     assert same_bits(product(case, x, weight, bias), in_order(case, x, weight, bias))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(cases(max_rows=300, max_in=2100))
 def test_matches_fp64(case: Case) -> None:
     x, weight, bias = operands(case)
@@ -137,7 +137,7 @@ def test_matches_fp64_for_long_sums(case: Case) -> None:
     test_matches_fp64.hypothesis.inner_test(case)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(cases(max_rows=80), st.data())
 def test_a_row_depends_on_itself_alone(case: Case, draw: st.DataObject) -> None:
     """Whatever other rows there are, however many threads, wherever the buffers lie."""

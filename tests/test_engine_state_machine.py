@@ -21,6 +21,7 @@ from content_model import (
 )
 from content_store import ContentStore
 from drafters import CheckedDrafter
+from fast import fast_only
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -428,13 +429,16 @@ TROUBLE = (
 )
 
 
-def has_seen_enough(totals: Counter[str], steps: int, each: int) -> bool:
-    """The runs reached preemption, swapping, forks and layer-by-layer prefill often enough."""
-    return totals["steps"] >= steps and all(totals[what] >= each for what in TROUBLE)
+def has_seen_enough(totals: Counter[str], steps: int, each: int, kinds: int) -> bool:
+    """The runs reached so many kinds of trouble often enough."""
+    return totals["steps"] >= steps and sum(totals[what] >= each for what in TROUBLE) >= kinds
 
 
-@pytest.mark.parametrize(("steps", "each"), [(1_000, 1), pytest.param(20_000, 50, marks=pytest.mark.slow)])
-def test_random_runs_never_corrupt_leak_or_lose_a_block(steps: int, each: int) -> None:
+# The rarest kinds take most of the time of finding all.
+@pytest.mark.parametrize(
+    ("steps", "each", "kinds"), fast_only([(1_000, 1, 18)], [(1_000, 1, 18), (6_000, 10, len(TROUBLE))])
+)
+def test_random_runs_never_corrupt_leak_or_lose_a_block(steps: int, each: int, kinds: int) -> None:
     EngineMachine.totals.clear()
     machine_settings = settings(max_examples=20, stateful_step_count=60, suppress_health_check=list(HealthCheck))
     logging.disable(logging.WARNING)  # every preemption logs one
@@ -443,8 +447,8 @@ def test_random_runs_never_corrupt_leak_or_lose_a_block(steps: int, each: int) -
             if machine_settings.derandomize:
                 seed(number)(EngineMachine)  # or every round would be the same
             run_state_machine_as_test(EngineMachine, settings=machine_settings)
-            if has_seen_enough(EngineMachine.totals, steps, each):
+            if has_seen_enough(EngineMachine.totals, steps, each, kinds):
                 break
     finally:
         logging.disable(logging.NOTSET)
-    assert has_seen_enough(EngineMachine.totals, steps, each), EngineMachine.totals
+    assert has_seen_enough(EngineMachine.totals, steps, each, kinds), EngineMachine.totals

@@ -37,7 +37,7 @@ from nanovllm.features.cpu_attention.host_blocks import BalancedShare
 
 BLOCK, VOCAB = 16, 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 
 # How much concurrent CPU attention may change any logit, relative to the largest one.
 BOUNDS = {"float32": 5e-6, "bfloat16": 0.02}

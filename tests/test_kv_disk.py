@@ -64,7 +64,7 @@ def test_a_later_engine_finds_the_prompt_whatever_its_blocks_and_budget(model: P
     for index, writing in enumerate(WAYS):
         directory = tmp_path / str(index)
         assert numbers(run(model, directory, **writing)) == expected
-        for reading in WAYS:
+        for reading in (WAYS[index], WAYS[(index + 1) % len(WAYS)], WAYS[(index + 3) % len(WAYS)]):
             found = run(model, directory, **reading)
             assert found.metrics.cached_tokens == found.metrics.cached_tokens_disk == 768
             assert numbers(found) == expected
@@ -214,16 +214,14 @@ WRITERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "window, writer", fast_only([(9, "in small chunks"), (300, "layer by layer")], product((9, 300), WRITERS))
-)
+@pytest.mark.parametrize("window, writer", fast_only([(300, "layer by layer")], product((9, 300), WRITERS)))
 def test_what_a_window_has_released_is_not_needed(tmp_path: Path, window: int, writer: str) -> None:
     """The first blocks of a unit are released before the last ones are computed, of prompts and of outputs.
 
     What a record has before a window goes to no block when it is read.
     """
     make_checkpoint(tmp_path / "model", "gemma3", layers=4, max_positions=2048, sliding_window=window)
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
     with engine(tmp_path / "model", tmp_path / "kv", **WRITERS[writer]) as llm:
         layerwise = watch_layerwise(llm)
         answer = ask(llm, PROMPT, params).outputs[0].token_ids

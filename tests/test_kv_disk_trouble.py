@@ -48,7 +48,7 @@ written = written_fixture()
 
 
 @given(data=st.data())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_misses(model: Path, written: tuple[Path, Any], data: st.DataObject) -> None:
     """A flipped bit, a cut, longer or deleted file: the same answer, and what is damaged is seen by `verify`."""
     source, expected = written

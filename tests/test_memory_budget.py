@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import MIXES, make_checkpoint
+from checkpoints import MIXES, checkpoint_fixture, make_checkpoint
 from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
 from fast import fast_only
 from torch import Tensor
@@ -44,17 +46,19 @@ WIDE, LARGE_HEADS = ("float32", 32, 3, "auto"), ("bfloat16", 128, 3, "auto")
 INT8, FP8 = ("bfloat16", 64, 2, "int8"), ("float32", 32, 3, "fp8")
 TORCH = (("float32", 24, 2, "auto"), ("float32", 24, 2, "int8"))  # its operator takes heads of 24
 MODELS = (WIDE, LARGE_HEADS, INT8, FP8, ("bfloat16", 32, 1, "auto"), *TORCH)
+FEW, EVERY = (4, 5, 6, 9, 12, 17, ALL_RESIDENT - 1), range(4, ALL_RESIDENT)
+CASES = [(WIDE, 3, FEW), (WIDE, 3, EVERY), (WIDE, 1, EVERY), *((each, 3, FEW) for each in MODELS[1:])]
 
 
-@pytest.mark.parametrize(("model", "num_prompts"), fast_only([(WIDE, 3)], [(WIDE, 1), *((each, 3) for each in MODELS)]))
+@pytest.mark.parametrize(("model", "num_prompts", "budgets"), fast_only(CASES[:1], CASES))
 def test_logits_are_bit_identical_for_every_device_budget(
-    tmp_path: Path, model: tuple[str, int, int, str], num_prompts: int
+    tmp_path: Path, model: tuple[str, int, int, str], num_prompts: int, budgets: Sequence[int]
 ) -> None:
     dtype, head_dim, layers, stored = model
     make_checkpoint(tmp_path, vocab=VOCAB, dtype=dtype, head_dim=head_dim, layers=layers)
     resident, is_layerwise = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major", stored)
     assert torch.isfinite(resident.float()).all() and not is_layerwise, "there is nothing to save"
-    for num_gpu_blocks in range(4, ALL_RESIDENT):
+    for num_gpu_blocks in budgets:
         for way in PREFILL_WAYS if num_gpu_blocks % 4 == 0 else ("layer-major",):
             streamed, is_layerwise = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way, stored)
             assert torch.equal(streamed, resident), f"num_gpu_blocks={num_gpu_blocks}, {way}"
@@ -62,15 +66,27 @@ def test_logits_are_bit_identical_for_every_device_budget(
                 assert is_layerwise == (way == "layer-major" and head_dim % 16 == 0)
 
 
-@pytest.mark.parametrize("way", PREFILL_WAYS)
-@pytest.mark.parametrize("ring_slots", [2, 3, 5, 8, 11, 12, 16])  # in runs of up to 1, 2, 4, 5, 6 and 8
+small = checkpoint_fixture(vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def resident(small: Path) -> Tensor:
+    return logits_of_run(small, "float32", ALL_RESIDENT, 3, "layer-major")[0]
+
+
+# In runs of up to 1, 2, 4, 5, 6 and 8.
+@pytest.mark.parametrize(
+    ("ring_slots", "way"),
+    fast_only(
+        [(2, "layer-major"), (2, "chunk-major"), (5, "chunk-major"), (11, "layer-major"), (16, "chunk-major")],
+        product((2, 3, 5, 8, 11, 12, 16), PREFILL_WAYS),
+    ),
+)
 def test_logits_are_bit_identical_for_every_ring(
-    tmp_path: Path, ring_slots: int, way: str, monkeypatch: pytest.MonkeyPatch
+    small: Path, resident: Tensor, ring_slots: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, vocab=VOCAB)
-    resident, _ = logits_of_run(tmp_path, "float32", ALL_RESIDENT, 3, way)
     monkeypatch.setattr(sizing, "split_device", lambda *_: DeviceSplit(ring_slots, resident_blocks=1))
-    streamed, is_layerwise = logits_of_run(tmp_path, "float32", 5, 3, way)
+    streamed, is_layerwise = logits_of_run(small, "float32", 5, 3, way)
     assert torch.equal(streamed, resident) and is_layerwise == (way == "layer-major")
 
 

@@ -36,9 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 SHARED = random_prompt(5 * BLOCK + 3, VOCAB, seed=1)
 PROMPTS = [SHARED, [*SHARED, 7, 8], SHARED[:BLOCK] + random_prompt(30, VOCAB, seed=2), random_prompt(1, VOCAB, seed=3)]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.6, seed=5, max_tokens=40, ignore_eos=True, repetition_penalty=1.05),
-    SamplingParams(temperature=0.8, seed=6, max_tokens=20, ignore_eos=True, n=2),
+    SamplingParams(temperature=0.0, max_tokens=34, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.6, seed=5, max_tokens=28, ignore_eos=True, repetition_penalty=1.05),
+    SamplingParams(temperature=0.8, seed=6, max_tokens=14, ignore_eos=True, n=2),
 ]
 
 
@@ -87,7 +87,7 @@ def test_logits_of_the_head_are_those_of_plain_torch(
     assert next(due, None) is None
 
 
-@pytest.mark.parametrize("way", fast_only(["offloaded", "recomputed"], WAYS))
+@pytest.mark.parametrize("way", fast_only(["recomputed"], WAYS))
 def test_outputs_are_those_without_it(tmp_path: Path, way: str) -> None:
     make_checkpoint(tmp_path, "qwen3_5", hidden=128)
     add_mtp_head(tmp_path, predicts=True)

@@ -212,7 +212,13 @@ def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[st
     assert report["fits"] and f"--hf-overrides {shlex.quote(json.dumps(QWEN_YARN))}" in table
 
 
-@pytest.mark.parametrize("positions", [[], ["--hf-overrides", '{"max_position_embeddings": 1048576}']])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["--hf-overrides", '{"max_position_embeddings": 1048576}'],
+    ],
+)
 def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[str], positions: list[str]) -> None:
     """800,000 tokens of 128 KiB are 98 GiB; in int8 with scales they are 50 GiB. The authors name no longer RoPE."""
     options = ["--model", "llama-3.1-8b", "--prompt-len", "800k", "--gpu-mem", "24GB", "--host-mem", "64GB", *positions]

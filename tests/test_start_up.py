@@ -69,7 +69,7 @@ def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp
 
 @pytest.mark.parametrize("family", families.FAMILIES.values(), ids=lambda family: family.model_type)
 @given(data=st.data())
-@settings(QUICK, max_examples=30)
+@settings(QUICK, max_examples=15)
 def test_configs_are_completed_as_by_transformers(family: Family, data: st.DataObject) -> None:
     values: dict[str, st.SearchStrategy[Any]] = {
         "num_hidden_layers": st.integers(1, 9),

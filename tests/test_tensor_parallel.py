@@ -109,11 +109,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, **CHECKPOINTS[name])
     given = prompts(33, 112, 7)
-    expected = [greedy_reference(model, prompt, 10) for prompt in given]
+    expected = [greedy_reference(model, prompt, 6) for prompt in given]
     for arguments in (RESIDENT, offloaded(16, 4, 60, max_num_batched_tokens=32)):
         with two_ranks(tmp_path, **arguments) as llm:
-            assert token_ids(llm, given, greedy(10)) == expected
-            assert token_ids(llm, given, greedy(10)) == expected  # from the prefix cache
+            assert token_ids(llm, given, greedy(6)) == expected
+            assert token_ids(llm, given, greedy(6)) == expected  # from the prefix cache
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @EVERY_DTYPE
 @pytest.mark.parametrize(
     "counts",
-    [(1,), (0, 0, 3, 0), (1, 0, 17, 16, 0), (70, 0, 64)],
+    [(1,), (0, 0, 3, 0), (1, 0, 17, 16, 0), (40, 0, 33)],
     ids=["one row", "empty groups", "few rows", "many rows"],
 )
 def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from nanovllm import LLM
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockManager
 
-BLOCK, VOCAB, OUTPUT = 16, 97, 20
+BLOCK, VOCAB, OUTPUT = 16, 97, 12
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 PATTERNS: dict[str, dict[str, Any]] = {
     "5 to 1": {"family": "gemma3", "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
@@ -57,9 +57,8 @@ def test_logits_do_not_depend_on_how_they_are_computed(tmp_path: Path, pattern: 
         first = sum(len(logits(llm, [prompt])) for prompt in prompts_of())
         assert first == len(expected) and manager_of(llm).stats.hit_tokens > 0
         assert torch.equal(torch.cat([logits(llm, [prompt]) for prompt in prompts_of()]), expected)
-    for chunk in (1, 7):
-        with LLM(tmp_path, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=1, **ROOMY) as llm:
-            assert torch.equal(torch.cat([logits(llm, [prompt]) for prompt in prompts_of()]), expected), chunk
+    with LLM(tmp_path, dtype="float32", max_num_batched_tokens=7, max_num_seqs=1, **ROOMY) as llm:
+        assert torch.equal(torch.cat([logits(llm, [prompt]) for prompt in prompts_of()]), expected)
     for num_gpu_blocks in (4, 12):
         for way in ("layer-major", "chunk-major"):
             arguments = offloaded(BLOCK, num_gpu_blocks, 100, max_num_batched_tokens=40, max_model_len=256)

@@ -15,4 +15,4 @@ TEXTS = st.text(
     ),
     max_size=30,
 ).filter(lambda text: "<|" not in text)  # hypothesis also tries texts that it finds in the code: special tokens
-QUICK = settings(max_examples=50, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=25, suppress_health_check=list(HealthCheck))
