@@ -27,8 +27,8 @@ class Expand {
             case Scheme::q4_1: return integers<Kind::nibbles>(w, tile, blocks, lane, own, to);
             case Scheme::q5_0:
             case Scheme::q5_1: return integers<Kind::nibbles_and_fifths>(w, tile, blocks, lane, own, to);
-            case Scheme::int8:
-            case Scheme::q8_0: return integers<Kind::bytes>(w, tile, blocks, lane, own, to);
+            case Scheme::int8: return integers<Kind::bytes>(w, tile, blocks, lane, own, to);
+            case Scheme::q8_0: return integers<Kind::scaled_bytes>(w, tile, blocks, lane, own, to);
             case Scheme::fp8: return each<Scheme::fp8>(tile, blocks, lane, own, to);
             case Scheme::mxfp4: return each<Scheme::mxfp4>(tile, blocks, lane, own, to);
             case Scheme::q4_k: return each<Scheme::q4_k>(tile, blocks, lane, own, to);
@@ -78,9 +78,12 @@ class Expand {
         int64_t at_ = 0, left_ = 0;  // inputs until the next scale
     };
 
+    // This and `integers` are not inlined, since compiling a function takes more than twice as long for twice the size. Scales
+    // and target are copied: only local variables are kept in registers.
     template <Scheme K, class Target>
-    [[gnu::noinline]] static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
+    [[gnu::noinline]] static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales own, Target& target) {
         constexpr Layout kLayout = kLayouts[int(K)];
+        Target to = target;
         for (int64_t b = 0; b < blocks; ++b, tile += kLayout.tile_bytes) {
             if constexpr (K == Scheme::fp8)
                 fp8(tile, lane, own, to);
@@ -91,6 +94,7 @@ class Expand {
             else
                 q6_k(tile, lane, to);
         }
+        target = to;
     }
 
     // Word i of the outputs from `lane` on; a tile has 64 bytes for word i of all its outputs.
@@ -119,16 +123,20 @@ class Expand {
     // ---- groups of 32 weights
 
     // The last words of a tile are bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits a word
-    // before these has the fifth bits: bit i of byte j is that of weight 4i + j. What is before these words, and whether
-    // there are scales and minimums or they lie apart, differs from scheme to scheme and is asked once for each group.
-    enum class Kind { bytes, nibbles, nibbles_and_fifths };
+    // before these has the fifth bits: bit i of byte j is that of weight 4i + j. Whether nibbles have scales or minimums before
+    // these words, or apart, is asked once for each group. A single row of q8_0 takes a quarter longer if it is asked there too.
+    enum class Kind { bytes, scaled_bytes, nibbles, nibbles_and_fifths };
 
     template <Kind K, class Target>
-    [[gnu::noinline]] static void integers(const Weight& w, const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
-        constexpr bool kBytes = K == Kind::bytes, kFifths = K == Kind::nibbles_and_fifths;
-        constexpr int kWords = kBytes ? 8 : 4, kMostBytes = kBytes ? 544 : kFifths ? 384 : 320;
+    [[gnu::noinline]] static void integers(const Weight& w, const uint8_t* tile, int64_t blocks, int lane, OwnScales own,
+                                           Target& target) {
+        constexpr bool kScaledBytes = K == Kind::scaled_bytes, kBytes = kScaledBytes || K == Kind::bytes;
+        constexpr bool kFifths = K == Kind::nibbles_and_fifths;
+        constexpr int kWords = kBytes ? 8 : 4, kMostBytes = kScaledBytes ? 544 : kBytes ? 512 : kFifths ? 384 : 320;
         const int64_t tile_bytes = w.layout().tile_bytes;
-        const bool minimums = w.has_minimums();
+        const bool apart = K == Kind::bytes || (K == Kind::nibbles && w.scales);
+        const bool minimums = !kScaledBytes && w.has_minimums();
+        Target to = target;
         const uint8_t* words = tile + tile_bytes - kWords * 64;
         for (int64_t b = 0; b < blocks; ++b, words += tile_bytes) {
             const uint8_t* const scales = words - (kFifths ? 64 : 0);  // where they end
@@ -146,7 +154,7 @@ class Expand {
                 }
             }
             F scale, minimum{};
-            if (!kFifths && w.scales) {
+            if (apart) {
                 scale = own.scale();
                 if (minimums) minimum = own.minimum(scale);
                 own.next();
@@ -159,6 +167,7 @@ class Expand {
             minimums ? group.finish(scale, minimum) : group.finish(scale);
             to.template next<8>(1);
         }
+        target = to;
     }
 
     // As int4, but four bits are a number of fp4 (e2m1). Its double plus 12 is an integer from a table.

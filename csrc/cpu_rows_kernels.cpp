@@ -33,14 +33,14 @@ INLINE void norm_elements(const T* __restrict__ x, const W* __restrict__ weight,
     for (int64_t i = 0; i < size; ++i) y[i] = normalised(x[i], scale, weight[i]);
 }
 
-// The first and the second half of a head.
+// x and y are the same head, or have no byte in common.
 template <class T>
-INLINE void turn(T* __restrict__ x, T* __restrict__ y, const float* __restrict__ cos, const float* __restrict__ sin,
-                 int64_t half) {
+INLINE void turn(const T* x, const float* cos, const float* sin, T* y, int64_t half) {
+#pragma GCC ivdep
     for (int64_t i = 0; i < half; ++i) {
-        const float first = widen_scalar(x[i]), second = widen_scalar(y[i]);
-        x[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
-        y[i] = narrow_result<T>(second * cos[i] + first * sin[i]);
+        const float first = widen_scalar(x[i]), second = widen_scalar(x[i + half]);
+        y[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
+        y[i + half] = narrow_result<T>(second * cos[i] + first * sin[i]);
     }
 }
 
@@ -87,8 +87,8 @@ INLINE void narrow_elements(const float* __restrict__ x, T* __restrict__ y, int6
     FOR_EACH_ISA void add_row(T* x, const T* addend, int64_t size) { add_elements<T>(x, addend, size); }        \
     FOR_EACH_ISA void widen_row(const T* x, float* y, int64_t size) { widen_elements<T>(x, y, size); }          \
     FOR_EACH_ISA void narrow_row(const float* x, T* y, int64_t size) { narrow_elements<T>(x, y, size); }        \
-    FOR_EACH_ISA void turn_head(T* head, const float* cos, const float* sin, int64_t half) {                    \
-        turn<T>(head, head + half, cos, sin, half);                                                             \
+    FOR_EACH_ISA void turn_head(const T* x, const float* cos, const float* sin, T* y, int64_t half) {           \
+        turn<T>(x, cos, sin, y, half);                                                                          \
     }                                                                                                           \
     FOR_EACH_ISA void silu_row(const T* gates, const T* up, T* y, int64_t size) {                               \
         gate<Activation::silu>(gates, up, y, size);                                                             \
@@ -226,13 +226,10 @@ void place_heads(const Heads<T>& h, int threads) {
             T* q = h.q.at(token) + head * size;
             T* target = head < h.q_heads ? q : h.k.at(token) + (head - h.q_heads) * size;
             const NormWeight<T> weight = h.weight + head * size;
-            if (weight.wide)
-                norm_row(source + head * size, weight.wide, target, size, h.eps);
-            else if (weight.narrow)
-                norm_row(source + head * size, weight.narrow, target, size, h.eps);
-            else
-                std::memcpy(target, source + head * size, size_t(size) * sizeof(T));
-            turn_head(target, cos, sin, size / 2);
+            const T* x = source + head * size;
+            if (weight.wide) norm_row(x, weight.wide, target, size, h.eps), x = target;
+            if (weight.narrow) norm_row(x, weight.narrow, target, size, h.eps), x = target;
+            turn_head(x, cos, sin, target, size / 2);
         }
         std::memcpy(h.v.at(token), source + turned * size, size_t(h.kv_heads * size) * sizeof(T));
     });

@@ -12,8 +12,11 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 namespace nanovllm {
 namespace {
@@ -113,7 +116,8 @@ class Region {
         open_.store(true);
     }
 
-    // What the caller does: its share and what no other thread has begun. Returns when all pieces are done.
+    // What the caller does: its share and what no other thread has begun. Returns when all pieces are done, or throws what
+    // one of them has thrown.
     void finish() {
         take_part(0);
         const Clock::time_point give_up = Clock::now() + kWaitForPieces;
@@ -127,7 +131,10 @@ class Region {
             }
         }
         open_.store(false);
+        const std::exception_ptr error = std::exchange(error_, nullptr);
+        failed_.store(false, std::memory_order_relaxed);
         reserved_.store(false, std::memory_order_release);
+        if (error) std::rethrow_exception(error);
     }
 
     // What another thread does. Returns whether it did a piece.
@@ -144,7 +151,7 @@ class Region {
     }
 
   private:
-    std::atomic<bool> reserved_{false}, open_{false}, asleep_{false};
+    std::atomic<bool> reserved_{false}, open_{false}, asleep_{false}, failed_{false};
     std::atomic<int> inside_{0}, joined_{0};
     std::atomic<uint32_t> left_{0};  // pieces that are not done
     Work work_;
@@ -152,11 +159,17 @@ class Region {
     int threads_;
     Order order_;
     Run runs_[kMostThreads];
+    std::exception_ptr error_;  // the first one of a piece
 
+    // A piece that fails counts as done: the others use what the caller keeps until it leaves.
     bool take_part(int worker) {
         bool helped = false;
         for (uint32_t piece; take(worker, piece); helped = true) {
-            work_(context_, piece, worker);
+            try {
+                work_(context_, piece, worker);
+            } catch (...) {
+                if (!failed_.exchange(true)) error_ = std::current_exception();
+            }
             if (left_.fetch_sub(1) == 1 && worker != 0 && asleep_.load()) wake(left_, 1);
         }
         return helped;
@@ -202,12 +215,16 @@ class Pool {
     std::atomic<int> asleep_{0}, workers_{0};
     std::mutex starting_;
 
+    // Where the system gives no more threads, those that there are do the work.
     void start_workers(int count) {
         if (workers_.load(std::memory_order_acquire) >= count) return;
         const std::lock_guard<std::mutex> lock(starting_);
-        for (int started = workers_.load(); started < count; ++started) {
-            std::thread([this, started] { work_for_ever(started); }).detach();
-            workers_.store(started + 1, std::memory_order_release);
+        try {
+            for (int started = workers_.load(); started < count; ++started) {
+                std::thread([this, started] { work_for_ever(started); }).detach();
+                workers_.store(started + 1, std::memory_order_release);
+            }
+        } catch (const std::system_error&) {
         }
     }
 

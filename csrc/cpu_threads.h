@@ -14,7 +14,8 @@ enum class Order {
 };
 
 // Calls work for each piece in [0, pieces), on the calling thread and on up to threads - 1 others. At most `threads` call
-// it at a time, each with a worker of its own in [0, threads). Pieces must not wait for each other.
+// it at a time, each with a worker of its own in [0, threads). Pieces must not wait for each other. What a piece throws is
+// thrown here when no thread is at work on the others any more; if several throw, one of them.
 void run_pieces(int64_t pieces, int threads, Order order, Work work, const void* context);
 
 template <class F>

@@ -24,6 +24,16 @@ if child == 0:
     os._exit(0 if torch.equal(cpu_linear(x, weight, num_threads=2), expected) else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
+# There is no room for a thread's stack.
+WITHOUT_MORE_THREADS = """
+import resource, torch
+from nanovllm.ops.cpu_kernels import cpu_linear
+x, weight = torch.randn(3, 512), torch.randn(1024, 512)
+expected = cpu_linear(x, weight, num_threads=1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+assert torch.equal(cpu_linear(x, weight, num_threads=64), expected)
+"""
 
 
 def test_callers_at_the_same_time_get_what_one_thread_computes() -> None:
@@ -47,6 +57,11 @@ def test_more_threads_than_pieces_or_cores() -> None:
 @pytest.mark.slow
 def test_a_forked_process_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", AFTER_FORK], check=True, cwd=REPOSITORY, timeout=120)
+
+
+@pytest.mark.slow
+def test_where_the_system_gives_no_more_threads_one_does_the_work() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_MORE_THREADS], check=True, cwd=REPOSITORY, timeout=120)
 
 
 @pytest.mark.slow
