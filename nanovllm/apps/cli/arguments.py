@@ -318,9 +318,14 @@ def text_argument(text: str) -> str:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < 1:
+    return not_negative(text, 1)
+
+
+def not_negative(text: str, least: int = 0) -> int:
+    """A whole number of at least 0, or of at least `least`."""
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a whole number of at least 1 and at most {MOST_DIGITS} digits"
+            f"{quoted(text)} is not a whole number of at least {least} and at most {MOST_DIGITS} digits"
         )
     return int(text)
 
