@@ -341,6 +341,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "Cannot request more than 20"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "integer"),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regx": "a"}}, "", "did you mean 'regex'"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": [999]}, "prompt", "999"),

@@ -17,7 +17,6 @@ from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prom
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
 from nanovllm.apps.server.tool_calls import Call, Parser, Piece, check_tools, detect_format, forced_schema, make_parser
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import StructuredOutputsParams
 
 
 async def create_chat_completion(serving: Serving, request: Request) -> Response:
@@ -28,7 +27,7 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
     form = detect_format(template) if settings.tool_call_parser == "auto" else settings.tool_call_parser
     check_tools(body, template, form)
     schema = forced_schema(body)
-    forced = {} if schema is None else {"structured_outputs": StructuredOutputsParams(json=schema)}
+    forced = {} if schema is None else {"structured_outputs": {"json": schema}}
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     request_id = new_id("chatcmpl", body.request_id)
     return await serving.respond(

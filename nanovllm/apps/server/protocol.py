@@ -51,19 +51,6 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Body):
-    """vLLM's field: one of the first five."""
-
-    json_: Json | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Texts | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
-
-
 class SamplingFields(Body):
     """What both kinds of completions have. None stands for the model's default."""
 
@@ -96,7 +83,7 @@ class SamplingFields(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Json | None = None  # fields of `StructuredOutputsParams`
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -20,7 +20,7 @@ from nanovllm.apps.server.responses import invalid
 from nanovllm.apps.server.serving import Serving
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutputKind
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
@@ -166,8 +166,8 @@ def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, 
         if value is not None and name not in given:
             given[name] = value
     structure = _structured_outputs(request)
-    if structure is not None and "structured_outputs" not in given:
-        given["structured_outputs"] = StructuredOutputsParams(**structure)
+    if structure is not None:
+        given.setdefault("structured_outputs", structure)
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if given.get("use_beam_search"):  # which does not sample
         defaults = SamplingParams(temperature=0.0, max_tokens=defaults.max_tokens)
@@ -175,10 +175,10 @@ def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, 
 
 
 def _structured_outputs(request: SamplingFields) -> dict[str, Any] | None:
-    """The one structure that the text must have, as arguments of StructuredOutputsParams."""
+    """The one structure that the text must have, as fields of StructuredOutputsParams."""
     wanted, kind = request.structured_outputs, request.response_format
     if kind is None or kind.type == "text":
-        return None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
+        return wanted and {name: value for name, value in wanted.items() if value is not None}
     if wanted is not None:
         raise invalid("response_format and structured_outputs exclude each other: leave one out", "response_format")
     if kind.type == "json_object":
