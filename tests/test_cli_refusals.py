@@ -14,7 +14,6 @@ from cli_helpers import exit_status, generate, json_lines, set_stdin, write_json
 
 from nanovllm.apps.cli import generate as command
 from nanovllm.apps.cli import prompts
-from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 
 
@@ -56,14 +55,6 @@ def test_refusals_cost_one_sentence_and_no_model(
         assert printed.out == "" and printed.err.count("\n") == 1 and told in printed.err
         assert printed.err.startswith("nanovllm generate: error: ")
     assert (tmp_path / "file").read_text() == "text"
-
-
-def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 2
-    told = "no command is given: name one of generate, chat, serve, batch, plan, cache, or see"
-    assert told in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(

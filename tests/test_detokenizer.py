@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_cases import QUICK, TEXTS
+from text_cases import QUICK
 from tokenizer_files import write_byte_fallback, write_byte_level
 
 from nanovllm.engine.detokenizer import Detokenizer
@@ -45,18 +45,6 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], prompt: Sequence[int] = (),
     """What each token brings, then what is flushed."""
     detokenizer = Detokenizer(tokenizer, prompt, **options)
     return [*(detokenizer.step(token) for token in token_ids), detokenizer.flush()]
-
-
-@BOTH
-@given(text=TEXTS, prompt=TEXTS)
-@QUICK
-def test_half_a_character_is_never_shown_and_all_are_in_the_end(
-    bytes_tokenizer: HuggingFaceTokenizer, slow: bool, text: str, prompt: str
-) -> None:
-    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
-    found = pieces(tokenizer, tokenizer.encode(text), tokenizer.encode(prompt))
-    assert "".join(found) == text
-    assert REPLACEMENT in text or (found[-1] == "" and not any(REPLACEMENT in piece for piece in found))
 
 
 @BOTH

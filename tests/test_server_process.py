@@ -24,7 +24,6 @@ from typing import IO, Any
 
 import httpx
 import pytest
-import serve_held
 from cli_helpers import make_model
 from rank_processes import child_pids, is_running, rank_pids
 from waiting import eventually
@@ -50,14 +49,11 @@ BODY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
 
 
 @contextmanager
-def served(
-    model: str, engine: dict[str, Any], *flags: str, held: Path | None = None
-) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The process and its port. held: no step but the first runs while this file exists."""
+def served(model: str, engine: dict[str, Any], *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The process and its port."""
     given = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
-    program = ["-m", "nanovllm", "serve"] if held is None else [serve_held.__file__]
-    command = [sys.executable, *program, "--model", model, "--port", "0", *given, *flags]
-    environment = {**os.environ, "PYTHONPATH": ROOT, serve_held.VARIABLE: str(held)}
+    command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, "--port", "0", *given, *flags]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stderr=log, text=True, env=environment)
         try:
@@ -87,10 +83,6 @@ def url(port: int) -> str:
 
 def health(port: int) -> int:
     return httpx.get(f"{url(port)}/health", timeout=30).status_code
-
-
-def is_draining(port: int) -> bool:
-    return httpx.get(f"{url(port)}/health", timeout=60).json()["status"] == "draining"
 
 
 def metric(port: int, name: str) -> float:
@@ -241,20 +233,14 @@ def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
 # ---- signals
 
 
-def test_a_signal_drains_and_exits_0(model: str, tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.touch()
-    with served(model, RESIDENT, "--shutdown-timeout", "300", held=held) as (process, port):
-        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+def test_a_signal_drains_and_exits_0(model: str) -> None:
+    with served(model, RESIDENT, "--shutdown-timeout", "300") as (process, port):
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            assert eventually(lambda: is_draining(port))
-            refused = httpx.post(f"{url(port)}/v1/completions", json={"prompt": "b"}, timeout=60)
-            held.unlink()
             rest = [line for line in lines if line]
-        assert refused.status_code == 503 and "shutting down" in refused.text
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
         assert process.wait(60) == 0
 

@@ -30,6 +30,16 @@ PERSON = {
     "required": ["name", "age", "role", "tags"],
     "additionalProperties": False,
 }
+
+
+class Person:
+    """What is asked of a pydantic model class."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {name: value for name, value in PERSON.items() if name != "additionalProperties"}
+
+
 LIST = 'start: "[" item ("," item){0,4} "]"\nitem: /[a-z]{1,3}/ | "日本"'
 LIST_GBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-c] | "(" item ")"'
 ENGINES: dict[str, dict[str, Any]] = {
@@ -64,6 +74,10 @@ def is_nested_list(text: str) -> bool:
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "schema": ({"json": PERSON, "disable_any_whitespace": True}, is_person),
     "schema as text": ({"json": json.dumps(PERSON), "whitespace_pattern": "[ ]"}, is_person),
+    "model class": (
+        {"json": Person, "disable_any_whitespace": True, "disable_additional_properties": True},
+        is_person,
+    ),
     "object": (
         {"json_object": True, "disable_any_whitespace": True},
         lambda text: isinstance(json.loads(text), dict),
@@ -125,7 +139,7 @@ def test_every_output_matches(llm: LLM, kind: str) -> None:
 
 BESIDE = [structured(kind, seed=index, n=2, logprobs=3, max_tokens=30) for index, kind in enumerate(KINDS)]
 BESIDE += [SamplingParams(temperature=0.0, max_tokens=30), structured("regex", temperature=0.0, logprobs=1)]
-PROMPTS = [random_prompt(length, VOCAB, 2) for length in (5, 17, 32, 33, 3, 60, 16, 20, 21)]
+PROMPTS = [random_prompt(length, VOCAB, 2) for length in (5, 17, 32, 33, 3, 60, 16, 20, 21, 7)]
 
 
 @pytest.fixture(scope="module")

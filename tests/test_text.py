@@ -10,7 +10,7 @@ from engine_helpers import Bench, prompt_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_requests import SpelledOut
-from tokenizer_files import CROSSING, END, MERGED, byte_symbols, write_byte_fallback, write_byte_level
+from tokenizer_files import CROSSING, END, MERGED, byte_symbols, write_byte_level
 
 from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.sampling_params import SamplingParams
@@ -154,15 +154,6 @@ def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(token
     assert read(tokenizer, [*b"ab", *end], skip_special_tokens=False) == (None, f"ab{END}")
     assert read(tokenizer, [*b"ab", *end]) == (None, "ab")
     assert read(tokenizer, b"ab", ends=True, stop="ab") == (None, "a"), "what was held back is text now"
-
-
-def test_a_text_continues_its_prompt(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("marks")
-    write_byte_fallback(path)
-    marks = HuggingFaceTokenizer(path)
-    text = SequenceText(marks, SamplingParams(stop=[" b"]), marks.encode("abc"))
-    assert text.append(marks.encode("ab b")) == " b"
-    assert text.visible() == " ab"
 
 
 # ---- in the engine
