@@ -168,10 +168,10 @@ def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], 
             content[at : at + random.randrange(3)] = new
         (path / name).write_bytes(bytes(content[: random.choice([len(content), len(content), random.randrange(900)])]))
         try:
-            read_packed(read_adapter(path, spec, 8), decoder)
+            read_packed(path, read_adapter(path, spec, 8), decoder)
         except ModelError as error:
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 1500
         (path / name).write_bytes(original[name])
     assert 75 < refused < 150
-    read_packed(read_adapter(path, spec, 8), decoder)
+    read_packed(path, read_adapter(path, spec, 8), decoder)

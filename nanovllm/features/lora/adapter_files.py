@@ -107,14 +107,6 @@ class ModuleAdapter:
         return f"{PREFIX}{self.module}.lora_B.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter that fits the model: its safetensors file, and its parts by the name of the module."""
-
-    weights: Path
-    modules: Mapping[str, ModuleAdapter]
-
-
 class AdapterRegistry:
     """Finds the adapters that requests name, and numbers them by the path and the stamp of their files.
 
@@ -187,8 +179,10 @@ def check_unchanged(adapter: Adapter) -> None:
         raise ModelError(f"the files in {adapter.directory} have changed since the request was added: send it again.")
 
 
-def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> AdapterFiles:
-    """The adapter in a directory. Raises ModelError, with the field or tensor, if it does not fit the model.
+def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict[str, ModuleAdapter]:
+    """The parts of the adapter in a directory, by the names of their modules.
+
+    Raises ModelError, with the field or tensor, if it does not fit the model.
 
     spec: of the model, or of a tensor-parallel rank's part of it.
     """
@@ -207,7 +201,7 @@ def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> Adap
         for name, shape in ((found.a, (found.rank, in_size)), (found.b, (out_size, found.rank))):
             _check_tensor(path, name, shape, stored)
         modules[module] = found
-    return AdapterFiles(path, modules)
+    return modules
 
 
 def _read_config(path: Path) -> AdapterConfig:

@@ -106,10 +106,10 @@ class LoRAManager:
         """The adapter in host memory, read from its files if it is not there. Raises ModelError."""
         if adapter.number not in self.on_host:
             check_unchanged(adapter)
-            files = read_adapter(adapter.directory, self._model.spec, self._max_lora_rank)
+            modules = read_adapter(adapter.directory, self._model.spec, self._max_lora_rank)
             while len(self.on_host) >= self._max_cpu_loras:
                 self.on_host.popitem(last=False)
-            packed = read_packed(files, self._model)
+            packed = read_packed(adapter.directory, modules, self._model)
             check_unchanged(adapter)  # while they were read
             self.on_host[adapter.number] = packed
             self.num_reads += 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
-from nanovllm.features.lora.adapter_files import AdapterFiles, ModuleAdapter
+from nanovllm.features.lora.adapter_files import WEIGHTS, ModuleAdapter
 from nanovllm.formats.checkpoint import joined, open_file
 from nanovllm.layers.linear import Linear, linear
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
@@ -83,23 +84,25 @@ class PackedAdapter:
         return {each.linear: each.views(memory) for each in self.layout}
 
 
-def read_packed(files: AdapterFiles, model: Decoder) -> PackedAdapter:
-    """Read an adapter's tensors. Raises ModelError for numbers that are not finite in the model's dtype.
+def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: Decoder) -> PackedAdapter:
+    """Read the tensors of the parts that `read_adapter` has found.
+
+    Raises ModelError for numbers that are not finite in the model's dtype.
 
     A tensor-parallel rank reads its rows of B where it has a module's rows, and its columns of A where it has its
     columns. B A x of its columns of x is then its part of the sum over the ranks.
     """
-    layout, size = _layout(files, model)
-    elements = torch.zeros(size, dtype=model.dtype)
-    with open_file(files.weights) as stored:
+    layout, size = _layout(modules, model)
+    elements, path = torch.zeros(size, dtype=model.dtype), directory / WEIGHTS
+    with open_file(path) as stored:
         for each in layout:
             weights = each.views(elements)
             for part, (_, ranks, b) in zip(each.parts, weights.parts, strict=True):
                 found = part.adapter
                 read_a = _read(stored, found, found.a, (None, Axis(COLUMNS)), model)
-                weights.a[ranks].copy_(_finite(files, found.a, read_a, model.dtype))
+                weights.a[ranks].copy_(_finite(path, found.a, read_a, model.dtype))
                 scaled = _read(stored, found, found.b, (Axis(ROWS), None), model) * found.scale
-                b.copy_(_finite(files, found.b, scaled, model.dtype))
+                b.copy_(_finite(path, found.b, scaled, model.dtype))
     return PackedAdapter(elements, layout)
 
 
@@ -110,24 +113,24 @@ def _read(stored: Any, adapter: ModuleAdapter, name: str, axes: Sequence[Axis | 
     return joined(lambda slices: tensor[slices or slice(None)], part).float()
 
 
-def _finite(files: AdapterFiles, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _finite(path: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     if not bool(converted.isfinite().all()):
         what = "NaN or infinity" if not bool(tensor.isfinite().all()) else f"numbers beyond {dtype}"
-        raise ModelError(f"{files.weights}: {name} holds {what}: get the adapter anew, or use dtype='float32'.")
+        raise ModelError(f"{path}: {name} holds {what}: get the adapter anew, or use dtype='float32'.")
     return converted
 
 
-def _layout(files: AdapterFiles, model: Decoder) -> tuple[list[LinearLayout], int]:
+def _layout(modules: Mapping[str, ModuleAdapter], model: Decoder) -> tuple[list[LinearLayout], int]:
     """Where each matrix is, and the number of elements."""
     layout: list[LinearLayout] = []
     offset = 0
     for each in (found for layer in model.layers for found in layer.linears):
         ends = list(accumulate(each.parts.values()))
         adapted = [
-            (files.modules[module], slice(end - size, end))
+            (modules[module], slice(end - size, end))
             for (module, size), end in zip(each.parts.items(), ends, strict=True)
-            if module in files.modules
+            if module in modules
         ]
         if not adapted:
             continue
