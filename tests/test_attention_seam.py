@@ -57,8 +57,6 @@ ON_CPU: tuple[AttentionBackend, ...] = (
 )
 # Without a GPU, Triton's interpreter computes; it, as compilation for every shape, is too slow for random ones.
 OTHERS = cuda_backends(torch.device("cuda"), 128) if DEVICE == "cuda" else [TritonAttention()]
-CPU_BACKENDS = pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
-OWN_CPU_BACKENDS = pytest.mark.parametrize("backend", ON_CPU[:2], ids=lambda backend: backend.name)
 EVERY_BACKEND = pytest.mark.parametrize(
     "backend",
     [*ON_CPU, *(pytest.param(backend, marks=TRITON_MARKS) for backend in OTHERS)],
@@ -139,16 +137,19 @@ def test_fixed_shapes(backend: AttentionBackend, fixed: tuple[str, bool]) -> Non
     assert same_bits(case.attend(backend, alone), together)
 
 
-@CPU_BACKENDS
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
 @CPU_DTYPES
-@given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), max_size=4))
+@given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=15)
-def test_attention_is_exact_and_carries_on_from_earlier_blocks(
+def test_attention_is_exact_and_grouping_of_blocks_and_other_rows_change_no_bit(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
     case = Case(shape, dtype, seed)
-    tables = [[piece] for seq in case.sequences for piece in split(seq, cuts, shape.block_size)]
-    case.check(case.attend(backend, tables if cuts else None))
+    alone = case.attend(backend, [[piece] for seq in case.sequences for piece in split(seq, cuts, shape.block_size)])
+    case.check(alone)
+    if backend is not ON_CPU[2]:  # whose products are torch's, which sums by the shapes of a call
+        assert same_bits(case.attend(backend), alone)
+        assert same_bits(case.attend(backend, [case.sequences[::-1]]), alone)
 
 
 EDGES = ((32, 31, 1), (32, 32, 1), (32, 0, 32), (32, 33, 98), (1, 5, 3))
@@ -216,20 +217,6 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
 
 
 # ---- the same bits however the work is cut
-
-
-@OWN_CPU_BACKENDS
-@CPU_DTYPES
-@given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
-@settings(max_examples=12)
-def test_grouping_of_blocks_and_other_rows_change_no_bit(
-    backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
-) -> None:
-    case = Case(shape, dtype, seed)
-    together = case.attend(backend)
-    alone = [[piece] for seq in case.sequences for piece in split(seq, cuts, shape.block_size)]
-    assert same_bits(case.attend(backend, alone), together)
-    assert same_bits(case.attend(backend, [case.sequences[::-1]]), together)
 
 
 @EVERY_BACKEND

@@ -291,25 +291,6 @@ def test_strided_tensors_are_read_and_written_in_place(case: Case) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("keys", [0, 64])
-def test_rows_that_see_nothing_keep_their_state(isa: str, tokens: int, keys: int) -> None:
-    """The keys stand at positions 100 and later, the rows before them."""
-    case = Case(5, isa, torch.float32, 2, 2, 32, 16, 100, keys, tokens, 3, 0)
-    data = make_data(case)
-    out, lse = run(case, data)
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.all(lse.isneginf())
-    state = torch.randn_like(out).copysign(torch.tensor(-1.0)) * 0.0, torch.randn_like(lse)
-    carried = state[0].clone(), state[1].clone()
-    attend(
-        data.q, block_addresses(data.pool), kv_heads=2, block_size=16, first_position=100, kv_end=100 + keys,
-        query_position=3, scale=1.0, out=carried[0], lse=carried[1], carry=True, isa=isa, num_threads=2,
-    )  # fmt: skip
-    assert_same_bits(carried, state)
-
-
-@pytest.mark.parametrize("isa", ISAS)
 def test_a_nan_in_a_visible_key_is_not_hidden(isa: str) -> None:
     case = Case(6, isa, torch.float32, 1, 2, 32, 64, 0, 50, 10, 40, 0)
     data = make_data(case)

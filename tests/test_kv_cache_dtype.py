@@ -18,7 +18,6 @@ from triton_mode import DEVICE, TRITON_MARKS
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
-from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
@@ -209,13 +208,6 @@ def test_the_link_carries_a_byte_for_each_element_and_four_for_each_row(tmp_path
     assert (narrow.h2d_bytes * 128, narrow.d2h_bytes * 128) == (wide.h2d_bytes * 68, wide.d2h_bytes * 68)
     assert stats.bytes_per_block * 128 == counted["auto"].bytes_per_block * 68
     assert stats.host_bytes * 128 == counted["auto"].host_bytes * 68
-
-
-def test_twice_the_tokens_fit() -> None:
-    wide, narrow = (KVLayout.of(name, 28, 8, 128, 256, 2) for name in ("auto", "int8"))
-    assert wide.token_bytes == 28 * 8 * 2 * 128 * 2 and narrow.token_bytes == 28 * 8 * 2 * (128 + 4)
-    assert 1.93 < wide.token_bytes / narrow.token_bytes < 2
-    assert narrow.block_shape == (2, 8, 256, 132) and narrow.row_bytes == 132
 
 
 def test_only_triton_reads_eight_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
