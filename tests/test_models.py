@@ -174,6 +174,7 @@ COMBINATIONS = [
         (i + j) % 2 == 1,
         OPTIONS[family][j % len(OPTIONS[family])],
         id=f"{family}-{rope}",
+        marks=() if (i + j) % len(ROPES) in (0, 2) else pytest.mark.slow,
     )
     for i, family in enumerate(OPTIONS)
     for j, rope in enumerate(ROPES)
