@@ -1,4 +1,4 @@
-"""The configurations of the Triton attention kernels that a sweep tries; the tests run and compile each of them."""
+"""The configurations of the Triton attention kernels that a sweep tries; the tests run each and compile every third."""
 
 from __future__ import annotations
 

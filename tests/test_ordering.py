@@ -240,7 +240,7 @@ CPU_ATTENTION_SHARES = {
 
 
 FAST = [("no CPU attention", 8, 25)]
-RINGS = fast_pairs(FAST, CPU_ATTENTION_SHARES, (3, 4, 8), (25, 60))  # slots: in groups of up to 1, 2 and 4
+RINGS = fast_pairs(FAST, CPU_ATTENTION_SHARES, (3, 4, 8), (25, 40))  # slots: in groups of up to 1, 2 and 4
 
 
 @pytest.mark.parametrize(("name", "ring_slots", "num_requests"), RINGS)
@@ -260,8 +260,14 @@ def of_mix(path: Path, mix: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["no CPU attention", "in order", "concurrent"])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("mix", "name"),
+    [
+        *((mix, "concurrent") for mix in MIXES),
+        ("full attention and windows", "in order"),
+        ("full attention and states", "no CPU attention"),
+    ],
+)
 def test_every_mix_of_layers_is_ordered(tmp_path: Path, mix: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "concurrent":
         add_cpu_attention_streams(monkeypatch)
