@@ -51,7 +51,7 @@ test-bits: venv
 
 # The fast tests and all others: instruction sets, imitated processors, sanitizers, long prompts, the real model, and
 # FUZZ_TIMES as many examples of the fuzz tests.
-FUZZ_TIMES ?= 20
+FUZZ_TIMES ?= 8
 test-full: venv
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet 'ray[data]'  # for slow tests only
 	NANOVLLM_FUZZ_TIMES=$(FUZZ_TIMES) $(PYTEST) --run-slow

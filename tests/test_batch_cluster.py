@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 COMMAND = [sys.executable, "-c", PROGRAM]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_data.py"
 SECONDS = 500
-MANY = 2000
+MANY = 1200
 T = TypeVar("T")
 
 
@@ -88,7 +88,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """As long as this file exists, commands that `start` starts take 2 s for 200 rows, 7 s for 400, 160 s for MANY."""
+    """As long as this file exists, commands that `start` starts take 2 s for 200 rows, 7 s for 400, 59 s for MANY."""
     file = tmp_path / "slow"
     file.touch()
     return file
