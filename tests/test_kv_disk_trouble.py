@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -247,10 +248,11 @@ def test_a_directory_that_cannot_be_made_or_vanishes(model: Path, written: tuple
     assert numbers(found) == written[1]
 
 
-KILLED = """
+# Importing the module of `random_prompt` takes seconds.
+KILLED = (
+    f"from random import Random\n{inspect.getsource(random_prompt)}"
+    """
 import sys
-from pathlib import Path
-from engines import random_prompt
 from nanovllm import LLM, SamplingParams
 engine = {"dtype": "float32", "device": "cpu", "kvcache_block_size": 128, "num_gpu_blocks": 30}
 llm = LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **engine)
@@ -258,6 +260,7 @@ for seed in range(1, 1000):
     llm.generate([random_prompt(850, 199, seed)], SamplingParams(max_tokens=1), use_tqdm=False)
     print(seed, flush=True)
 """
+)
 
 
 @pytest.mark.parametrize("delay", fast_only([0.013], [0.0, 0.013, 0.11]))
