@@ -117,7 +117,7 @@ class RowStates {
     }
 };
 
-// What the elements of KV are to Tiles: the values of 1 in a product with widened keys and values, where rows have scales.
+// KV as Tiles sees it: where rows have scales, the values of 1 in a product with widened keys and values.
 struct KvUnits {
     bool scales;
     float key, value;
@@ -339,7 +339,8 @@ class TileKernel final : Tiles<typename X::Words> {
     using T = typename X::T;
     using Base = Tiles<typename X::Words>;
     using Base::ahead_keys_, Base::ahead_values_, Base::next_key_, Base::next_value_;
-    using Base::head_dim_, Base::key_, Base::rows_, Base::task_, Base::tile_keys_, Base::value_, Base::words_, Base::work_;
+    using Base::head_dim_, Base::rows_, Base::task_, Base::words_, Base::work_;
+    using Base::key_, Base::tile_keys_, Base::value_;
     using Base::kPanel, Base::kWeights;
     using typename Base::Range;
     static constexpr bool kScales = has_scales<T>;

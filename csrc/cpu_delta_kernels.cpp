@@ -71,7 +71,7 @@ INLINE void convolve(const Inputs<T>& in, int64_t row, int64_t first, int64_t si
     for (int64_t c = 0; c < size; ++c) sums[c] = silu_of(sums[c]);
 }
 
-// target_clones takes no templates: one function for each element type. Heads of queries, keys and values share this one.
+// target_clones takes no templates: one function for each element type. Queries, keys and values share this one.
 #define CONVOLUTION(T)                                                                                          \
     FOR_ISAS_TO_AVX2 void convolve_block(const Inputs<T>& in, int64_t row, int64_t first, int64_t size,         \
                                          float* sums) {                                                         \

@@ -71,7 +71,8 @@ class LinearKernel {
 
     // W outputs of kInputs inputs, zeros where there are fewer of either.
     static void load(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
-        if (outputs >= W && inputs >= X::kInputs) return X::template load_weights<true>(rows, stride, W, X::kInputs, raw);
+        if (outputs >= W && inputs >= X::kInputs)
+            return X::template load_weights<true>(rows, stride, W, X::kInputs, raw);
         V some[W];
         load_some(rows, stride, outputs, inputs, some);
 #pragma GCC unroll 16

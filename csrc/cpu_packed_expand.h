@@ -78,8 +78,8 @@ class Expand {
         int64_t at_ = 0, left_ = 0;  // inputs until the next scale
     };
 
-    // This and `integers` are not inlined, since compiling a function takes more than twice as long for twice the size. Scales
-    // and target are copied: only local variables are kept in registers.
+    // This and `integers` are not inlined, since a function of twice the size takes more than twice as long to compile.
+    // Scales and target are copied: only local variables are kept in registers.
     template <Scheme K, class Target>
     [[gnu::noinline]] static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales own, Target& target) {
         constexpr Layout kLayout = kLayouts[int(K)];
@@ -122,14 +122,15 @@ class Expand {
 
     // ---- groups of 32 weights
 
-    // The last words of a tile are bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits a word
-    // before these has the fifth bits: bit i of byte j is that of weight 4i + j. Whether nibbles have scales or minimums before
-    // these words, or apart, is asked once for each group. A single row of q8_0 takes a quarter longer if it is asked there too.
+    // The last words of a tile are bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits a
+    // word before these has the fifth bits: bit i of byte j is that of weight 4i + j. Whether nibbles have scales or
+    // minimums before these words, or apart, is asked once for each group. Bytes with scales before them have code of their
+    // own: being asked makes a single row of them a quarter slower.
     enum class Kind { bytes, scaled_bytes, nibbles, nibbles_and_fifths };
 
     template <Kind K, class Target>
-    [[gnu::noinline]] static void integers(const Weight& w, const uint8_t* tile, int64_t blocks, int lane, OwnScales own,
-                                           Target& target) {
+    [[gnu::noinline]] static void integers(const Weight& w, const uint8_t* tile, int64_t blocks, int lane,
+                                           OwnScales own, Target& target) {
         constexpr bool kScaledBytes = K == Kind::scaled_bytes, kBytes = kScaledBytes || K == Kind::bytes;
         constexpr bool kFifths = K == Kind::nibbles_and_fifths;
         constexpr int kWords = kBytes ? 8 : 4, kMostBytes = kScaledBytes ? 544 : kBytes ? 512 : kFifths ? 384 : 320;

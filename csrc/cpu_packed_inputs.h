@@ -31,7 +31,7 @@ class Inputs {
         for (int64_t i = 0; i < count; ++i) v[i] = widen_scalar(x[i]);
     }
 
-    // A group of a row in fp32, filled up with zeros. Not inlined, so that what follows is compiled once for all dtypes.
+    // A group of a row in fp32, filled up with zeros. Not inlined: what follows is compiled once for all dtypes.
     [[gnu::noinline]] static void widen_group(const Problem& p, int64_t row, int64_t g, int64_t group, float* v) {
         const int64_t at = row * p.x_stride + g * group, left = p.weight.in - g * group;
         const int64_t count = left < group ? left : group;

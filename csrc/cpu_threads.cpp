@@ -116,8 +116,8 @@ class Region {
         open_.store(true);
     }
 
-    // What the caller does: its share and what no other thread has begun. Returns when all pieces are done, or throws what
-    // one of them has thrown.
+    // What the caller does: its share and what no other thread has begun. When all pieces are done it returns, or throws
+    // what one of them has thrown.
     void finish() {
         take_part(0);
         const Clock::time_point give_up = Clock::now() + kWaitForPieces;

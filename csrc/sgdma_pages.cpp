@@ -32,6 +32,7 @@ void touch_pages(void* start, std::size_t size, unsigned threads) {
     const std::size_t part = (pages + parts - 1) / parts * page;
     auto* bytes = static_cast<volatile char*>(start);
     std::vector<std::thread> workers;
+    workers.reserve(parts - 1);  // growing later could fail while threads run
     std::size_t begin = part;  // the first part is this thread's
     for (; begin < size; begin += part) {
         try {
