@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
-from nanovllm.apps.cli.arguments import MOST_DIGITS
+from nanovllm.apps.cli.arguments import not_negative as not_negative
 from nanovllm.apps.cli.arguments import positive as positive
 from nanovllm.config import DEVICES, DTYPES
 from nanovllm.errors import ConfigError, ModelError, RequestError
@@ -29,13 +29,6 @@ class Parser(argparse.ArgumentParser):
         except (ConfigError, ModelError, RequestError) as error:
             print(f"{self.prog}: error: {error}", file=sys.stderr)
             return 2
-
-
-def not_negative(text: str) -> int:
-    """A whole number of at least 0."""
-    if not text.isdecimal() or len(text) > MOST_DIGITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at most {MOST_DIGITS} digits")
-    return int(text)
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None) -> None:
