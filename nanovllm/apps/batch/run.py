@@ -184,9 +184,15 @@ class Job:
         return any(waiting.losses >= SUSPECT_LOSSES for waiting in self._running.get(replica, {}).values())
 
     def _run_suspect(self, replica: int) -> None:
-        """Once the replica has no other row, run a row alone, so that it is lost only through that row."""
+        """Once the replica has no other row, run a row alone, so that it is lost only through that row.
+
+        One that was lost least; after a loss one from the other end, since rows that kill are often neighbours.
+        """
         if not self._running.get(replica):
-            waiting = self._suspects.pop(0)
+            least = min(waiting.losses for waiting in self._suspects)
+            rows = [waiting for waiting in self._suspects if waiting.losses == least]
+            waiting = rows[-1] if self._empty_lives.get(replica, 0) % 2 else rows[0]
+            self._suspects.remove(waiting)
             self._running[replica] = {waiting.row.index: waiting}
             self.replicas.submit(replica, [waiting.request])
 
@@ -217,6 +223,7 @@ class Job:
             if waiting.losses >= MOST_LOSSES and len(lost) == 1 and self._has_ended_rows:
                 what = f"{waiting.losses} workers were lost while they ran this row: {event.reason}"
                 self._write(waiting.row, failed_result(waiting.row.index, f"{waiting.row.source}: {what}"))
+                lives = self._empty_lives[event.replica] = 0  # the row was at fault, and it has ended
             elif waiting.losses >= SUSPECT_LOSSES:
                 self._suspects.append(waiting)
             else:
