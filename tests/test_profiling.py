@@ -1,18 +1,25 @@
-"""The memory that a step was said to need is enough for steps that use everything."""
+"""The memory that a step was said to need: counted on tensors without memory, or measured by a device that knows.
+
+It is enough for steps that use everything.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import random_prompt
+from engines import greedy, random_prompt, token_ids
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, build
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.memory import profiling
 from nanovllm.memory.profiling import activation_peak
 
+MIB = 1 << 20
 VOCAB = 5000
 # The model's own operators take little compared with the logits here; the sampler must be counted.
 SLACK = 200_000
@@ -55,3 +62,42 @@ def test_a_step_stays_within_the_predicted_memory(name: str, tmp_path: Path, mon
         llm.generate(prompts[:1] if name == "prompt logprobs" else prompts, params, use_tqdm=False)
         assert max(peaks) <= activation_peak(runner.model, llm.config) + SLACK
         assert max(peaks) > 4 * VOCAB * (240 if name == "prompt logprobs" else 70)
+
+
+class Measures(DeviceWrapper):
+    """A device of 1 GiB that says that a step takes 100 MiB, and loads 50 MiB of kernels with its first one."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.runs: list[str] = []
+        self.used = 200 * MIB
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        assert not self.runs
+        work()
+        self.runs.append("a step")
+        self.used += 50 * MIB
+        return 100 * MIB
+
+    def total_memory(self) -> int:
+        return 1024 * MIB
+
+    def free_memory(self) -> int:
+        return 1024 * MIB - self.used
+
+    def free_host_memory(self) -> int:
+        return 2048 * MIB
+
+
+def test_a_device_that_measures_is_asked_before_its_free_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, hidden=32, intermediate=32)
+    device = Measures()
+    monkeypatch.setattr(build, "create_device", lambda name: device)
+    with LLM(tmp_path, dtype="float32", max_num_batched_tokens=96) as llm:
+        assert len(token_ids(llm, [random_prompt(100, 97, 1)], greedy(2))[0]) == 2
+        facts = llm.plan().sizing.memory
+    assert facts.activation_peak == 100 * MIB
+    assert (facts.device_total, facts.device_free) == (1024 * MIB, (1024 - 200 - 50) * MIB)
+    assert device.runs == ["a step"]
