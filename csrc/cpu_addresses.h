@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "cpu_names.h"
@@ -33,16 +32,16 @@ rows::NormWeight<T> norm_weight(const NormAddress& weight) {
     return {pointer<const T>(weight.first), nullptr};
 }
 
-inline rows::Activation activation_of(std::string_view name) {
+inline rows::Activation activation_of(const std::string& name) {
     if (name == "silu") return rows::Activation::silu;
     if (name == "gelu_tanh") return rows::Activation::gelu_tanh;
     if (name == "clamped_swiglu") return rows::Activation::clamped_swiglu;
-    throw std::invalid_argument("There is no CPU kernel for the activation " + std::string(name) + ".");
+    throw std::invalid_argument("There is no CPU kernel for the activation " + name + ".");
 }
 
 // Calls `work` with an element of the dtype that PyTorch calls so.
 template <class Work>
-void with_element(std::string_view dtype, const Work& work) {
+void with_element(const std::string& dtype, const Work& work) {
     switch (dtype_of(dtype)) {
         case DType::bf16: return work(Bf16{});
         case DType::fp16: return work(Fp16{});

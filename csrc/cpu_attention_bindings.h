@@ -8,7 +8,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "cpu_addresses.h"
@@ -24,7 +23,7 @@ namespace {
 
 // q, out and lse are addresses; strides are (token, head) in elements. `blocks` is the address of int64 block
 // addresses, `sequences` of int64 [sequence_count, 7] in the order of Sequence.
-void attend_batch(std::string_view isa, std::string_view dtype, std::string_view kv_dtype, uintptr_t q,
+void attend_batch(const std::string& isa, const std::string& dtype, const std::string& kv_dtype, uintptr_t q,
                   Strides q_strides, uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
                   uintptr_t blocks, int64_t block_count, uintptr_t sequences, int64_t sequence_count, int64_t tokens,
                   int heads, int kv_heads, int head_dim, int block_size, int64_t window, float scale, bool carry,
@@ -53,7 +52,7 @@ void attend_batch(std::string_view isa, std::string_view dtype, std::string_view
 constexpr int64_t kElementsPerThread = 1 << 14;  // below this, another thread takes longer to start than it saves
 
 // x: [tokens, heads, head_dim] with strides (token, head) in elements; rows: dense [tokens, heads, head_dim + 4].
-void quantize_rows(std::string_view dtype, std::string_view kv_dtype, uintptr_t x,
+void quantize_rows(const std::string& dtype, const std::string& kv_dtype, uintptr_t x,
                    Strides strides, uintptr_t rows, int64_t tokens, int64_t heads, int head_dim,
                    int threads) {
     const KvFormat format = kv_format_of(kv_dtype, dtype);

@@ -12,7 +12,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cpu_addresses.h"
@@ -31,7 +30,7 @@ struct Pool {
 class PagedStep {
   public:
     // slots: int64 [tokens], block * block_size + offset; blocks: int64, as the sequences [sequence_count, 7] name them.
-    PagedStep(std::string_view isa, std::string_view dtype, std::string_view kv_dtype,
+    PagedStep(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
               const Pool& pool, const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
               std::vector<Sequence> sequences, int threads)
         : kernel_(kernel_of(isa_of(isa), dtype_of(dtype), kv_format_of(kv_dtype, dtype))), dtype_(dtype), pool_(pool), batch_(batch),
@@ -130,7 +129,7 @@ std::vector<T> copied(uintptr_t address, int64_t count) {
 }
 
 // Made where it stays, since its batch points to its other parts.
-std::shared_ptr<PagedStep> paged_step(std::string_view isa, std::string_view dtype, std::string_view kv_dtype,
+std::shared_ptr<PagedStep> paged_step(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
                                       uintptr_t pool, int64_t layer_stride, int64_t block_stride, int64_t layers,
                                       int64_t pool_blocks, uintptr_t slots, int64_t tokens, uintptr_t blocks,
                                       int64_t block_count, uintptr_t sequences, int64_t sequence_count, int heads,

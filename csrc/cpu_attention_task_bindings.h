@@ -18,7 +18,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -165,9 +164,8 @@ Batch batch_of(uintptr_t q, Strides q_strides, uintptr_t out, Strides out_stride
     return batch;
 }
 
-std::shared_ptr<Prepared> prepare(std::string_view isa, std::string_view dtype,
-                                  std::string_view kv_dtype, Batch batch, const std::vector<CallTable>& tables,
-                                  int64_t tokens) {
+std::shared_ptr<Prepared> prepare(const std::string& isa, const std::string& dtype,
+                                  const std::string& kv_dtype, Batch batch, const std::vector<CallTable>& tables, int64_t tokens) {
     auto prepared = std::make_shared<Prepared>();
     const DType type = nanovllm::dtype_of(dtype);
     batch.element_bytes = type == DType::fp32 ? 4 : 2;
@@ -185,7 +183,7 @@ std::shared_ptr<Prepared> prepare(std::string_view isa, std::string_view dtype,
     return prepared;
 }
 
-std::shared_ptr<Prepared> host_attention(std::string_view isa, std::string_view dtype, std::string_view kv_dtype,
+std::shared_ptr<Prepared> host_attention(const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
                                          uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides,
                                          uintptr_t lse, Strides lse_strides, const std::vector<CallTable>& calls,
                                          int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,

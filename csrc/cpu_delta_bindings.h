@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "cpu_rows_bindings.h"
 
@@ -34,7 +33,7 @@ delta::Runs runs_at(uintptr_t slots, uintptr_t starts, uintptr_t of_row, int64_t
     return {first, pointer<const int64_t>(starts), pointer<const int64_t>(of_row), count, rows};
 }
 
-void delta_prepare(std::string_view dtype, const delta::Sizes& sizes, const delta::Runs& runs, const Address& x,
+void delta_prepare(const std::string& dtype, const delta::Sizes& sizes, const delta::Runs& runs, const Address& x,
                    uintptr_t weight, const Address& conv, const Address& b, const Address& a, uintptr_t rate,
                    uintptr_t dt_bias, uintptr_t qk, uintptr_t v, uintptr_t decay, uintptr_t beta, int threads) {
     check_threads(threads);
@@ -49,7 +48,7 @@ void delta_prepare(std::string_view dtype, const delta::Sizes& sizes, const delt
     });
 }
 
-void delta_recur(std::string_view dtype, const delta::Sizes& sizes, const delta::Runs& runs, uintptr_t qk, uintptr_t v,
+void delta_recur(const std::string& dtype, const delta::Sizes& sizes, const delta::Runs& runs, uintptr_t qk, uintptr_t v,
                  uintptr_t decay, uintptr_t beta, const Address& states, uintptr_t y, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
@@ -62,7 +61,7 @@ void delta_recur(std::string_view dtype, const delta::Sizes& sizes, const delta:
     });
 }
 
-void gated_norm(std::string_view dtype, const Address& x, const Address& z, uintptr_t weight, const Address& y,
+void gated_norm(const std::string& dtype, const Address& x, const Address& z, uintptr_t weight, const Address& y,
                 int64_t count, int64_t heads, int64_t size, float eps, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
@@ -74,7 +73,7 @@ void gated_norm(std::string_view dtype, const Address& x, const Address& z, uint
     });
 }
 
-void gate(std::string_view dtype, const Address& x, const Address& gate, int64_t count, int64_t size, int threads) {
+void gate(const std::string& dtype, const Address& x, const Address& gate, int64_t count, int64_t size, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);

@@ -9,7 +9,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -159,9 +158,9 @@ struct DeltaWeights {
 
 class Layer {
   public:
-    Layer(std::string_view isa, std::string_view packed_isa, std::string_view dtype, Norms norms, Linear qkv, Linear o,
-          Linear gate_up, Linear down, const HeadLayout& heads, std::string_view activation)
-        : isa_(nanovllm::isa_of(isa)), packed_isa_(nanovllm::isa_of(packed_isa)), dtype_(dtype),
+    Layer(const std::string& isa, const std::string& packed_isa, std::string dtype, Norms norms, Linear qkv, Linear o,
+          Linear gate_up, Linear down, const HeadLayout& heads, const std::string& activation)
+        : isa_(nanovllm::isa_of(isa)), packed_isa_(nanovllm::isa_of(packed_isa)), dtype_(std::move(dtype)),
           norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)), gate_up_(std::move(gate_up)), down_(std::move(down)),
           heads_(heads), activation_(nanovllm::activation_of(activation)) {}
 
@@ -295,9 +294,9 @@ DeltaWeights delta_weights(const delta::Sizes& sizes, uintptr_t conv, uintptr_t 
     return {sizes, conv, rate, dt_bias, norm};
 }
 
-Layer layer_of(std::string_view isa, std::string_view packed_isa, std::string_view dtype, const Norms& norms,
+Layer layer_of(const std::string& isa, const std::string& packed_isa, const std::string& dtype, const Norms& norms,
                const Linear& qkv, const Linear& o, const Linear& gate_up, const Linear& down,
-               const HeadLayout& heads, std::string_view activation) {
+               const HeadLayout& heads, const std::string& activation) {
     return {isa, packed_isa, dtype, norms, qkv, o, gate_up, down, heads, activation};
 }
 

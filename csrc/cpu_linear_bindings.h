@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "cpu_linear.h"
 #include "cpu_names.h"
@@ -30,7 +29,7 @@ void refuse_misfit(bool interleaved, int64_t in_features) {
                                     std::to_string(in_features) + ".");
 }
 
-void run_linear(std::string_view isa, std::string_view dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
+void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
                 uintptr_t bias, uintptr_t y, int64_t y_stride, int64_t rows, int64_t in_features, int64_t out_features,
                 bool interleaved, int threads) {
     const linear::Kernel& kernel = linear::kernel_of(nanovllm::isa_of(isa), nanovllm::dtype_of(dtype));
@@ -54,7 +53,7 @@ void run_linear(std::string_view isa, std::string_view dtype, uintptr_t x, int64
     linear::run(problem, kernel, threads);
 }
 
-void interleave(std::string_view dtype, uintptr_t weight, int64_t out_features, int64_t in_features, bool back,
+void interleave(const std::string& dtype, uintptr_t weight, int64_t out_features, int64_t in_features, bool back,
                 int threads) {
     refuse_misfit(true, in_features);
     if (out_features < 0 || threads < 1) throw std::invalid_argument("Outputs and threads must be positive.");
@@ -63,7 +62,7 @@ void interleave(std::string_view dtype, uintptr_t weight, int64_t out_features, 
                        threads);
 }
 
-void gather(std::string_view dtype, uintptr_t weight, uintptr_t y, uintptr_t indices, int64_t count,
+void gather(const std::string& dtype, uintptr_t weight, uintptr_t y, uintptr_t indices, int64_t count,
             int64_t in_features, int64_t out_features, bool interleaved, int threads) {
     refuse_misfit(interleaved, in_features);
     const int64_t* const rows = reinterpret_cast<const int64_t*>(indices);

@@ -6,7 +6,6 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cpu_attention_kv8.h"
@@ -16,20 +15,19 @@
 
 namespace nanovllm {
 
-inline DType dtype_of(std::string_view name) {
+inline DType dtype_of(const std::string& name) {
     if (name == "bfloat16") return DType::bf16;
     if (name == "float16") return DType::fp16;
     if (name == "float32") return DType::fp32;
-    throw std::invalid_argument("There are no CPU kernels for the dtype " + std::string(name) + ".");
+    throw std::invalid_argument("There are no CPU kernels for the dtype " + name + ".");
 }
 
 // The names are PyTorch's: of the blocks' dtype and of the queries'.
-inline KvFormat kv_format_of(std::string_view kv_dtype, std::string_view dtype) {
+inline KvFormat kv_format_of(const std::string& kv_dtype, const std::string& dtype) {
     if (kv_dtype == "int8") return KvFormat::int8;
     if (kv_dtype == "float8_e4m3fn") return KvFormat::fp8;
     if (kv_dtype == dtype) return KvFormat::plain;
-    throw std::invalid_argument("Queries of " + std::string(dtype) + " do not attend to KV blocks of " +
-                                std::string(kv_dtype) + ".");
+    throw std::invalid_argument("Queries of " + dtype + " do not attend to KV blocks of " + kv_dtype + ".");
 }
 
 // Instruction sets that the processor runs, best first. NANOVLLM_CPU_ISA leaves out those that are better than it says.
@@ -59,24 +57,24 @@ inline std::vector<std::string> instruction_sets() {
                                 known + ".");
 }
 
-inline Isa isa_of(std::string_view name) {
+inline Isa isa_of(const std::string& name) {
 #if defined(__x86_64__)
     if (name == "avx512bf16") return Isa::avx512bf16;
     if (name == "avx512") return Isa::avx512;
     if (name == "avx2") return Isa::avx2;
 #endif
     if (name == "portable") return Isa::portable;
-    throw std::invalid_argument("There are no kernels for the instruction set " + std::string(name) + ".");
+    throw std::invalid_argument("There are no kernels for the instruction set " + name + ".");
 }
 
 namespace packed {
 
-inline Scheme scheme_of(std::string_view name) {
+inline Scheme scheme_of(const std::string& name) {
     constexpr const char* kNames[] = {"int4", "int8", "fp8",  "mxfp4", "q4_0", "q4_1",
                                       "q5_0", "q5_1", "q8_0", "q4_k",  "q5_k", "q6_k"};
     for (int i = 0; i < int(std::size(kNames)); ++i)
         if (name == kNames[i]) return Scheme(i);
-    throw std::invalid_argument("There are no CPU kernels for the scheme " + std::string(name) + ".");
+    throw std::invalid_argument("There are no CPU kernels for the scheme " + name + ".");
 }
 
 }  // namespace packed

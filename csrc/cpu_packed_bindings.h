@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "cpu_addresses.h"
 #include "cpu_packed.h"
@@ -20,7 +19,7 @@ using nanovllm::pointer;
 
 namespace {
 
-packed::Weight weight_of(std::string_view scheme, uintptr_t data, uintptr_t scales, std::string_view scale_dtype,
+packed::Weight weight_of(const std::string& scheme, uintptr_t data, uintptr_t scales, const std::string& scale_dtype,
                          uintptr_t zeros, int64_t outputs_per_scale, int64_t group_size, int64_t in_features,
                          int64_t out_features) {
     if (out_features < 0 || in_features < 1 || std::min(group_size, outputs_per_scale) < 1)
@@ -32,7 +31,7 @@ packed::Weight weight_of(std::string_view scheme, uintptr_t data, uintptr_t scal
             out_features};
 }
 
-void run_packed(std::string_view isa, std::string_view dtype, const Address& x, const packed::Weight& weight,
+void run_packed(const std::string& isa, const std::string& dtype, const Address& x, const packed::Weight& weight,
                 uintptr_t bias, const Address& y, int64_t rows, int threads) {
     if (rows < 0 || threads < 1)
         throw std::invalid_argument("Rows must not be negative, threads be positive, got " + std::to_string(rows) +

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "cpu_addresses.h"
@@ -30,7 +29,7 @@ void check_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be positive, got " + std::to_string(threads) + ".");
 }
 
-void rms_norm(std::string_view dtype, const Address& x, const Address& addend, const NormAddress& weight,
+void rms_norm(const std::string& dtype, const Address& x, const Address& addend, const NormAddress& weight,
               const Address& y, int64_t count, int64_t size, float eps, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
@@ -42,7 +41,7 @@ void rms_norm(std::string_view dtype, const Address& x, const Address& addend, c
     });
 }
 
-void place_heads(std::string_view dtype, const Address& heads, const NormAddress& weight, const Address& cos,
+void place_heads(const std::string& dtype, const Address& heads, const NormAddress& weight, const Address& cos,
                  const Address& sin, const Address& q, const Address& k, const Address& v, int64_t tokens,
                  int64_t q_heads, int64_t kv_heads, int64_t head_dim, float eps, int threads) {
     check_threads(threads);
@@ -56,7 +55,7 @@ void place_heads(std::string_view dtype, const Address& heads, const NormAddress
     });
 }
 
-void gated_unit(std::string_view dtype, std::string_view activation, const Address& gate_up, const Address& y,
+void gated_unit(const std::string& dtype, const std::string& activation, const Address& gate_up, const Address& y,
                 int64_t count, int64_t size, int threads) {
     check_threads(threads);
     const rows::Activation chosen = nanovllm::activation_of(activation);
@@ -68,7 +67,7 @@ void gated_unit(std::string_view dtype, std::string_view activation, const Addre
     });
 }
 
-void add(std::string_view dtype, const Address& x, const Address& addend, int64_t count, int64_t size, int threads) {
+void add(const std::string& dtype, const Address& x, const Address& addend, int64_t count, int64_t size, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
@@ -78,7 +77,7 @@ void add(std::string_view dtype, const Address& x, const Address& addend, int64_
     });
 }
 
-void narrow(std::string_view dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+void narrow(const std::string& dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
@@ -88,7 +87,7 @@ void narrow(std::string_view dtype, const Address& x, const Address& y, int64_t 
     });
 }
 
-void widen(std::string_view dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+void widen(const std::string& dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
@@ -143,7 +142,7 @@ void sigmoid(const Address& x, const Address& y, int64_t count, int64_t size, in
     rows::sigmoid(all, threads);
 }
 
-void likeliest(std::string_view dtype, const Address& logits, uintptr_t tokens, int64_t count, int64_t size,
+void likeliest(const std::string& dtype, const Address& logits, uintptr_t tokens, int64_t count, int64_t size,
                int threads) {
     check_threads(threads);
     if (size < 1) throw std::invalid_argument("A row must not be empty.");
