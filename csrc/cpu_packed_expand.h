@@ -134,7 +134,7 @@ class Expand {
         constexpr bool kScaledBytes = K == Kind::scaled_bytes, kBytes = kScaledBytes || K == Kind::bytes;
         constexpr bool kFifths = K == Kind::nibbles_and_fifths;
         constexpr int kWords = kBytes ? 8 : 4, kMostBytes = kScaledBytes ? 544 : kBytes ? 512 : kFifths ? 384 : 320;
-        const int64_t tile_bytes = w.layout().tile_bytes;
+        const int64_t tile_bytes = kScaledBytes ? kLayouts[int(Scheme::q8_0)].tile_bytes : w.layout().tile_bytes;
         const bool apart = K == Kind::bytes || (K == Kind::nibbles && w.scales);
         const bool minimums = !kScaledBytes && w.has_minimums();
         Target to = target;
