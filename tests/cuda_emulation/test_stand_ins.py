@@ -8,7 +8,7 @@ from typing import Any
 
 import emulated_triton
 import pytest
-import test_merge
+import test_chunked_attention
 import test_triton_delta
 import test_triton_experts
 import test_triton_kernels
@@ -103,8 +103,8 @@ def partitions_and_slopes() -> None:
 
 def merges() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        test_merge.test_shapes_and_dtypes("cuda", (33, 4, 80), dtype)
-        test_merge.test_edges("cuda", dtype)
+        test_chunked_attention.test_shapes_and_dtypes("cuda", (33, 4, 80), dtype)
+        test_chunked_attention.test_edges("cuda", dtype)
 
 
 def experts() -> None:
