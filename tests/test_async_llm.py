@@ -157,17 +157,21 @@ def test_abort_ends_a_request_with_what_there_is(shared: AsyncLLM) -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["served", "failed"])
 def test_a_call_that_generates_loses_no_output_of_other_requests(engine: AsyncLLM, fails: bool) -> None:
+    def generate(llm: LLM) -> list[RequestOutput]:
+        if fails:
+            failing_steps(engine, 1)  # here, or the step that fails may be one before
+        return llm.generate("b", params(60), use_tqdm=False)
+
     async def beside() -> tuple[list[RequestOutput], list[RequestOutput]]:
         alone = await collect(engine, "a", params(30))
         with held_steps(engine):
             other = await engine.add("a", params(30))
             first = await anext(other)
             if fails:
-                failing_steps(engine, 1)
                 with pytest.raises(EngineError, match="the device is lost"):
-                    await engine.call(lambda llm: llm.generate("b", params(60), use_tqdm=False))
+                    await engine.call(generate)
             else:
-                (generated,) = await engine.call(lambda llm: llm.generate("b", params(60), use_tqdm=False))
+                (generated,) = await engine.call(generate)
                 assert len(generated.outputs[0].token_ids) == 60
         return alone, [first, *[output async for output in other]]
 
