@@ -132,16 +132,50 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
-    runner = sys.modules.get("nanovllm.build")
-    if runner is not None:
-        from nanovllm.features.cpu_attention import host_blocks
-        from nanovllm.features.cpu_attention.shares import Bandwidths
+    """No engine goes by what it measures, so that nothing in a test depends on the machine's load.
 
-        def given(*_: object) -> Bandwidths:
-            return Bandwidths(link=10e9, host=20e9, device=20e9)
+    Bandwidths are given and stay as they are, what is on disk is read, and the costs of drafts are a guess.
+    """
+    if "nanovllm.build" not in sys.modules:  # loaded, if the test makes engines
+        return
+    from nanovllm.features.cpu_attention import host_blocks
+    from nanovllm.features.cpu_attention.shares import Bandwidths
+    from nanovllm.features.kv_disk import policy, store
+    from nanovllm.features.speculation import draft_model, drafter, lengths
 
-        monkeypatch.setattr(host_blocks, "measure_bandwidths", given)
+    class AlwaysRead(policy.ReadOrCompute):
+        def reads(self, tokens: int, num_bytes: int) -> bool:
+            return True
+
+    class Guessed(lengths.PassCosts):
+        def add(self, rows: int, seconds: float) -> None:
+            pass
+
+    given = Bandwidths(link=10e9, host=20e9, device=20e9)
+    monkeypatch.setattr(host_blocks, "measure_bandwidths", lambda *_: given)
+    monkeypatch.setattr(host_blocks, "corrected", lambda rate, *_: rate)
+    monkeypatch.setattr(store, "ReadOrCompute", AlwaysRead)
+    for module in (drafter, draft_model):
+        monkeypatch.setattr(module, "PassCosts", Guessed)
+
+
+LONG = 120.0  # seconds: longer than any test waits
+PATIENT = {  # what gives up on a disk, a rank or a client
+    "nanovllm.config": ("DIR_SECONDS",),
+    "nanovllm.features.kv_disk.store": ("SCAN_SECONDS", "CLOSE_SECONDS"),
+    "nanovllm.features.kv_disk.under_way": ("PATIENCE_SECONDS",),
+    "nanovllm.features.kv_disk.writing": ("CLOSE_SECONDS", "STALL_SECONDS"),
+    "nanovllm.features.distributed.executor": ("CAUSE_SECONDS", "CLOSE_SECONDS"),
+    "nanovllm.apps.server.run": ("ANSWER_SECONDS", "FORCED_CLOSE_SECONDS"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a disk, a rank or a client does late on a busy machine is not taken for never. Some tests are impatient."""
+    for module, names in PATIENT.items():
+        for name in names if module in sys.modules else ():
+            monkeypatch.setattr(sys.modules[module], name, LONG)
 
 
 def _sees_cuda() -> bool:

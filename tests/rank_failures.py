@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from nanovllm import build
@@ -15,20 +14,15 @@ from nanovllm.features.distributed import rank
 from nanovllm.features.distributed.rank import RankSetup
 from nanovllm.models.decoder import DecoderLayer
 
-VARIABLE = "TEST_RANK_FAILURE"  # rank, phase and way, with a file that gets the time of the failure
+VARIABLE = "TEST_RANK_FAILURE"  # rank, phase and way
 STEPS = {"prefill": 1, "decode": 3}
 
 
 def run_failing_rank(connection: Connection, setup: RankSetup) -> None:
     """`run_rank`, of which one rank fails while it loads, prefills or decodes."""
-    index, phase, way, file = os.environ[VARIABLE].split(",")
+    index, phase, way = os.environ[VARIABLE].split(",")
     if setup.rank == int(index):
-        failure = FAILURES[way]
-
-        def fail() -> None:
-            Path(file).write_text(repr(time.time()))
-            failure()
-
+        fail = FAILURES[way]
         if phase == "load":
             build.load_model = _before(build.load_model, fail)  # type: ignore[assignment]
         else:

@@ -134,7 +134,7 @@ def listening(engine: AsyncLLM, **others: Any) -> Iterator[tuple[Server, int]]:
             yield server, opened.getsockname()[1]
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from server_helpers import CACHE, held_steps, nothing_left, run_async
-from waiting import eventually
+from waiting import PATIENCE, eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM, merged
@@ -39,18 +38,6 @@ def params(max_tokens: int = 8, **others: Any) -> SamplingParams:
 
 async def collect(engine: AsyncLLM, prompt: Any, sampling: SamplingParams) -> list[RequestOutput]:
     return [output async for output in engine.generate(prompt, sampling)]
-
-
-def slow_steps(engine: AsyncLLM, seconds: float) -> None:
-    """Every step takes this much longer."""
-    executor = engine.llm.engine.executor
-    execute = executor.execute
-
-    def slow(batch: Any) -> Any:
-        time.sleep(seconds)
-        return execute(batch)
-
-    executor.execute = slow  # type: ignore[method-assign]
 
 
 def failing_steps(engine: AsyncLLM, count: int) -> None:
@@ -124,7 +111,7 @@ def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypat
 
     def slow(*arguments: Any) -> Any:
         compiling.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return compiled(*arguments)
 
     monkeypatch.setattr(grammars, "_compiled", slow)
@@ -132,7 +119,7 @@ def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypat
 
     async def ask() -> None:
         waiting, leaving = (asyncio.ensure_future(collect(shared, "a", structured)) for _ in range(2))
-        assert await asyncio.to_thread(compiling.wait, 60)
+        assert await asyncio.to_thread(compiling.wait, PATIENCE)
         assert (await collect(shared, "b", params(3)))[-1].finished and not waiting.done()
         leaving.cancel()
         go_on.set()
@@ -221,16 +208,20 @@ def test_a_failed_step_ends_its_requests_and_several_in_a_row_the_engine(engine:
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
-    engine = AsyncLLM(model, **CACHE)
-    slow_steps(engine, 0.05)
+    engine, begun, go_on = AsyncLLM(model, **CACHE), threading.Event(), threading.Event()
+
+    def read() -> bool:
+        begun.set()
+        return go_on.wait(PATIENCE)
 
     async def pending() -> None:
-        running = [asyncio.ensure_future(collect(engine, [1], params(900))) for _ in range(3)]
-        read = threading.Event()
-        reading, waiting = (asyncio.ensure_future(engine.in_text_thread(read.wait)) for _ in range(2))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(engine.close)
-        read.set()
+        reading, waiting = (asyncio.ensure_future(engine.in_text_thread(read)) for _ in range(2))
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        with held_steps(engine):
+            running = [asyncio.ensure_future(collect(engine, [1], params(900))) for _ in range(3)]
+            assert await asyncio.to_thread(eventually, lambda: len(engine._streams) == 3)
+            await asyncio.to_thread(engine.close)
+        go_on.set()
         assert await reading
         for result in await asyncio.gather(waiting, *running, return_exceptions=True):
             assert isinstance(result, EngineError) and "closed" in str(result)

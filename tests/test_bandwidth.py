@@ -40,7 +40,7 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     elapsed = time.perf_counter() - start
     alone = [copy for copy in copied if copy.width == LAYOUT.block_layer_bytes and copy.dst.dim() == 4]
     assert len(alone) == 4 * 16, "sixteen layers of blocks are all that the host pool holds"
-    assert all(16 * LAYOUT.block_layer_bytes / elapsed < rate < 1e13 for rate in (rates.link, rates.host, rates.device))
+    assert all(rate > 16 * LAYOUT.block_layer_bytes / elapsed for rate in (rates.link, rates.host, rates.device))
     assert rates.round_trip > 0 and not rates.one_processor
 
 

@@ -14,6 +14,7 @@ import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
 from ordering_check import OrderingCheck
+from waiting import PATIENCE
 
 from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
@@ -323,7 +324,7 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
     with LLM(tmp_path / "model", **engine) as llm:
         expected = token_ids(llm, [prompt], greedy(20))
     read, copy_in = SegmentReader.read, UnitCopier.copy_in
-    monkeypatch.setattr(SegmentReader, "read", lambda *args: records.wait(30) and read(*args))
+    monkeypatch.setattr(SegmentReader, "read", lambda *args: records.wait(PATIENCE) and read(*args))
     monkeypatch.setattr(UnitCopier, "copy_in", lambda *args: (copy_in(*args), copied.set()))
     with LLM(tmp_path / "model", **engine) as llm:
         llm.engine.add_request("stored", None, greedy(20), prompt)
@@ -334,7 +335,7 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
             number.add_(1)
             if torch.cuda.is_current_stream_capturing():
                 records.set()
-                assert copied.wait(30)
+                assert copied.wait(PATIENCE)
 
         with device.compute():
             (graph,) = device.capture([work])

@@ -48,7 +48,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
         [
             part(check, "measures", WRITE, figures=True),
             part(check, "fails", "print('why'); raise SystemExit(3)"),
-            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(60)", seconds=5),
+            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(600)", seconds=20),
             part(check, "dies", "import os; os.kill(os.getpid(), 9)"),
             part(check, "ends", "print('all is well')"),
         ],
@@ -58,7 +58,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
     assert found == {
         "measures": (True, "", "measured"),
         "fails": (False, "exit status 3", "why"),
-        "hangs": (False, "stopped after 5 s", "begun"),
+        "hangs": (False, "stopped after 20 s", "begun"),
         "dies": (False, "exit status -9", ""),
         "ends": (True, "", "all is well"),
     }

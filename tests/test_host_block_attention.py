@@ -28,6 +28,7 @@ from cpu_attention_helpers import (
 from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
 from fast import fast_only
 from torch import Tensor
+from waiting import PATIENCE
 
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
@@ -191,7 +192,7 @@ def test_cpu_attention_runs_beside_the_launching_thread(model_dir: Path, monkeyp
 
         def on_host(attend: Callable[[], None]) -> None:
             threads.append(threading.current_thread().name)
-            assert device_call.wait(20), "the launching thread waits for CPU attention"
+            assert device_call.wait(PATIENCE), "the launching thread waits for CPU attention"
             attend()
 
         def on_device(*arguments: Any) -> None:

@@ -44,7 +44,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import engine as engine_module
-from nanovllm.features.kv_disk import kept_in, loading, store, under_way
+from nanovllm.features.kv_disk import kept_in, loading, store
 from nanovllm.features.kv_disk.engine import library_versions
 from nanovllm.features.kv_disk.identity import code_files
 from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
@@ -247,10 +247,11 @@ def test_larger_blocks_do_not_read_what_a_window_has_released(tmp_path: Path) ->
 
 def test_writing_yields_to_steps(model: Path, tmp_path: Path) -> None:
     """The writer takes the processor's time that steps leave: on a CPU these use all cores."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+    before, others = os.getpriority(os.PRIO_PROCESS, 0), threading.enumerate()
     with engine(model, tmp_path) as llm:
         ask(llm)
-        (writer,) = (thread for thread in threading.enumerate() if thread.name == "kv-disk-writer")
+        new = (thread for thread in threading.enumerate() if thread not in others)
+        (writer,) = (thread for thread in new if thread.name == "kv-disk-writer")
         assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, writer.native_id or 0) == 19)
         assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
@@ -315,7 +316,6 @@ def test_running_requests_do_not_wait_for_a_look_at_the_directory(
     model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new request does, for what others have written meanwhile."""
-    monkeypatch.setattr(store, "SCAN_SECONDS", 60.0)
     ended: dict[str, RequestOutput] = {}
     gate, scan = threading.Event(), SegmentReader.scan
 
@@ -343,14 +343,17 @@ def test_a_look_at_the_directory_does_not_wait_for_records_that_are_read(
 ) -> None:
     """A request that comes while another one loads more records than there are threads."""
     monkeypatch.setattr(loading, "THREADS", 2)
-    monkeypatch.setattr(store, "SCAN_SECONDS", 60.0)
-    monkeypatch.setattr(under_way, "PATIENCE_SECONDS", 60.0)
     with engine(model, tmp_path / "kv") as llm:
         llm.engine.add_request("stored", None, PARAMS, PROMPT)
         llm.engine.step()
         llm.engine.add_request("other", None, PARAMS, random_prompt(300, VOCAB, 9))
-        (found,) = (output for _ in range(60) for output in llm.engine.step() if output.finished)
-        assert found.request_id == "other" and llm.metrics().loading_requests == 1
+        ended: list[str] = []
+
+        def step() -> bool:
+            ended.extend(output.request_id for output in llm.engine.step() if output.finished)
+            return bool(ended)
+
+        assert eventually(step) and ended == ["other"] and llm.metrics().loading_requests == 1
         gate.set()
 
 
@@ -385,6 +388,7 @@ def test_what_is_computed_faster_is_not_read(
     assert choice.reads(768, 4 * 1536 - 100)
 
     shutil.copytree(written[0], tmp_path / "kv")
+    monkeypatch.setattr(store, "ReadOrCompute", ReadOrCompute)
     monkeypatch.setattr(DiskStore, "measured", lambda self, *_: self.choice.prefill.add(1e12, 1.0))
     with engine(model, tmp_path / "kv") as llm:
         found = []

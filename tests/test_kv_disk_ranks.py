@@ -163,10 +163,14 @@ def test_a_disk_that_does_not_answer_one_rank(
 ) -> None:
     """A request that waits for it is aborted at once, and others run in its blocks. Later ones are computed."""
     shutil.copytree(written[0], tmp_path / "kv")
-    with engine(model, tmp_path / "kv", num_gpu_blocks=8) as llm, unanswered(of_rank(tmp_path / "kv", 1)):
+    with (
+        monkeypatch.context() as patience,
+        engine(model, tmp_path / "kv", num_gpu_blocks=8) as llm,
+        unanswered(of_rank(tmp_path / "kv", 1)),
+    ):
         llm.engine.add_request("stored", None, PARAMS, PROMPT)
         assert llm.engine.step() == [] and llm.metrics().loading_requests == 1
-        monkeypatch.setattr(under_way, "PATIENCE_SECONDS", 0.05)
+        patience.setattr(under_way, "PATIENCE_SECONDS", 0.05)
         if is_aborted:
             output = llm.engine.abort_request("stored")
             assert output is not None and output.finished
@@ -182,7 +186,6 @@ def test_a_disk_that_does_not_answer_one_rank(
         assert (found.metrics.cached_tokens_disk, numbers(found)) == (0, written[1])
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (0 if is_aborted else 1), warnings
-    monkeypatch.undo()
     assert run(model, tmp_path / "kv") == (768, written[1])
 
 

@@ -109,7 +109,7 @@ def test_chat_shows_the_prefill_of_a_document(
     for line in (line for line in drawn[:document] if not line.startswith("loading ")):
         assert len(line) < COLUMNS and "\n" not in line
         if not line.startswith("prefill 0 "):
-            rate = re.search(r"\), ([\d,.]+) tok/s in, 0:\d\d, about 0:\d\d left", line)
+            rate = re.search(r"\), ([\d,.]+) tok/s in, [\d:]+, about [\d:]+ left", line)
             assert rate is not None and float(rate[1].replace(",", "")) > 0, line
     assert prefills(drawn[document:question]) != [], "the question is a prefill too"
     assert re.fullmatch(r"\[document: 0 tokens cached, \d+ computed in [\d.]+ s\]\n", drawn[document])

@@ -1,4 +1,4 @@
-"""A rank that dies, raises or hangs ends the engine, soon, with its error, and nothing is left behind."""
+"""A rank that dies, raises or hangs ends the engine with its error, not with a timeout, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,7 +28,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.distributed import executor, launch
 
-MOST_SECONDS = 10.0
 ARGUMENTS = {"tensor_parallel_size": 2, "kvcache_block_size": 16, "num_gpu_blocks": 40}
 WORDS = {
     "kill": "rank {rank} was killed by signal 9",
@@ -67,11 +65,9 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize(("way", "phase", "rank"), pairs(WORDS, ["load", "prefill", "decode"], [0, 1]))
 def test_a_failing_rank_ends_the_engine(
-    way: str, phase: str, rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, phase: str, rank: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "time"
-    monkeypatch.setattr(executor, "CAUSE_SECONDS", MOST_SECONDS / 2)  # on a busy machine the failed rank may speak late
-    monkeypatch.setenv(VARIABLE, f"{rank},{phase},{way},{file}")
+    monkeypatch.setenv(VARIABLE, f"{rank},{phase},{way}")
     monkeypatch.setattr(launch, "run_rank", run_failing_rank)
     with pytest.raises(EngineError) as caught:
         if phase == "load":
@@ -79,9 +75,6 @@ def test_a_failing_rank_ends_the_engine(
         else:
             llm = LLM(model_dir, **ARGUMENTS)
             token_ids(llm, random_prompt(20, 199, 0), greedy(8))
-    seconds = time.time() - float(file.read_text())
-    print(f"{way} of rank {rank} in {phase}: {seconds:.2f} s")
-    assert seconds < MOST_SECONDS
     assert WORDS[way].format(rank=rank) in str(caught.value)
     if way == "raise":
         assert "LookupError: injected" in "".join(traceback.format_exception(caught.value))
@@ -94,16 +87,13 @@ def test_a_failing_rank_ends_the_engine(
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_hanging_rank_ends_the_engine(
-    rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, patience = tmp_path / "time", 3.0
-    monkeypatch.setenv(VARIABLE, f"{rank},decode,hang,{file}")
+def test_a_hanging_rank_ends_the_engine(rank: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "CAUSE_SECONDS", 1.0)  # the rank that hangs will not speak
+    monkeypatch.setenv(VARIABLE, f"{rank},decode,hang")
     monkeypatch.setattr(launch, "run_rank", run_failing_rank)
-    llm = LLM(model_dir, distributed_timeout_seconds=patience, **ARGUMENTS)
-    with pytest.raises(EngineError, match=rf"rank {rank} has not answered for 3 s"):
+    llm = LLM(model_dir, distributed_timeout_seconds=10, **ARGUMENTS)
+    with pytest.raises(EngineError, match=rf"rank {rank} has not answered for 10 s"):
         token_ids(llm, random_prompt(20, 199, 0), greedy(8))
-    assert time.time() - float(file.read_text()) < patience + MOST_SECONDS
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -143,7 +133,6 @@ def test_a_rank_that_torchrun_starts_again_does_not_look_for_the_engine_before(m
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch, "START_SECONDS", 0.5)
     monkeypatch.setattr(launch, "_spawn", lambda setup: None)
     monkeypatch.setattr(launch, "_accepted", lambda listener, count: {1: None})
 
@@ -155,6 +144,7 @@ def test_a_rank_that_torchrun_starts_again_does_not_look_for_the_engine_before(m
     start(0, attempt=0)
     with pytest.raises(ConnectionRefusedError):
         start(1, attempt=0)  # it has ended
+    monkeypatch.setattr(launch, "START_SECONDS", 0.5)
     with pytest.raises(EngineError, match=r"the first rank.s process has not come within 0\.5 s"):
         start(1, attempt=1)
     del store
@@ -185,10 +175,9 @@ def test_ranks_end_with_the_process_of_the_engine(state: str, model_dir: Path, t
         assert engine.stdout is not None
         pids = [int(pid) for pid in engine.stdout.readline().split()]
         assert len(pids) == 2
-        time.sleep(0.5)
         engine.send_signal(signal.SIGKILL)
         engine.wait()
-    assert eventually(lambda: not any(map(is_running, pids)), MOST_SECONDS)
+    assert eventually(lambda: not any(map(is_running, pids)))
 
 
 UNGUARDED = """

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import edit_config
 from cli_helpers import make_model
 from pydantic import ValidationError
-from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, nothing_left, ok, run_async
+from server_helpers import CACHE, CHAT, COMPLETIONS, NAME, ask, error, held_steps, nothing_left, ok, run_async
 from test_async_llm import failing_steps
 from tokenizer_files import END as END_TEXT
 from tokenizers import Tokenizer, processors
@@ -315,7 +315,8 @@ def test_metrics(engine: AsyncLLM) -> None:
         await anext(stream)
         stream.close()
 
-    run_async(leave())
+    with held_steps(engine):
+        run_async(leave())
     assert nothing_left(engine)
     metrics = counted()
 

@@ -21,6 +21,7 @@ from server_helpers import (
     run_async,
     settings,
 )
+from waiting import PATIENCE
 
 from nanovllm.apps.server.app import build_app
 from nanovllm.apps.server.async_llm import LONG_TEXT, AsyncLLM
@@ -109,10 +110,12 @@ def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixtu
 
 def test_no_request_waits_for_the_long_text_of_another(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = engine.llm.engine.tokenizer
-    encode, go_on = tokenizer.encode, threading.Event()  # type: ignore[union-attr]
+    encode, begun, go_on = tokenizer.encode, threading.Event(), threading.Event()  # type: ignore[union-attr]
 
     def slow(text: str, **options: Any) -> list[int]:
-        assert len(text) < LONG_TEXT or go_on.wait(60)
+        if len(text) >= LONG_TEXT:
+            begun.set()
+            assert go_on.wait(PATIENCE)
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
@@ -122,7 +125,7 @@ def test_no_request_waits_for_the_long_text_of_another(engine: AsyncLLM, monkeyp
             text = "a" * LONG_TEXT
             bodies = {COMPLETIONS: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
             long = [asyncio.ensure_future(client.post(path, json=body)) for path, body in bodies.items()]
-            await asyncio.sleep(0.2)
+            assert await asyncio.to_thread(begun.wait, PATIENCE)
             for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
                 assert (await client.post(path, json={**body, "max_tokens": 1})).status_code == 200
             assert not any(answer.done() for answer in long)

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ import httpx
 import pytest
 from cli_helpers import make_model
 from rank_processes import child_pids, is_running, rank_pids
-from waiting import eventually
+from waiting import PATIENCE, eventually
 
 from nanovllm import LLM, SamplingParams
 
@@ -42,7 +41,6 @@ OFFLOADED = {
     "max_num_batched_tokens": 2048,
 }
 ROOT = str(Path(__file__).parent.parent)
-MOST_SECONDS = 10.0  # from the end of a process until its clients know
 LONG = int(os.environ.get("NANOVLLM_LOAD_LONG", "30000"))
 DOCUMENTS = 2
 BODY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
@@ -82,11 +80,11 @@ def url(port: int) -> str:
 
 
 def health(port: int) -> int:
-    return httpx.get(f"{url(port)}/health", timeout=30).status_code
+    return httpx.get(f"{url(port)}/health", timeout=PATIENCE).status_code
 
 
 def metric(port: int, name: str) -> float:
-    text = httpx.get(f"{url(port)}/metrics", timeout=60).text
+    text = httpx.get(f"{url(port)}/metrics", timeout=PATIENCE).text
     found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([\d.e+]+)$", text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])
@@ -166,9 +164,9 @@ def test_two_hundred_connections_under_offload(long_model: str) -> None:
             if i % 5 != 4 and i % 50 != 3 and (text, logprobs) != (expected.text, exact):
                 wrong.append(i)
         assert not wrong
-        assert eventually(lambda: is_idle(port, num_blocks), 60)
+        assert eventually(lambda: is_idle(port, num_blocks))
         files, threads = before
-        assert eventually(lambda: counts(process)[0] <= files and counts(process)[1] <= threads, 10)
+        assert eventually(lambda: counts(process)[0] <= files and counts(process)[1] <= threads)
 
 
 def test_memory_is_flat_over_many_requests(model: str) -> None:
@@ -212,7 +210,7 @@ def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
         return data
 
     def send(port: int, data: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection, suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection, suppress(OSError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(100)
@@ -242,13 +240,14 @@ def test_a_signal_drains_and_exits_0(model: str) -> None:
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(("state", "killed"), [("busy", 1), ("idle", 0)])
 def test_a_killed_rank_ends_the_server(state: str, killed: int, long_model: str) -> None:
-    """Clients get an error at once, and nothing is left of the server."""
-    with served(long_model, {**RESIDENT, "tensor_parallel_size": 2}) as (process, port):
+    """Clients get an error, before the ranks' timeout, and nothing is left of the server."""
+    two_ranks = {**RESIDENT, "num_gpu_blocks": 2000, "tensor_parallel_size": 2, "distributed_timeout_seconds": 3600}
+    with served(long_model, two_ranks) as (process, port):
         path = f"{url(port)}/v1/completions"
         with LLM(long_model, **RESIDENT) as llm:  # type: ignore[arg-type]
             params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -256,20 +255,17 @@ def test_a_killed_rank_ends_the_server(state: str, killed: int, long_model: str)
         assert httpx.post(path, json={**BODY, "prompt": "hello"}, timeout=60).json()["choices"][0]["text"] == expected
         ranks, others = rank_pids(process.pid), child_pids(process.pid)
         assert len(ranks) == 2
-        body = {"prompt": "a", "max_tokens": 6000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a", "max_tokens": 30000, "ignore_eos": True, "stream": True}
         if state == "busy":
             with httpx.stream("POST", path, json=body, timeout=120) as response:
                 lines = response.iter_lines()
                 next(lines)
                 os.kill(ranks[killed], signal.SIGKILL)
-                start = time.monotonic()
                 rest = [line for line in lines if line]
             assert any('"error"' in line for line in rest), rest[-3:]
         else:
             os.kill(ranks[killed], signal.SIGKILL)
-            start = time.monotonic()
-        assert time.monotonic() - start < MOST_SECONDS
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE) == 1
         with pytest.raises(httpx.ConnectError):
             health(port)
         assert eventually(lambda: not any(map(is_running, others)))

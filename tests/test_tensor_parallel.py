@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -279,8 +278,6 @@ def test_a_killed_rank_ends_the_engine(rank: int, model_dir: Path) -> None:
         if rank == 1:
             llm.watch_steps(kill)
         params = greedy(5) if rank == 1 else replace(greedy(5), logits_processors=[kill])
-        start = time.monotonic()
         with pytest.raises(EngineError, match=f"rank {rank} was killed by signal 9; the engine has ended"):
             token_ids(llm, prompts(40), params)
-        assert time.monotonic() - start < 10
         assert not any(each.process.pid and Path(f"/proc/{each.process.pid}").exists() for each in ranks)
