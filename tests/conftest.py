@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pauses import VARIABLE, install_pauses
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,11 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
         patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.register_profile("nanovllm", patient, derandomize="CI" in os.environ)
         settings.load_profile("nanovllm")
+    install_pauses()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--slow-of", metavar="FILE", help="run the tests of this file that are marked slow as well")
+
+
+def pytest_report_header() -> str | None:
+    seed = os.environ.get(VARIABLE)
+    return f"random pauses in threads: {VARIABLE}={seed}" if seed else None
 
 
 def pytest_collection_finish() -> None:

@@ -67,8 +67,11 @@ class Worker:
 def serve(control: Connection) -> None:
     """The main function of a worker. The KV memory of its ranks is watched for unordered accesses."""
     from ordering_check import OrderingCheck
+    from pauses import install_pauses
 
     from nanovllm import build
+
+    install_pauses()
 
     create_device = build.create_device
     build.create_device = lambda name: OrderingCheck(create_device(name))

@@ -151,7 +151,10 @@ def test_connections_beyond_the_limit_are_refused_politely(engine: AsyncLLM) -> 
 
 def test_a_large_body_is_refused_while_it_comes(engine: AsyncLLM) -> None:
     chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
-    with listening(engine, max_body_bytes=10_000) as (_, port), socket.create_connection(("127.0.0.1", port), 60) as sent:
+    with (
+        listening(engine, max_body_bytes=10_000) as (_, port),
+        socket.create_connection(("127.0.0.1", port), 60) as sent,
+    ):
         sent.sendall(head("Content-Type: application/json", "Transfer-Encoding: chunked") + chunk)
         refusal = sent.recv(65536)
         assert refusal.startswith(b"HTTP/1.1 413 ")
