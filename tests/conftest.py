@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pauses import VARIABLE, install_pauses
+from waiting import be_patient
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -166,23 +167,10 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PassCosts", Guessed)
 
 
-LONG = 120.0  # seconds: longer than any test waits
-PATIENT = {  # what gives up on a disk, a rank or a client
-    "nanovllm.config": ("DIR_SECONDS",),
-    "nanovllm.features.kv_disk.store": ("SCAN_SECONDS", "CLOSE_SECONDS"),
-    "nanovllm.features.kv_disk.under_way": ("PATIENCE_SECONDS",),
-    "nanovllm.features.kv_disk.writing": ("CLOSE_SECONDS", "STALL_SECONDS"),
-    "nanovllm.features.distributed.executor": ("CAUSE_SECONDS", "CLOSE_SECONDS"),
-    "nanovllm.apps.server.run": ("ANSWER_SECONDS", "FORCED_CLOSE_SECONDS"),
-}
-
-
 @pytest.fixture(autouse=True)
 def nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a disk, a rank or a client does late on a busy machine is not taken for never. Some tests are impatient."""
-    for module, names in PATIENT.items():
-        for name in names if module in sys.modules else ():
-            monkeypatch.setattr(sys.modules[module], name, LONG)
+    be_patient(monkeypatch)
 
 
 def _sees_cuda() -> bool:

@@ -68,11 +68,12 @@ def serve(control: Connection) -> None:
     """The main function of a worker. The KV memory of its ranks is watched for unordered accesses."""
     from ordering_check import OrderingCheck
     from pauses import install_pauses
+    from waiting import be_patient
 
     from nanovllm import build
 
     install_pauses()
-
+    be_patient(pytest.MonkeyPatch())
     create_device = build.create_device
     build.create_device = lambda name: OrderingCheck(create_device(name))
     with suppress(EOFError):
