@@ -12,6 +12,7 @@ from server_helpers import CACHE, NAME, TOOL, held_steps, listening, nothing_lef
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.server import run
 from nanovllm.apps.server.async_llm import AsyncLLM
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -201,9 +202,13 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_every_stream_with_an_error(
-    model: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    model: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And cuts off the client that never reads, whose answer waits to be sent."""
+    monkeypatch.setattr(run, "FORCED_CLOSE_SECONDS", 10.0)  # it is waited for as long
     body = '{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
     unread = body.replace('"a"', f'"{"a" * 900}"').replace("1000", '100, "echo": true, "logprobs": 20')
     streams, silent = [socket.socket() for _ in range(3)], socket.socket()
