@@ -76,8 +76,8 @@ class EngineConfig:
         device. Only used with offload.
     preemption_mode: None swaps requests with several sequences and recomputes the others.
     kv_cache_dir: docs/kv-on-disk.md. kv_cache_dir_space: of all engines and models that use the directory.
-    swap_space: None takes up to 4 (vLLM's default), at most half of the host memory that is left, and never more than
-        the KV cache holds.
+    swap_space: None takes up to 4 (vLLM's default), at most half of the host memory that is left, never more than the
+        KV cache holds, and than two sequences of max_model_len tokens unless preemption_mode="swap".
     batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: decode steps are launched kernel by kernel.
