@@ -74,5 +74,7 @@ def test_the_folder_that_holds_the_clone_does_not_hide_an_editable_install(tmp_p
     use = "import site; site.addsitedir('site'); from nanovllm import LLM; print(LLM)"
     command = [sys.executable, "-S", "-c", use]  # without the packages of this environment
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True, text=True)
+    found = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
     assert found.stdout == "of the clone\n"

@@ -36,16 +36,12 @@ def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) ->
         config = replace(config, kvcache_block_size=layout.block_size)
     if asked is not None:
         least = _ring_blocks(layout) * layout.block_bytes
-        says = (
-            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: of the {_mib(needed)} that {tokens:,} tokens take"
-        )
+        says = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: {tokens:,} tokens take {_size(needed)}"
         if given < least:
             ring = f"the ring of {_ring_blocks(layout)} blocks of {layout.block_size} tokens"
-            logger.warning(
-                "%s, that is %s; the device gets %s, the least, for %s", says, _mib(given), _mib(least), ring
-            )
+            logger.warning("%s, and the device gets more than the share, %s, for %s", says, _size(least), ring)
         else:
-            logger.info("%s, and the device gets %s", says, _mib(given))
+            logger.info("%s, and the device gets %s", says, _size(given))
         config = replace(config, kv_cache_memory_bytes=max(given, least))
     return config
 
@@ -66,5 +62,5 @@ def _ring_blocks(layout: KVLayout) -> int:
     return -split_device(0, layout.planes).resident_blocks
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"

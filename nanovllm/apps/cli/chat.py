@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--document {args.document!r} is empty: give a text to talk about")
     check_chosen(args, checked_config(args))
 
-    texts, answer_tokens = [] if document is None else [document], sampling.get("max_tokens", MAX_TOKENS)
+    answer_tokens, texts = sampling.get("max_tokens", MAX_TOKENS), [] if document is None else [document]
     with ExitStack() as stack:
         interrupt, status = stack.enter_context(Interrupt()), stack.enter_context(status_line(args))
-        llm = stack.enter_context(load_llm(args, status, interrupt, texts, answer_tokens))
+        llm = stack.enter_context(load_llm(args, status, interrupt, lambda: texts, answer_tokens))
         # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
         params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
         answers = Answers(llm, params, status, interrupt, ChosenAdapters(llm, args).default)

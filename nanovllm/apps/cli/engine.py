@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm import LoRARequest
@@ -26,26 +26,28 @@ def load_llm(
     args: argparse.Namespace,
     status: StatusLine,
     interrupt: Interrupt,
-    texts: Sequence[str] = (),
-    max_tokens: int | None = None,
+    texts: Callable[[], Sequence[str]],
+    max_tokens: int | None,
 ) -> LLM:
     """The engine of the arguments.
 
-    texts, max_tokens: prompts that are known, and the length of their answers. The KV cache of the longest is what
-    `kv_cache_memory_bytes` is a share of, unless the argument says of how many tokens.
+    texts, max_tokens: reads the prompts that are known, and the length of their answers. The KV cache of the longest is
+    what `kv_cache_memory_bytes` is a share of, unless the argument says of how many tokens.
     """
     with interrupt.allowed(), status.during(f"loading {args.model}"):
         from nanovllm import LLM  # imports torch, which takes seconds
 
         arguments = engine_arguments(args)
         size = arguments.get("kv_cache_memory_bytes")
-        if texts and max_tokens and share(size) is not None:
-            config = checked_config(args)
-            tokenizer = load_tokenizer(config.model if config.tokenizer is None else config.tokenizer)
-            if tokenizer is not None:
-                longest = max(len(tokenizer.encode(text)) for text in texts)
-                arguments["kv_cache_memory_bytes"] = share_of(size, longest + max_tokens)
+        if max_tokens and share(size) is not None and (longest := _longest(checked_config(args), texts())):
+            arguments["kv_cache_memory_bytes"] = share_of(size, longest + max_tokens)
         return LLM(args.model, **arguments)
+
+
+def _longest(config: EngineConfig, texts: Sequence[str]) -> int:
+    """Tokens of the longest text; 0 without texts or a tokenizer."""
+    tokenizer = load_tokenizer(config.model if config.tokenizer is None else config.tokenizer) if texts else None
+    return 0 if tokenizer is None else max(len(tokenizer.encode(text)) for text in texts)
 
 
 def status_line(args: argparse.Namespace) -> StatusLine:

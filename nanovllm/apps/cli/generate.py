@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
     with Interrupt() as interrupt, status_line(args) as status:
-        llm = load_llm(args, status, interrupt, _known_texts(sources), given.max_tokens)
+        llm = load_llm(args, status, interrupt, partial(_known_texts, sources), given.max_tokens)
         path = args.output
         with llm, nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8", newline="") as file:
             if llm.engine.tokenizer is None and not (args.json and only_jsonl):
@@ -341,7 +341,7 @@ class Generation:
     def _ended(self) -> int:
         meter = self._meter
         self._file.flush()
-        if not self._args.quiet:
+        if meter.finished and not self._args.quiet:
             cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
             say(meter.summary() + cut)
             say(kv_line(self._llm.kv_stats(), meter.num_tokens))
