@@ -36,8 +36,10 @@ from nanovllm.memory.draft_model import draft_engine, mtp_engine, mtp_memory, si
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import measure_memory
-from nanovllm.memory.sizing import KVPlan, asked_swap_bytes, plan_swap_space, smallest
+from nanovllm.memory.shares import with_device_bytes
+from nanovllm.memory.sizing import KVPlan, smallest
 from nanovllm.memory.states import without_states
+from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model, load_mtp_head
@@ -78,7 +80,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     drafter = _drafter(config, model.spec, tokenizer)
     runner = _start_runner(config, model.spec)
     if isinstance(runner, ModelRunner) and mtp_memory(config, model.spec, runner.dtype.itemsize) is not None:
-        drafter = _mtp_drafter(config, runner)
+        drafter = _mtp_drafter(runner.sizing.config, runner)
     plan, spec, states = runner.plan, runner.spec, runner.sizing.memory.states
     limits = SchedulerLimits(
         config.max_num_seqs if states is None else states.running,
@@ -138,6 +140,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     if device.torch_device.type == "cpu":
         logger.info("CPU kernels: %s", cpu_kernel_choice())
     model = _load_model(config, spec, dtype, device, group)
+    config = with_device_bytes(config, model.spec, dtype.itemsize)
     _keep_batch_invariance(config, model, backend)
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
     _log_sizes(sizing, plan, model, device, kv_dtype)
@@ -428,12 +431,16 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     device_bytes = plan.num_gpu_blocks * layout.block_bytes + buffer
     stored = f" in {dtype_name(kv_dtype)} with scales" if layout.scale_bytes else ""
     windows = f" ({layout.groups})" if any(group.window is not None for group in layout.groups) else ""
+    ring = ""
+    if plan.split.ring_slots:
+        ring_blocks = plan.num_gpu_blocks - plan.split.resident_blocks
+        ring = f", {ring_blocks} more as a ring of {plan.split.ring_slots} slots of one layer each, and a layer buffer "
+        ring += f"of {buffer / mib:,.1f} MiB"
     for line in (
         f"# {device_name} blocks: {plan.num_gpu_blocks}, # {host_name} blocks: {plan.num_cpu_blocks}; longest prompt: "
         f"{plan.max_model_len} tokens (limit: {sizing.longest_limit(plan)})",
         f"weights {model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}{windows}; "
-        f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens, "
-        f"{plan.split.ring_slots} ring slots and a layer buffer of {buffer / mib:,.1f} MiB, in all "
+        f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens{ring}, in all "
         f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
     ):
         logger.info("%s", line)
@@ -449,7 +456,7 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:
         logger.warning(
             "enable_cpu_offload=True moves nothing to the host: the device's %s KV blocks (%s) hold all that "
-            "requests can use; to offload, give the device less, with num_gpu_blocks or kv_cache_memory_bytes",
+            'requests can use; to offload, give the device less, such as kv_cache_memory_bytes="10%%"',
             f"{plan.num_gpu_blocks:,}",
             gib(plan.num_gpu_blocks * layout.block_bytes),
         )

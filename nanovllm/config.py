@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nanovllm.config_rules import (
+    FIELDS,
+    FROM_MEMORY,
+    GENERATION,
+    GIB,
+    GIB_OR_NONE,
+    GIB_OR_SIZE,
+    KV_BYTES,
+    MODEL,
+    MOST_GIB,
+    MOST_SECONDS,
+    SIZES,
+    can_be_dir,
+    can_be_file,
+    is_dir,
+    is_fields,
+    is_generation_config,
+    is_names,
+)
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.formats.hub import find_directories, is_gguf
-from nanovllm.rules import FLAG, TEXT_OR_NONE, Rule, argument, number, one_of, refusal, whole
+from nanovllm.rules import (
+    FLAG,
+    TEXT_OR_NONE,
+    Rule,
+    Share,
+    argument,
+    num_bytes,
+    number,
+    one_of,
+    refusal,
+    share,
+    size,
+    whole,
+)
 from nanovllm.speculative_config import speculative_config
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
-MOST_GIB = 2**30  # more than any machine has
-MOST_SECONDS = 10**9  # such as fit a timedelta
-DIR_SECONDS = 5.0  # that a file system has to say what a path is
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 
@@ -28,64 +54,6 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 PreemptionMode = Literal["recompute", "swap"]
-
-
-# ---- what a value must be
-
-
-def _is_dir(path: object) -> bool:
-    try:
-        return isinstance(path, str | Path) and Path(path).is_dir()
-    except (OSError, ValueError):  # such as a name that is too long
-        return False
-
-
-def _is_fields(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-def _is_generation_config(value: Any) -> bool:
-    return value in ("auto", "vllm") or (_is_dir(value) and (Path(value) / "generation_config.json").is_file())
-
-
-def _is_names(value: object) -> bool:
-    listed = isinstance(value, Sequence) and len(value) > 0 and all(isinstance(name, str) for name in value)
-    return value is None or listed
-
-
-def _can_be_file(path: Any) -> bool:
-    try:
-        return Path(path).parent.is_dir() and not stat.S_ISDIR(os.stat(Path(path)).st_mode)
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def _can_be_dir(path: object) -> bool:
-    """True also if the file system does not answer: who uses the directory notices that, and can do without."""
-    found: list[bool] = []
-
-    def look() -> None:
-        try:
-            found.append(isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
-        except (OSError, ValueError):
-            found.append(False)
-
-    if path is None:
-        return True
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    looking.join(DIR_SECONDS)
-    return found[0] if found else True
-
-
-_MODEL = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
-_FROM_MEMORY = " or -1 to size it from memory"
-_FIELDS = Rule(_is_fields, "must be a dict of fields and their values")
-_GIB = f"must be None or a number of GiB above 0 and at most {MOST_GIB:,}"
-_SWAP = f"must be None or a number of GiB from 0 to {MOST_GIB:,}"
-_GENERATION = 'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +66,9 @@ class EngineConfig:
     num_gpu_blocks: ring slots and resident blocks together. On the CPU, the device is a bounded arena. With offload,
         layer-by-layer prefill takes a layer buffer on top.
     kvcache_block_size: where layers have K and V of several sizes, tokens in the smallest blocks, at least.
-    kv_cache_memory_bytes: for each rank, as many blocks as fit it next to the layer buffer.
+    kv_cache_memory_bytes: for each rank, as many blocks as fit it next to the layer buffer. A share is one of the KV
+        cache of a sequence of max_model_len tokens, or of as many as it names: "10% of 32K". Without
+        kvcache_block_size, blocks are small enough that several fit.
     kv_offloading_size: of all ranks together.
     kv_cache_dtype: "int8" and "fp8" take one byte an element, with an fp32 scale for each token and KV head:
         `ops.kv_quantization` has the formula.
@@ -106,8 +76,8 @@ class EngineConfig:
         device. Only used with offload.
     preemption_mode: None swaps requests with several sequences and recomputes the others.
     kv_cache_dir: docs/kv-on-disk.md. kv_cache_dir_space: of all engines and models that use the directory.
-    swap_space: None takes up to 4 (vLLM's default), at most half of the host memory that is left, and never more than
-        the KV cache holds.
+    swap_space: None takes up to 4 (vLLM's default), at most half of the host memory that is left, never more than the
+        KV cache holds, and than two sequences of max_model_len tokens unless preemption_mode="swap".
     batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: decode steps are launched kernel by kernel.
@@ -127,7 +97,7 @@ class EngineConfig:
 
     model: str = argument(
         MISSING,
-        Rule(lambda value: _is_dir(value) or is_gguf(value), _MODEL),
+        Rule(lambda value: is_dir(value) or is_gguf(value), MODEL),
         "a directory in Hugging Face format, its name on the hub, or a GGUF file",
     )
     device: str | None = argument(None, one_of(None, *DEVICES), "cpu or cuda (default: cuda if available)")
@@ -158,21 +128,22 @@ class EngineConfig:
     cpu_attention: bool = argument(True, FLAG, "let the CPU attend to blocks in host memory in decode steps")
     num_gpu_blocks: int = argument(
         -1,
-        whole(1, _FROM_MEMORY, also=(-1,)),
+        whole(1, FROM_MEMORY, also=(-1,)),
         "KV blocks of the device; -1: from memory, on the CPU up to 4 GiB or a full sequence",
     )
     num_cpu_blocks: int = argument(
-        -1, whole(0, _FROM_MEMORY, also=(-1,)), "KV memory of the host in blocks; -1: from memory"
+        -1, whole(0, FROM_MEMORY, also=(-1,)), "KV memory of the host in blocks; -1: from memory"
     )
-    kv_cache_memory_bytes: int | None = argument(
+    kv_cache_memory_bytes: int | str | None = argument(
         None,
-        whole(1, " or None to size it from memory", also=(None,), most=MOST_GIB * 2**30),
-        "all KV memory of the device in bytes, such as 20G, instead of num_gpu_blocks",
+        size(KV_BYTES, 1, MOST_GIB * GIB, shares=True),
+        "all KV memory of the device instead of num_gpu_blocks: bytes, such as 20G, or a share, such as 10%, which "
+        "turns offload on",
     )
-    kv_offloading_size: float | None = argument(
+    kv_offloading_size: float | str | None = argument(
         None,
-        number(_GIB, lambda gib: 0 < gib <= MOST_GIB, none=True),
-        "KV memory of the host in GiB, instead of num_cpu_blocks; turns offload on",
+        size(GIB_OR_SIZE, GIB, MOST_GIB * GIB),
+        "KV memory of the host in GiB, or such as 500M, instead of num_cpu_blocks; turns offload on",
     )
     enable_prefix_caching: bool = argument(True, FLAG, "reuse the KV blocks of prefixes that were computed before")
     seed: int = argument(0, whole(0, most=2**63 - 1), "of requests without a seed")
@@ -187,20 +158,20 @@ class EngineConfig:
         one_of(None, *get_args(PreemptionMode)),
         "swap or recompute; else swap for requests of several sequences",
     )
-    swap_space: float | None = argument(
+    swap_space: float | str | None = argument(
         None,
-        number(_SWAP, lambda gib: 0 <= gib <= MOST_GIB, none=True),
-        "GiB of host memory for swapped KV blocks; none: from memory",
+        size(GIB_OR_NONE, GIB, MOST_GIB * GIB, least=0),
+        "GiB of host memory for swapped KV blocks, or such as 500M; none: from memory",
     )
     kv_cache_dir: str | Path | None = argument(
         None,
-        Rule(_can_be_dir, "must be None or a directory, or a path where one can be made"),
+        Rule(can_be_dir, "must be None or a directory, or a path where one can be made"),
         "directory where KV blocks of prompts outlive the engine, and are found by later ones",
     )
-    kv_cache_dir_space: float | None = argument(
+    kv_cache_dir_space: float | str | None = argument(
         None,
-        number(_GIB, lambda gib: 0 < gib <= MOST_GIB, none=True),
-        "GiB that kv_cache_dir may take; none: half of what is free there",
+        size(GIB_OR_SIZE, GIB, MOST_GIB * GIB),
+        "GiB that kv_cache_dir may take, or such as 500M; none: half of what is free there",
     )
     load_format: str = argument(
         "auto", one_of(*LOAD_FORMATS), "safetensors, gguf, or dummy for random weights from a config alone"
@@ -232,7 +203,7 @@ class EngineConfig:
     )
     trace: str | Path | None = argument(
         None,
-        Rule(lambda path: path is None or _can_be_file(path), "must be a file in a directory that exists"),
+        Rule(lambda path: path is None or can_be_file(path), "must be a file in a directory that exists"),
         "file for a timeline of copies, kernels and linear layers",
     )
     trust_remote_code: bool = argument(
@@ -240,24 +211,24 @@ class EngineConfig:
     )
     tokenizer: str | None = argument(
         None,
-        Rule(lambda value: value is None or _is_dir(value) or is_gguf(value), _MODEL),
+        Rule(lambda value: value is None or is_dir(value) or is_gguf(value), MODEL),
         "directory or hub name of another tokenizer",
     )
     skip_tokenizer_init: bool = argument(False, FLAG, "no tokenizer: prompts are token ids, and outputs have no text")
     hf_overrides: Mapping[str, Any] = argument(
-        {}, _FIELDS, "fields that replace those of config.json, such as another RoPE"
+        {}, FIELDS, "fields that replace those of config.json, such as another RoPE"
     )
     generation_config: str = argument(
         "auto",
-        Rule(_is_generation_config, _GENERATION),
+        Rule(is_generation_config, GENERATION),
         "auto, vllm (no recommended sampling parameters) or a directory",
     )
     override_generation_config: Mapping[str, Any] = argument(
-        {}, _FIELDS, "sampling parameters that replace the recommended ones"
+        {}, FIELDS, "sampling parameters that replace the recommended ones"
     )
     served_model_name: str | Sequence[str] | None = argument(
         None,
-        Rule(_is_names, "must be None, a name or a list of names"),
+        Rule(is_names, "must be None, a name or a list of names"),
         "the model's name in metrics and in requests to the server",
     )
     enable_lora: bool = argument(False, FLAG, "let requests use LoRA adapters")
@@ -266,7 +237,7 @@ class EngineConfig:
     max_cpu_loras: int | None = argument(None, whole(1, also=(None,)), "adapters in host memory; by default max_loras")
     speculative_config: Mapping[str, Any] | None = argument(
         None,
-        Rule(lambda value: value is None or _is_fields(value), "must be None or a dict of fields and their values"),
+        Rule(lambda value: value is None or is_fields(value), "must be None or a dict of fields and their values"),
         'several tokens in a pass, such as {"method": "ngram", "num_speculative_tokens": 8}; outputs do not change',
     )
     revision: str | None = argument(None, TEXT_OR_NONE, "branch, tag or commit of a hub model")
@@ -275,7 +246,8 @@ class EngineConfig:
     hf_token: str | None = argument(None, TEXT_OR_NONE, "access token of the hub")
 
     def __post_init__(self) -> None:
-        if self.kv_offloading_size is not None and self.enable_cpu_offload is False:
+        offloads = self.kv_offloading_size is not None or self.kv_share is not None
+        if offloads and self.enable_cpu_offload is False:
             object.__setattr__(self, "enable_cpu_offload", True)  # as in vLLM
         for each in fields(self):
             each.metadata["rule"].check(each.name, getattr(self, each.name), ConfigError)
@@ -290,7 +262,7 @@ class EngineConfig:
         offload, ranks, backend = self.enable_cpu_offload, self.tensor_parallel_size, self.distributed_executor_backend
         # With offload, a smaller ring may be enough, depending on the model: see `memory.sizing`.
         too_few = 0 < self.num_gpu_blocks < MIN_GPU_BLOCKS and not offload
-        yield "num_gpu_blocks", too_few, f"must be a whole number of at least {MIN_GPU_BLOCKS}{_FROM_MEMORY}"
+        yield "num_gpu_blocks", too_few, f"must be a whole number of at least {MIN_GPU_BLOCKS}{FROM_MEMORY}"
         needs = "needs enable_cpu_offload=True: without offload"
         yield "num_cpu_blocks", self.num_cpu_blocks > 0 and not offload, f"{needs} there is no host pool"
         unused = not self.cpu_attention and not offload
@@ -315,6 +287,15 @@ class EngineConfig:
         yield "speculative_config", ranks > 1 and method not in (None, "ngram"), rule
         several = "needs tensor_parallel_size above 1: torchrun has started several ranks"
         yield "distributed_executor_backend", backend == "external_launcher" and ranks == 1, several
+
+    @property
+    def kv_share(self) -> Share | None:
+        """The share that `kv_cache_memory_bytes` is; None if it is none. `memory.shares` makes it a number of bytes."""
+        return share(self.kv_cache_memory_bytes)
+
+    def num_bytes(self, name: str) -> int | None:
+        """The bytes of one of SIZES; None if it is not given, or is a share."""
+        return num_bytes(getattr(self, name), SIZES[name])
 
     @property
     def model_name(self) -> str:

@@ -40,7 +40,8 @@ class RequestMetrics:
     Times are in seconds since the epoch, as of `time.time()`; their differences are exact even if the system's clock
     is set meanwhile. Durations are in seconds, rates in tokens per second; None until they are known.
     Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
-    prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
+    prefill_tokens: computed prompt tokens, including those recomputed after a preemption; first_prefill_tokens: of
+    these, those computed before the first token came. cached_tokens: found in the
     prefix cache when the request first ran: in blocks on the device and on the host (of the first KV group), and in
     kv_cache_dir, as cached_tokens_device, _host and _disk. decode_tokens: generated tokens without the first of each
     sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the right ones that the output
@@ -54,6 +55,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     prefill_tokens: int = 0
+    first_prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
     cached_tokens_host: int = 0
@@ -97,7 +99,7 @@ class RequestMetrics:
     def prefill_rate(self) -> float | None:
         """Computed prompt tokens per second, from the first step to the first token."""
         seconds = _between(self.first_scheduled_time, self.first_token_time)
-        return self.prefill_tokens / seconds if seconds else None
+        return self.first_prefill_tokens / seconds if seconds else None
 
     @property
     def decode_rate(self) -> float | None:

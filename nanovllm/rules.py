@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple
 
 from nanovllm.errors import quoted
 
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks: more than any machine has, and small enough for integer tensors
 
 
@@ -80,3 +83,66 @@ def number(text: str, holds: Callable[[float], bool] = is_number, none: bool = F
 FLAG = Rule(lambda value: isinstance(value, bool), "must be True or False")
 TEXT = Rule(lambda value: isinstance(value, str), "must be text")
 TEXT_OR_NONE = Rule(lambda value: value is None or isinstance(value, str), "must be None or text")
+
+
+# ---- numbers with units, and sizes
+
+
+def with_unit(text: str) -> int:
+    """A whole number, such as 4096, -1, 32K, 1.5m, 32Ki or 32KiB, which are 32K. Raises ValueError."""
+    count, unit = r"[-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmgtKMGT])", r"[kmgt]|[KMGT](?:iB?)?|[kmg]iB?"
+    match = re.fullmatch(f"({count})({unit})?", text.strip())
+    if match is None:
+        raise ValueError(text)
+    found = match[2] or ""
+    value = Decimal(match[1]) * UNITS[found[0].upper() if "i" in found else found]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
+
+
+class Share(NamedTuple):
+    """A share of the KV cache of a sequence. tokens: its length, None for the longest that the engine takes."""
+
+    part: float
+    tokens: int | None
+
+
+def share(value: object) -> Share | None:
+    """The share that text such as "10%" or "10% of 32K" stands for; None if it stands for none."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?%(?: of (\w{1,12}))?", value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    try:
+        found = Share(float(match[1]) / 100, None if match[2] is None else with_unit(match[2]))
+    except ValueError:
+        return None
+    return found if found.part > 0 and found.tokens != 0 else None
+
+
+def share_of(value: Any, tokens: int) -> Any:
+    """The value of an argument; a share that names no tokens becomes one of so many."""
+    found = share(value)
+    return value if found is None or found.tokens is not None else f"{value} of {tokens}"
+
+
+def num_bytes(value: Any, unit: int) -> int | None:
+    """The bytes of a size: a number of `unit` bytes, or text with a unit of its own, such as "7M"; None for others."""
+    if isinstance(value, str):
+        try:
+            return with_unit(value) if value and not value[-1].isdigit() else None
+        except ValueError:
+            return None
+    return int(value * unit) if is_number(value) else None
+
+
+def size(text: str, unit: int, most: int, *, least: int = 1, shares: bool = False) -> Rule:
+    """None, or a size from `least` to `most` bytes; see `num_bytes`. shares: or a share."""
+
+    def holds(value: Any) -> bool:
+        if value is None or (shares and share(value) is not None):
+            return True
+        found = num_bytes(value, unit)
+        return found is not None and least <= found <= most and (unit > 1 or isinstance(value, int | str))
+
+    return Rule(holds, text)

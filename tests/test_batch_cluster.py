@@ -169,7 +169,7 @@ def test_the_job_goes_on_after_kill_9_of_the_driver(
     first = results(output)
     assert 150 <= len(first) < MANY
     message = ended(start(source, output, *on_cluster(cluster), "--resume"))
-    assert f"{len(first):,} of {MANY:,} rows were done before" in message
+    assert f"{len(first):,} of {MANY:,} rows are done" in message
     assert results(output) == expected and len(expected) == MANY
 
 

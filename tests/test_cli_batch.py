@@ -133,7 +133,7 @@ def test_a_job_goes_on_after_an_interrupt(
     assert batch(model, source, tmp_path / "out") == 2
     assert "has results of an earlier run: --resume" in capsys.readouterr().err
     assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "3") == 0
-    assert f"{len(first)} of 12 rows were done before" in capsys.readouterr().err
+    assert f"{len(first)} of 12 rows are done" in capsys.readouterr().err
     assert batch(model, source, tmp_path / "out", "--resume") == 0  # there is nothing left
     found, whole = results(tmp_path / "out"), results(tmp_path / "whole")
     assert [found[i]["outputs"] for i in range(12)] == [whole[i]["outputs"] for i in range(12)]

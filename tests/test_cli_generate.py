@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import signal
 import subprocess
@@ -63,7 +64,10 @@ def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
     assert generate(model, "one", "-", *files, "--json") == 0
     printed = capsys.readouterr()
     results = json_lines(printed.out)
-    assert printed.err == "", "progress is for terminals"
+    totals, kv = printed.err.splitlines()  # progress is for terminals
+    rates = r"[\d.,]+ s, [\d.,]+ tok/s in, [\d.,]+ tok/s out"
+    assert re.fullmatch(rf"8 prompts, \d+ tokens computed, 44 generated in {rates}; 8 of 8 cut .*", totals)
+    assert re.fullmatch(r"\d+ tokens: at most [\d.]+ MB of KV on the device", kv)
     assert [result["index"] for result in results] == list(range(8))
     texts = [result["outputs"][0]["text"] for result in results]
     wanted = ["one", "two words", "line 3", "ünïcode", "two\nlines", "one", "one", "<user>hi<assistant>"]
@@ -140,7 +144,7 @@ def test_bad_lines_lose_no_good_ones(
     model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for bad, _ in BAD_LINES for line in (bad, {"prompt": "one"})]
-    assert generate(model, "--json", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
+    assert generate(model, "--json", "--quiet", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
     printed = capsys.readouterr()
     results = json_lines(printed.out)
     assert len(results) == 2 * len(BAD_LINES)
@@ -190,7 +194,7 @@ def test_flags_that_extend_the_positions_can_be_pasted_into_a_shell(
     assert "the model's positions end at 1024" in sentence and flags.startswith("--hf-overrides '{")
     assert generate(model, "x" * 1500, "--num-gpu-blocks", "200", *shlex.split(flags)) == 0
     assert generate(model, "x", "--max-model-len", "1500") == 2
-    sentence, shorter, longer = capsys.readouterr().err.splitlines()
+    *_, sentence, shorter, longer = capsys.readouterr().err.splitlines()
     assert "hf_overrides={'rope_parameters'" in sentence and shorter == "--max-model-len 1024"
     assert generate(model, "x", "--max-model-len", "1500", *shlex.split(longer.removeprefix("or "))) == 0
 
@@ -200,7 +204,7 @@ def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.Captu
     assert generate(model, "x" * 300, *few) == 1
     *_, sentence, flags = capsys.readouterr().err.splitlines()
     assert "as things are, prompts of up to 160 tokens fit" in sentence and flags.startswith("--")
-    assert generate(model, "x" * 300, *few, *flags.split()) == 0
+    assert generate(model, "x" * 300, *few, *flags.split(), "--quiet") == 0
     assert capsys.readouterr().err == ""
     assert generate(model, "x" * 300, *few, "--json") == 1
     (result,) = json_lines(capsys.readouterr().out)

@@ -101,7 +101,7 @@ def test_an_error_of_any_type_is_the_error_of_its_request(
         return function(*args)
 
     monkeypatch.setattr(owner, name, fails_once)
-    assert generate(model, "one", "one", "one") == 1
+    assert generate(model, "--quiet", "one", "one", "one") == 1
     printed = capsys.readouterr()
     first, failed, third, end = printed.out.split("\n")
     assert first == third != failed == end == ""

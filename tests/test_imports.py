@@ -65,7 +65,7 @@ ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"vllm_names"},
     {"outputs", "rules"},
-    {"sampling_rules", "speculative_config"},
+    {"config_rules", "sampling_rules", "speculative_config"},
     {"sampling_params"},
     {"data"},
     {"comm", "ops"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,24 @@ def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == nanovllm.__version__
     assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_folder_that_holds_the_clone_does_not_hide_an_editable_install(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    clone = tmp_path / "nanovllm"
+    (clone / "nanovllm").mkdir(parents=True)
+    (clone / "nanovllm" / "__init__.py").write_text("LLM = 'of the clone'\n")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = "from setuptools import build_meta; build_meta.build_editable('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as installed:
+        installed.extractall(tmp_path / "site")
+    use = "import site; site.addsitedir('site'); from nanovllm import LLM; print(LLM)"
+    command = [sys.executable, "-S", "-c", use]  # without the packages of this environment
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert found.stdout == "of the clone\n"

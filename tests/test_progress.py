@@ -18,12 +18,15 @@ from typing import Any
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, set_stdin
 from engines import greedy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features import progress_bar
-from nanovllm.features.progress_bar import ERASE
+from nanovllm.features.progress_bar import ERASE, Meter, Spans
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 COLUMNS = 90
 DOCUMENT = "All that is known. " * 40
@@ -114,6 +117,44 @@ def test_chat_shows_the_prefill_of_a_document(
     assert prefills(drawn[document:question]) != [], "the question is a prefill too"
     assert re.fullmatch(r"\[document: 0 tokens cached, \d+ computed in [\d.]+ s\]\n", drawn[document])
     assert capsys.readouterr().out != ""
+
+
+def finished(**times: Any) -> RequestOutput:
+    """The output of a request of 100 prompt tokens and 23 generated ones."""
+    metrics = RequestMetrics(0.0, **{"prefill_tokens": 100, "first_prefill_tokens": 100, "decode_tokens": 22} | times)
+    completion = CompletionOutput(0, "", [0] * 23, finish_reason="stop")
+    return RequestOutput("1", None, [0] * 100, [completion], True, metrics)
+
+
+def totals(*outputs: RequestOutput) -> str:
+    meter = Meter(len(outputs))
+    for output in outputs:
+        meter.count(output)
+        meter.finished += 1
+    return meter.summary()
+
+
+def test_rates_at_the_end_are_those_of_the_work_however_rarely_one_looked() -> None:
+    one = {"first_scheduled_time": 10.0, "first_token_time": 35.0, "finished_time": 36.0}
+    assert totals(finished(**one)).endswith(", 4.0 tok/s in, 22.0 tok/s out"), "and not 22 tokens in 26 s"
+    later = {"first_scheduled_time": 60.0, "first_token_time": 85.0, "finished_time": 86.0}
+    assert totals(finished(**one), finished(**later)).endswith(", 4.0 tok/s in, 22.0 tok/s out"), "without the pause"
+    beside = {"first_scheduled_time": 10.0, "first_token_time": 35.0, "finished_time": 36.0}
+    assert totals(finished(**one), finished(**beside)).endswith(", 8.0 tok/s in, 44.0 tok/s out")
+    twice = finished(**one, prefill_tokens=200, cached_tokens=64, drafted_tokens=8, accepted_tokens=5)
+    told = totals(twice)
+    assert told.startswith("1 prompt, 200 tokens computed, 64 found in the prefix cache, 23 generated in ")
+    assert told.endswith(", 4.0 tok/s in, 22.0 tok/s out, 5 of 8 drafts accepted"), "what was computed again came later"
+    assert twice.metrics.prefill_rate == 4.0
+    assert "tok/s" not in totals(finished(finished_time=36.0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=12))
+def test_spans_count_each_second_once(spans: list[tuple[int, int]]) -> None:
+    union = Spans()
+    for begin, length in spans:
+        union.add(begin, begin + length)
+    assert union.seconds == len({second for begin, length in spans for second in range(begin, begin + length)})
 
 
 class Closed(io.StringIO):

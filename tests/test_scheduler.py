@@ -114,6 +114,8 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     preemptions = [finished[name].metrics.preemptions for name in "abc"]
     assert preemptions[0] == 0 and preemptions[1] <= preemptions[2] and preemptions[2] >= 1
     assert sum(preemptions) == bench.scheduler.preemption.stats.total
+    again = finished["c"].metrics
+    assert again.prefill_tokens > 7 == again.first_prefill_tokens, "prefill_rate is of what came before the first token"
 
 
 def test_what_the_prefix_cache_still_holds_is_not_recomputed() -> None:

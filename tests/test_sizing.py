@@ -18,7 +18,8 @@ from nanovllm.memory.budget import DeviceSplit, split_device
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout, block_size_of
-from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots, asked_swap_bytes, plan_swap_space
+from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots
+from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -322,10 +323,12 @@ LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=1024, it
 GIB_BLOCKS = GIB // LARGE.block_bytes
 
 
-def swap_blocks(host_gib: int, resident: int, host: int = 0, *, shared: bool = False, **arguments: Any) -> int:
+def swap_blocks(
+    host_gib: int, resident: int, host: int = 0, *, shared: bool = False, longest: int = 1 << 20, **arguments: Any
+) -> int:
     total = host_gib * GIB
     memory = MemoryFacts(total, total, total, tiers_share_memory=shared, activation_peak=0)
-    made = KVPlan(resident, host, DeviceSplit(0, resident), 1024, NO_LAYERWISE, working_bytes=0)
+    made = KVPlan(resident, host, DeviceSplit(0, resident), longest, NO_LAYERWISE, working_bytes=0)
     return plan_swap_space(engine_config(Path(__file__).parent, arguments), LARGE, memory, made)
 
 
@@ -336,6 +339,8 @@ def test_by_default_4_gib_or_half_of_what_is_left_or_the_size_of_the_cache() -> 
     assert swap_blocks(100, resident=10, host=5) == 15
     assert swap_blocks(1, resident=1000, host=GIB_BLOCKS) == 0
     assert swap_blocks(4, resident=2 * GIB_BLOCKS, shared=True) == GIB_BLOCKS
+    assert swap_blocks(100, resident=1000, longest=17_000) == 2 * 17, "two sequences of full length"
+    assert swap_blocks(100, resident=1000, longest=17_000, preemption_mode="swap") == 4 * GIB_BLOCKS
 
 
 def test_what_was_asked_for_is_set_aside_or_refused_with_numbers() -> None:

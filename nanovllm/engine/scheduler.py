@@ -488,6 +488,7 @@ class Scheduler:
         metrics = request.metrics
         if samples and metrics.first_token_time is None:
             metrics.first_token_time = now
+            metrics.first_prefill_tokens = metrics.prefill_tokens
         else:
             metrics.decode_tokens += len(samples)
         request.append_samples(samples, self.block_manager)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from nanovllm.data.progress import Progress, WatchSteps
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 
 REDRAW = 0.1  # seconds, on a terminal
 REPRINT = 1.0  # seconds, elsewhere
@@ -87,11 +88,32 @@ def drafts(drafted: int, accepted: int) -> str:
     return f"{accepted:,} of {drafted:,} drafts accepted"
 
 
+class Spans:
+    """The time that one or several of some spans of time cover."""
+
+    def __init__(self) -> None:
+        self._apart: list[tuple[float, float]] = []  # their union, in order
+
+    def add(self, begin: float | None, end: float | None) -> None:
+        """Add a span; one without a begin or an end is none."""
+        if begin is None or end is None:
+            return
+        first = bisect_left(self._apart, begin, key=lambda span: span[1])
+        last = bisect_right(self._apart, end, key=lambda span: span[0])
+        met = [(begin, end), *self._apart[first:last]]
+        self._apart[first:last] = [(min(begin for begin, _ in met), max(end for _, end in met))]
+
+    @property
+    def seconds(self) -> float:
+        return sum(end - begin for begin, end in self._apart)
+
+
 class Meter:
     """Counts prompts and tokens from its creation on. `total`: the number of prompts, None if it is not known.
 
-    Rates are of computed prompt tokens, up to the last look at the engine that found new ones, and of generated tokens,
-    from the first look that found some.
+    While prompts run, rates are of computed prompt tokens, up to the last look at the engine that found new ones, and
+    of generated tokens, from the first look that found some. At the end they are exact: of prompt tokens in the time
+    in which a prompt was computed, and of the tokens after an answer's first in that in which an answer was generated.
     """
 
     def __init__(self, total: int | None) -> None:
@@ -99,7 +121,9 @@ class Meter:
         self.finished = self.failed = 0
         # Of finished requests: prompt tokens, how many of them were computed, generated tokens.
         self._prompts = self._computed = self._generated = 0
-        self._drafted = self._accepted = 0  # tokens of finished requests
+        self._cached = self._drafted = self._accepted = 0  # tokens of finished requests
+        self._read = self._written = 0  # tokens of finished requests that came in these spans
+        self._reading, self._writing = Spans(), Spans()
         self._input = (0.0, 0.0)  # the last time at which there were more computed tokens, and how many
         self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
         self.restart()
@@ -110,17 +134,24 @@ class Meter:
 
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output that is final, or holds only what is new."""
-        prompt = (len(output.prompt_token_ids), output.metrics.prefill_tokens) if output.finished else (0, 0)
-        self.count_tokens(*prompt, sum(len(completion.token_ids) for completion in output.outputs))
+        self.count_tokens(0, sum(len(completion.token_ids) for completion in output.outputs))
         if output.finished:
-            self._drafted += output.metrics.drafted_tokens
-            self._accepted += output.metrics.accepted_tokens
+            self.count_tokens(len(output.prompt_token_ids), 0, output.metrics)
 
-    def count_tokens(self, prompt: int, computed: int, generated: int) -> None:
-        """Count tokens of finished prompts, how many of these were computed, and generated tokens."""
+    def count_tokens(self, prompt: int, generated: int, metrics: RequestMetrics | None = None) -> None:
+        """Count tokens of finished prompts and generated tokens. metrics: of a request that has finished."""
         self._prompts += prompt
-        self._computed += computed
         self._generated += generated
+        if metrics is None:
+            return
+        self._computed += metrics.prefill_tokens
+        self._cached += metrics.cached_tokens
+        self._drafted += metrics.drafted_tokens
+        self._accepted += metrics.accepted_tokens
+        self._read += metrics.first_prefill_tokens
+        self._written += metrics.decode_tokens
+        self._reading.add(metrics.first_scheduled_time, metrics.first_token_time)
+        self._writing.add(metrics.first_token_time, metrics.finished_time)
 
     @property
     def num_tokens(self) -> int:
@@ -146,10 +177,15 @@ class Meter:
     def summary(self) -> str:
         """The totals, at the end."""
         seconds = time.monotonic() - self._start
-        self._output = self._output or (0.0, 0.0)
-        tokens = f"{self._computed:,} tokens computed, {self._generated:,} generated in {seconds:,.1f} s"
-        prompts = f"{self.finished:,} prompt{'s' * (self.finished != 1)}"
-        return ", ".join([prompts, tokens, *self._rates(Progress(), seconds)])
+        parts = [f"{self.finished:,} prompt{'s' * (self.finished != 1)}", f"{self._computed:,} tokens computed"]
+        if self._cached:
+            parts.append(f"{self._cached:,} found in the prefix cache")
+        parts.append(f"{self._generated:,} generated in {seconds:,.1f} s")
+        ways = (self._read, self._reading.seconds, "in"), (self._written, self._writing.seconds, "out")
+        parts += [f"{tokens / taken:,.1f} tok/s {way}" for tokens, taken, way in ways if tokens and taken]
+        if self._drafted:
+            parts.append(drafts(self._drafted, self._accepted))
+        return ", ".join(parts)
 
     def _rates(self, running: Progress, seconds: float) -> list[str]:
         read, written = self._computed + running.computed_tokens, self._generated + running.output_tokens

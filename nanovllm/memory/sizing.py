@@ -1,4 +1,4 @@
-"""How many KV blocks each tier and the swap space get, the longest sequence that they hold, and what a step takes."""
+"""How many KV blocks each tier gets, the longest sequence that they hold, and what a step takes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, d
 from nanovllm.memory.layout import KVLayout, layout_of
 from nanovllm.models.spec import DecoderSpec
 
-DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
+CPU_HOST_SEQUENCES = 4  # of full length for which the CPU's host tier has blocks by default
 LOGIT_BYTES = 4
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
@@ -142,12 +142,12 @@ def _plan_tiers(
     token_bytes = memory.layerwise_token_bytes
     reserved_bytes = reserved.num_bytes(layout, token_bytes)
     left = replace(memory, activation_peak=memory.activation_peak + reserved_bytes)
-    useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
+    useful, for_host = _useful_blocks(config, layout, memory, wanted_len, watermark)
     num_gpu_blocks, num_cpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout)), 0
     split = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.planes, layout.block_layer_bytes)
-        num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
+        num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(for_host - split.resident_blocks, 0))
     longest = min(wanted_len, longest_sequence(config, layout, split.resident_blocks + num_cpu_blocks, watermark))
     used = NO_LAYERWISE
     if reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
@@ -165,20 +165,21 @@ def uses_utilization(config: EngineConfig) -> bool:
 
 def _useful_blocks(
     config: EngineConfig, layout: KVLayout, memory: MemoryFacts, wanted_len: int, watermark: float
-) -> int:
+) -> tuple[int, int]:
     """The most blocks to take where none are named: what max_num_seqs sequences of full length can use.
 
     On the CPU other programs use the memory too. There it is CPU_KV_BYTES, or one sequence of full length if that is
-    more.
+    more; and with the host's blocks, which are the second number, at most CPU_HOST_SEQUENCES sequences.
     """
 
     def blocks_of(sequences: int) -> int:
         return int(sequences * layout.groups.most_blocks(wanted_len, config.chunk) * (1 + 2 * watermark)) + 1
 
     useful = blocks_of(config.max_num_seqs)
-    if memory.tiers_share_memory:
-        useful = min(useful, max(CPU_KV_BYTES // layout.block_bytes, blocks_of(1)))
-    return useful
+    if not memory.tiers_share_memory:
+        return useful, useful
+    useful = min(useful, max(CPU_KV_BYTES // layout.block_bytes, blocks_of(1)))
+    return useful, min(useful, blocks_of(CPU_HOST_SEQUENCES))
 
 
 def longest_sequence(config: EngineConfig, layout: KVLayout, num_blocks: int, watermark: float) -> int:
@@ -194,7 +195,8 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     """
     if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
-    left, shared, named_bytes = cache_budget(config, memory), memory.tiers_share_memory, config.kv_cache_memory_bytes
+    left, shared = cache_budget(config, memory), memory.tiers_share_memory
+    named_bytes = config.num_bytes("kv_cache_memory_bytes")
     if shared:  # the swap space and the host's blocks are taken from the same memory
         left -= max(0, memory.device_free - memory.host_free)
         left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
@@ -231,9 +233,9 @@ def host_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, 
 
 def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """The host blocks of a rank that are asked for; -1 if they are sized from memory."""
-    if config.kv_offloading_size is None:
+    num_bytes, ranks = config.num_bytes("kv_offloading_size"), config.tensor_parallel_size
+    if num_bytes is None:
         return config.num_cpu_blocks
-    ranks, num_bytes = config.tensor_parallel_size, int(config.kv_offloading_size * 2**30)
     blocks = num_bytes // ranks // layout.block_bytes
     if blocks < 1:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
@@ -253,7 +255,7 @@ def _fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
     """The device blocks that are asked for; -1 if they are sized from memory."""
-    fewest, given = _fewest_blocks(config, layout), config.kv_cache_memory_bytes
+    fewest, given = _fewest_blocks(config, layout), config.num_bytes("kv_cache_memory_bytes")
     if given is not None:
         blocks = (given - buffer_bytes) // layout.block_bytes
         if blocks < fewest:
@@ -340,34 +342,6 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
             f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
             plan,
         )
-
-
-# ---- the swap space
-
-
-def asked_swap_bytes(config: EngineConfig) -> int:
-    """Host memory that the user reserved for swapping."""
-    return int((config.swap_space or 0) * 2**30)
-
-
-def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
-    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
-
-    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
-    tier is recomputed.
-    """
-    taken = plan.num_cpu_blocks
-    if memory.tiers_share_memory:
-        taken += plan.num_gpu_blocks
-    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
-    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
-    if config.swap_space is None:
-        return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
-    asked = asked_swap_bytes(config)
-    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
-    if not memory.host_may_grow:
-        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
-    return min(asked // layout.block_bytes, plan.num_sequence_blocks)
 
 
 # ---- a step

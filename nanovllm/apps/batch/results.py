@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ JOB, LOCK, SUCCESS = "_job.json", "_lock", "_SUCCESS"
 PART = re.compile(r"part-(\d{6,})\.(jsonl|parquet)")
 PART_ROWS = 1000  # most rows of a part
 PART_SECONDS = 20.0  # that a result waits for its part to be written
+FIRST_PART_SECONDS = 5.0  # the same for the first part of a run, so that one sees early what comes
 
 
 class DoneRows:
@@ -64,12 +65,15 @@ class ResultDirectory:
         *,
         part_rows: int = PART_ROWS,
         part_seconds: float = PART_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds that only grow."""
         self.done = DoneRows()
         self._path, self._format, self._schema = Path(path), file_format, schema
-        self._part_rows, self._part_seconds = part_rows, part_seconds
+        self._part_rows, self._part_seconds, self._clock = part_rows, part_seconds, clock
         self._held: list[Any] = []  # what waits for its part: lines of JSON, or rows of a table with their results
         self._held_since = 0.0
+        self._has_written = False  # a part
         self._next_part = 0
         self._lock: int | None = None
 
@@ -114,7 +118,7 @@ class ResultDirectory:
         Returns the result that is written: one that the format cannot represent becomes an error.
         """
         if not self._held:
-            self._held_since = time.monotonic()
+            self._held_since = self._clock()
         held: Any = (row, result)
         if self._format == JSONL:
             held, result = _json_line(row, result)
@@ -124,8 +128,9 @@ class ResultDirectory:
 
     def flush_if_due(self) -> None:
         """Write the results that wait if they are many, or have waited long."""
-        waited = time.monotonic() - self._held_since
-        if len(self._held) >= self._part_rows or (self._held and waited >= self._part_seconds):
+        longest = self._part_seconds if self._has_written else min(self._part_seconds, FIRST_PART_SECONDS)
+        waited = self._clock() - self._held_since
+        if len(self._held) >= self._part_rows or (self._held and waited >= longest):
             self.flush()
 
     def flush(self) -> None:
@@ -135,6 +140,7 @@ class ResultDirectory:
         written = b"".join(self._held) if self._format == JSONL else self._parquet()
         self._replace(f"part-{self._next_part:06d}.{self._format}", written)
         self._next_part += 1
+        self._has_written = True
         self._held.clear()
 
     def finish(self) -> None:

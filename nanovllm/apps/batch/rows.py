@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.apps.batch.openai_rows import body_columns
 from nanovllm.errors import RequestError, quoted
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
 
@@ -72,16 +72,13 @@ class RowRequest:
 
 @dataclass(slots=True)
 class RowResult:
-    """The columns that a row gains, without row_index, and what it took.
-
-    computed_tokens: of the prompt, without those found in the prefix cache.
-    """
+    """The columns that a row gains, without row_index, and what it took. metrics: None if it made no request."""
 
     index: int
     columns: dict[str, Any]
     prompt_tokens: int = 0
-    computed_tokens: int = 0
     generated_tokens: int = 0
+    metrics: RequestMetrics | None = None
 
     @property
     def error(self) -> str | None:
@@ -209,7 +206,7 @@ def row_result(index: int, output: RequestOutput) -> RowResult:
         },
         "error": (output.error or "the request was ended by a failure of the engine") if failed else None,
     }
-    return RowResult(index, columns, prompt, output.metrics.prefill_tokens, generated)
+    return RowResult(index, columns, prompt, generated, output.metrics)
 
 
 def _completion(completion: CompletionOutput) -> dict[str, Any]:

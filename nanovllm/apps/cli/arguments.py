@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, make_dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.rules import share, with_unit
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 
@@ -35,7 +34,6 @@ OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 TOKENS = "such as 4096, 32K or 1M (as in vLLM k is 1,000 and K is 1,024)"
 COUNTS = "Counts may be written as 32K or 1m: as in vLLM k, m and g are powers of 1,000, and K, M and G of 1,024."
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of vLLM's EngineArgs
 
@@ -49,9 +47,10 @@ def add_command(subparsers: Any, name: str, summary: str, description: str) -> a
 
 
 def add_progress_flag(parser: argparse.ArgumentParser) -> None:
-    """--progress and --no-progress."""
+    """--progress, --no-progress and --quiet."""
     text = "show progress on standard error (default: if that is a terminal)"
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=text)
+    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on standard error")
 
 
 def add_chat_flags(parser: argparse.ArgumentParser, *, prompts: bool) -> None:
@@ -170,8 +169,12 @@ def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
 
 def check_offload_flags(enable_cpu_offload: bool | None, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if offload is both switched off and given memory. None: the switch is not given."""
-    if enable_cpu_offload is False and given.get("kv_offloading_size") is not None:
+    if enable_cpu_offload is not False:
+        return
+    if given.get("kv_offloading_size") is not None:
         raise ConfigError("--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out")
+    if share(size := given.get("kv_cache_memory_bytes")) is not None:
+        raise ConfigError(f"--no-enable-cpu-offload: --kv-cache-memory-bytes {size} offloads the rest: leave one out")
 
 
 def flag_name(kind: str, field: str) -> str:
@@ -202,7 +205,7 @@ def _add_flags(
         if found.name not in names:
             continue
         options = _options(hints[found.name])
-        text, default = found.metadata["help"], (defaults or {}).get(found.name, found.default)
+        text, default = found.metadata["help"].replace("%", "%%"), (defaults or {}).get(found.name, found.default)
         if options.get("action") in ("append", _Pairs):
             text += "; repeat it for several"
         if default not in (MISSING, None, ()):
@@ -228,7 +231,8 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": _word, "metavar": "WORD"}
     for number, metavar in ((float, "X"), (int, "N")):
         if number in kinds:
-            return {"type": _number(number, types.NoneType in kinds), "metavar": metavar}
+            read = _size(number) if str in kinds else _number(number, types.NoneType in kinds)
+            return {"type": read, "metavar": "SIZE" if str in kinds else metavar}
     if str in kinds or Literal in origins:
         return {"type": text_argument, "metavar": "TEXT"}
     raise TypeError(f"no flag can be made for a field of type {hint}")
@@ -262,16 +266,15 @@ def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], 
     return parse
 
 
-def with_unit(text: str) -> int:
-    """A whole number, such as 4096, -1, 32K, 1.5m or 32Ki, which is 32K. Raises ValueError."""
-    match = re.fullmatch(r"([-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmgtKMGT]))([kmgt]|[KMGT]i?|[kmg]i)?", text.strip())
-    if match is None:
-        raise ValueError(text)
-    unit = match[2] or ""
-    value = Decimal(match[1]) * UNITS[unit[0].upper() if unit.endswith("i") else unit]
-    if value != int(value):
-        raise ValueError(text)
-    return int(value)
+def _size(number: type[int] | type[float]) -> Callable[[str], float | str | None]:
+    """Reads a number or none; other text is left to the rule of the argument."""
+
+    def parse(text: str) -> float | str | None:
+        with suppress(argparse.ArgumentTypeError):
+            return _number(number, optional=True)(text)
+        return text_argument(text)
+
+    return parse
 
 
 def _word(text: str) -> bool | str:

@@ -30,7 +30,7 @@ from nanovllm.apps.cli.arguments import (
     sampling_arguments,
 )
 from nanovllm.apps.cli.boundary import Interrupt, say
-from nanovllm.apps.cli.engine import kv_line
+from nanovllm.apps.cli.engine import kv_line, status_line
 from nanovllm.apps.cli.main import INTERRUPTED
 from nanovllm.config import EngineConfig
 from nanovllm.data.progress import WatchSteps
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     )
     output = ResultDirectory(args.output, inputs.format, inputs.schema())
     output.open(_job(inputs, settings, row_format), args.resume)
-    with Interrupt() as interrupt, StatusLine(args.progress) as status, output:
+    with Interrupt() as interrupt, status_line(args) as status, output:
         return BatchRun(args, config, settings, row_format, inputs, output, status, interrupt).run()
 
 
@@ -193,8 +193,8 @@ class BatchRun:
         done = self.output.done
         with self.status.during("counting rows"), self.interrupt.allowed():
             total = self.inputs.count()
-        if done.num_done:
-            self.say(f"{of(done.num_done, total)} rows were done before")
+        if self.args.resume:
+            self.say(f"{of(done.num_done, total)} rows are done")
         if done.num_done >= total:
             self.output.finish()
             return self.ended()
@@ -276,7 +276,7 @@ class BatchRun:
 
     def count(self, row: Row, result: RowResult) -> None:
         """Count a row that has its result."""
-        self.meter.count_tokens(result.prompt_tokens, result.computed_tokens, result.generated_tokens)
+        self.meter.count_tokens(result.prompt_tokens, result.generated_tokens, result.metrics)
         if result.error is not None:
             self.meter.failed += 1
             self.first_error = self.first_error or result.error
@@ -288,7 +288,7 @@ class BatchRun:
 
     def ended(self) -> int:
         """Show the totals. Returns the exit status."""
-        if self.status.shown:
+        if not self.args.quiet:
             meter = self.meter
             say(meter.summary())
             if self.kv_stats is not None:

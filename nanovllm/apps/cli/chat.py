@@ -9,7 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from nanovllm.apps.cli.arguments import (
     sampling_arguments,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, status_line
 from nanovllm.errors import ConfigError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, drafts
 from nanovllm.outputs import RequestMetrics, RequestOutputKind
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         summary,
         f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second one the "
         "program. After each turn, standard error shows the numbers of cached and computed tokens, and whether the "
-        "answer was cut; at the end of a terminal's conversation, where the KV was.",
+        "answer was cut; at the end, where the KV was.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
@@ -76,15 +76,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--document {args.document!r} is empty: give a text to talk about")
     check_chosen(args, checked_config(args))
 
-    with Interrupt() as interrupt, StatusLine(args.progress) as status, load_llm(args, status, interrupt) as llm:
+    answer_tokens, texts = sampling.get("max_tokens", MAX_TOKENS), [] if document is None else [document]
+    with ExitStack() as stack:
+        interrupt, status = stack.enter_context(Interrupt()), stack.enter_context(status_line(args))
+        llm = stack.enter_context(load_llm(args, status, interrupt, lambda: texts, answer_tokens))
         # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
         params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
         answers = Answers(llm, params, status, interrupt, ChosenAdapters(llm, args).default)
         chat = Conversation(ChatTemplate(llm.engine.tokenizer, template), args.system, document)
         if document is not None and (prefix := chat.prefix()):
-            say(f"[document: {answers.compute(prefix).prefill}]")
-        exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose))
-        if status.shown and answers.num_tokens:
+            computed = answers.compute(prefix).prefill
+            if not args.quiet:
+                say(f"[document: {computed}]")
+        exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose), args.quiet)
+        if answers.num_tokens and not args.quiet:
             say(kv_line(llm.kv_stats(), answers.num_tokens))
         return exit_status
 
@@ -208,7 +213,7 @@ class Answers:
 # ---- the terminal
 
 
-def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
+def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary, is_quiet: bool) -> int:
     failed = False
     for question in _questions(interrupt):
         if question == RESET:
@@ -225,7 +230,8 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, bounda
             failed = failed or answer.finish_reason == "error"
             if answer.text or answer.finish_reason != "abort":
                 chat.add(question, answer.text)
-            say(f"[{answer}]")
+            if not is_quiet:
+                say(f"[{answer}]")
             if answer.error is not None:
                 say(f"nanovllm chat: error: {answer.error}")
     return 1 if failed else 0

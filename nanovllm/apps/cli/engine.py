@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm import LoRARequest
-from nanovllm.apps.cli.arguments import engine_arguments
+from nanovllm.apps.cli.arguments import checked_config, engine_arguments
 from nanovllm.apps.cli.boundary import Interrupt
 from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
 from nanovllm.features.progress_bar import StatusLine
+from nanovllm.rules import share, share_of
+from nanovllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm import LLM, KVStats
@@ -20,12 +22,37 @@ if TYPE_CHECKING:
 NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --enable-lora"
 
 
-def load_llm(args: argparse.Namespace, status: StatusLine, interrupt: Interrupt, **defaults: object) -> LLM:
-    """The engine of the arguments. defaults: engine arguments that the command has other defaults for."""
+def load_llm(
+    args: argparse.Namespace,
+    status: StatusLine,
+    interrupt: Interrupt,
+    texts: Callable[[], Sequence[str]],
+    max_tokens: int | None,
+) -> LLM:
+    """The engine of the arguments.
+
+    texts, max_tokens: reads the prompts that are known, and the length of their answers. The KV cache of the longest is
+    what `kv_cache_memory_bytes` is a share of, unless the argument says of how many tokens.
+    """
     with interrupt.allowed(), status.during(f"loading {args.model}"):
         from nanovllm import LLM  # imports torch, which takes seconds
 
-        return LLM(args.model, **defaults | engine_arguments(args))
+        arguments = engine_arguments(args)
+        size = arguments.get("kv_cache_memory_bytes")
+        if max_tokens and share(size) is not None and (longest := _longest(checked_config(args), texts())):
+            arguments["kv_cache_memory_bytes"] = share_of(size, longest + max_tokens)
+        return LLM(args.model, **arguments)
+
+
+def _longest(config: EngineConfig, texts: Sequence[str]) -> int:
+    """Tokens of the longest text; 0 without texts or a tokenizer."""
+    tokenizer = load_tokenizer(config.model if config.tokenizer is None else config.tokenizer) if texts else None
+    return 0 if tokenizer is None else max(len(tokenizer.encode(text)) for text in texts)
+
+
+def status_line(args: argparse.Namespace) -> StatusLine:
+    """The line of progress that --progress and --quiet ask for."""
+    return StatusLine(False if args.quiet else args.progress)
 
 
 def kv_line(stats: KVStats, tokens: int) -> str:

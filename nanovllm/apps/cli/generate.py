@@ -29,7 +29,7 @@ from nanovllm.apps.cli.arguments import (
     sampling_arguments,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, status_line
 from nanovllm.apps.cli.main import INTERRUPTED
 from nanovllm.apps.cli.prompts import (
     FILE,
@@ -43,6 +43,7 @@ from nanovllm.apps.cli.prompts import (
     Source,
     check_sources,
     count_prompts,
+    read_prompts,
 )
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
@@ -108,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     only_jsonl = all(source.kind == JSONL for source in sources)
     check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
-    with Interrupt() as interrupt, StatusLine(args.progress) as status:
-        llm = load_llm(args, status, interrupt)
+    with Interrupt() as interrupt, status_line(args) as status:
+        llm = load_llm(args, status, interrupt, partial(_known_texts, sources), given.max_tokens)
         path = args.output
         with llm, nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8", newline="") as file:
             if llm.engine.tokenizer is None and not (args.json and only_jsonl):
@@ -132,6 +133,13 @@ def _sources(args: argparse.Namespace) -> list[Source]:
             "--lines, --jsonl or -"
         )
     return [Source(FILE, STDIN)]
+
+
+def _known_texts(sources: Sequence[Source]) -> list[str]:
+    """The prompts, if all of them are arguments and files that are one prompt each, and can be read again."""
+    if any(source.kind not in (TEXT, FILE) or source.can_stall for source in sources):
+        return []
+    return [item.prompt for item in read_prompts(sources, Boundary()) if item.prompt is not None]
 
 
 def _check_output(path: str | None, inputs: list[str]) -> None:
@@ -333,9 +341,10 @@ class Generation:
     def _ended(self) -> int:
         meter = self._meter
         self._file.flush()
-        if self._status.shown:
+        if meter.finished and not self._args.quiet:
             cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
             say(meter.summary() + cut)
+            say(kv_line(self._llm.kv_stats(), meter.num_tokens))
             if not self._args.json:
                 self._say_more()
         if not meter.failed:
@@ -346,8 +355,7 @@ class Generation:
         return 1
 
     def _say_more(self) -> None:
-        """Where the KV was, and what to do about cut answers."""
-        say(kv_line(self._llm.kv_stats(), self._meter.num_tokens))
+        """What to do about cut answers."""
         if self._num_default_cut:
             cut = of(self._num_default_cut, self._meter.finished)
             say(f"{cut} cut at the default of {SamplingParams.max_tokens} tokens: --max-tokens 200 allows more")

@@ -42,7 +42,7 @@ def make_part(
         config.model_name,
         Path(config.model) if is_first else None,
         _facts(config, runner),
-        config.kv_cache_dir_space,
+        config.num_bytes("kv_cache_dir_space"),
         rank,
         config.tensor_parallel_size,
     )

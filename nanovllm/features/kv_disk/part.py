@@ -37,14 +37,14 @@ class PartSetup:
     """What a part is of.
 
     facts: all that bits depend on besides files and tokens. model_path: None leaves the files to another rank of the
-    machine. space: GiB that the directory may take; None: half of what is free and taken.
+    machine. space: bytes that the directory may take; None: half of what is free and taken.
     """
 
     root: Path
     model_name: str
     model_path: Path | None
     facts: Mapping[str, Any]
-    space: float | None
+    space: int | None
     rank: int
     num_ranks: int
 
@@ -251,10 +251,10 @@ class StorePart:
         self._writer.put(self._own(name), content)
 
 
-def _space(root: Path, asked: float | None) -> int:
-    """Bytes that the directory may take; asked: GiB, None for half of what is free and taken already."""
+def _space(root: Path, asked: int | None) -> int:
+    """Bytes that the directory may take; asked: None for half of what is free and taken already."""
     if asked is not None:
-        return int(asked * 2**30)
+        return asked
     taken = sum(found.st_size for _, found in all_segments(root))
     space = (shutil.disk_usage(root).free + taken) // 2
     logger.info("kv_cache_dir_space: %s, half of what is free in %s", gib(space), root)

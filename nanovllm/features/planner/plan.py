@@ -32,6 +32,7 @@ from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of
+from nanovllm.memory.shares import with_device_bytes
 from nanovllm.memory.sizing import (
     KVPlan,
     MemoryFacts,
@@ -42,6 +43,7 @@ from nanovllm.memory.sizing import (
 )
 from nanovllm.memory.states import without_states
 from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.rules import share_of
 
 if TYPE_CHECKING:
     from nanovllm.features.planner.measure import LocalMachine
@@ -291,6 +293,8 @@ def _config(asked: PlanRequest, offload: bool) -> EngineConfig:
     arguments = dict(asked.engine_arguments)
     if not offload and asked.enable_cpu_offload is None:
         arguments.pop("cpu_attention", None)  # only applies to offload
+    if asked.prompt_len and (given := arguments.get("kv_cache_memory_bytes")) is not None:
+        arguments["kv_cache_memory_bytes"] = share_of(given, asked.prompt_len + asked.output_len)
     path = Path(asked.model)
     is_config = path.is_file() and not is_gguf(path)
     return engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
@@ -328,6 +332,7 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
         if config.enable_cpu_offload or config.enable_lora:
             raise ConfigError(f"--host-mem is not given, and {needed}: name it, such as --host-mem 256GB")
     spec, itemsize = network.spec, network.itemsize
+    config = with_device_bytes(config, spec, itemsize)
 
     def left(facts: MemoryFacts, config: EngineConfig) -> MemoryFacts:
         """What is left besides all that is allocated before KV blocks are."""

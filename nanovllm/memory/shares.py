@@ -1,0 +1,66 @@
+"""What `kv_cache_memory_bytes` means for a model: the bytes of a share, and blocks of which several fit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from nanovllm.config import MIN_BLOCK_SIZE, EngineConfig
+from nanovllm.memory.budget import split_device
+from nanovllm.memory.layout import KVLayout, layout_of
+from nanovllm.models.spec import DecoderSpec
+
+RESIDENT_BLOCKS = 8  # that a device of a named size holds besides the ring, if smaller blocks can reach that
+
+logger = logging.getLogger(__name__)
+
+
+def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> EngineConfig:
+    """The configuration with a number of bytes for a share, and a block size that suits the bytes of the device.
+
+    Other configurations are returned as they are. A share is of the most K and V that a sequence keeps at once, and at
+    least the ring. spec: of this rank. itemsize: bytes of an element of the model's dtype.
+    """
+    asked, given = config.kv_share, config.num_bytes("kv_cache_memory_bytes")
+    if asked is None and given is None:
+        return config
+    layout = layout_of(config, spec, itemsize)
+    tokens, needed = 0, 0
+    if asked is not None:
+        tokens = asked.tokens or config.max_model_len or spec.max_model_len
+        needed = layout.held_bytes(tokens, config.chunk)
+        given = int(needed * asked.part)
+    assert given is not None
+    if config.kvcache_block_size is None and config.enable_cpu_offload:
+        layout = _smaller_blocks(layout, given)
+        config = replace(config, kvcache_block_size=layout.block_size)
+    if asked is not None:
+        least = _ring_blocks(layout) * layout.block_bytes
+        says = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: {tokens:,} tokens take {_size(needed)}"
+        if given < least:
+            ring = f"the ring of {_ring_blocks(layout)} blocks of {layout.block_size} tokens"
+            logger.warning("%s, and the device gets more than the share, %s, for %s", says, _size(least), ring)
+        else:
+            logger.info("%s, and the device gets %s", says, _size(given))
+        config = replace(config, kv_cache_memory_bytes=max(given, least))
+    return config
+
+
+def _smaller_blocks(layout: KVLayout, num_bytes: int) -> KVLayout:
+    """The layout with blocks half as large, and again, until the ring and RESIDENT_BLOCKS fit in `num_bytes`."""
+    while layout.block_size >= 2 * MIN_BLOCK_SIZE:
+        if (_ring_blocks(layout) + RESIDENT_BLOCKS) * layout.block_bytes <= num_bytes:
+            break
+        smaller = layout.with_block_size(layout.block_size // 2)
+        if smaller.block_size == layout.block_size:  # the least that gives the blocks of all KV groups the same bytes
+            break
+        layout = smaller
+    return layout
+
+
+def _ring_blocks(layout: KVLayout) -> int:
+    return -split_device(0, layout.planes).resident_blocks
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
