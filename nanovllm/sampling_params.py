@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import xxhash
+
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.rules import FLAG, Rule, argument, is_whole, number, one_of, whole
@@ -232,6 +234,15 @@ class SamplingParams:
         if self.skip_clone:
             return copy.copy(self)
         return copy.deepcopy(self, {id(shared): shared for shared in (self.logits_processors, *self.logits_processors)})
+
+
+def derived_seed(seed: int, part: Literal["prompt", "sequence"], index: int) -> int:
+    """The seed of a part that has none of its own: of a prompt, by the engine's seed and the prompt's number, and of a
+    request's further sequence, by the request's seed and the sequence's index.
+
+    It fits 64 bits with a sign, and is the same in every process: xxh3-64 of the decimal text "part seed index".
+    """
+    return xxhash.xxh3_64_intdigest(f"{part} {seed} {index}".encode()) - 2**63
 
 
 def _defaults() -> dict[str, Any]:

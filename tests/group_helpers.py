@@ -5,10 +5,12 @@ from __future__ import annotations
 from content_model import expected_output
 from engine_helpers import Bench
 
+from nanovllm.sampling_params import derived_seed
+
 
 def seeds(seed: int, count: int) -> list[int]:
     """The seeds of the sequences; the first has the request's own."""
-    return [seed, *(hash((seed, index)) for index in range(1, count))]
+    return [seed, *(derived_seed(seed, "sequence", index) for index in range(1, count))]
 
 
 def expected_group(prompt: list[int], count: int, max_tokens: int, seed: int = 7) -> list[list[int]]:

@@ -14,6 +14,7 @@ from nanovllm.apps.cli.main import main
 from nanovllm.data.batch import Batch, StepResult
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError
+from nanovllm.sampling_params import derived_seed
 
 DOCUMENT = "The key is under the third stone, and the gate is green. " * 6
 
@@ -58,12 +59,12 @@ def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: p
             [f"{DOCUMENT} one", [5, 6, 7], f"{DOCUMENT} two"],
             [
                 SamplingParams(temperature=t, seed=seed, **common)
-                for t, seed in ((0, 0), (1, hash((0, 1))), (1, hash((0, 6))))
+                for t, seed in ((0, 0), (1, derived_seed(0, "prompt", 1)), (1, derived_seed(0, "prompt", 6)))
             ],
             use_tqdm=False,
         )
         c = llm.chat(
-            conversation, SamplingParams(n=2, temperature=0.9, logprobs=1, seed=hash((0, 2)), **common), False
+            conversation, SamplingParams(n=2, temperature=0.9, logprobs=1, seed=derived_seed(0, "prompt", 2), **common), False
         )[0]
         e = llm.chat(conversation, SamplingParams(temperature=0, **(common | {"max_tokens": 4})), False)[0]
     for index, output in ((0, a), (1, b), (2, c), (5, e), (6, f)):

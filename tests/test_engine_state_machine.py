@@ -22,6 +22,7 @@ from content_model import (
 from content_store import ContentStore
 from drafters import CheckedDrafter
 from fast import fast_only
+from group_helpers import seeds as group_seeds
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -83,10 +84,9 @@ class Asked:
             return expected_beams(
                 self.prompt, p.num_sequences, length, p.stop_token_ids, self.salt, p.length_penalty, p.early_stopping
             )
-        seeds = [p.seed, *(hash((p.seed, index)) for index in range(1, p.num_sequences))]
         return [
             expected_output(self.prompt, length, p.stop_token_ids, self.salt, None if p.is_greedy else seed)
-            for seed in seeds
+            for seed in group_seeds(p.seed, p.num_sequences)
         ]
 
     def results(self, max_model_len: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,21 @@ def test_tokenizer_template_and_defaults_come_from_the_file(tiny: Path) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
+OFF = {
+    **dict.fromkeys(("pooling_type", "nextn_predict_layers", "leading_dense_block_count", "attention.scale"), 0),
+    **dict.fromkeys(("expert_group_count", "expert_weights_scale", "rope.scale_linear", "rope.scaling.factor"), 0),
+    **{"attn_logit_softcapping": 0.0, "residual_scale": 0.0, "expert_gating_func": 0, "expert_feed_forward_length": 0},
+    **{"expert_count": [0, 0], "rope.scaling.original_context_length": 0},
+}
+
+
+def test_a_key_whose_value_is_off_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    changes = {f"qwen3.{key}": value for key, value in OFF.items()}
+    path = write_gguf(tmp_path / "off.gguf", make_checkpoint(tmp_path / "model", vocab=VOCAB), changes=changes)
+    spec, plain = load_decoder_spec(path), load_decoder_spec(tiny)
+    assert replace(spec, quantization=None) == replace(plain, quantization=None)
+
+
 # ---- refused
 
 
@@ -229,6 +245,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
     "a factor of attention": ({"qwen3.rope.scaling.attn_factor": 1.5}, "attn_factor=1.5 is supported with yarn alone"),
     "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change what"),
+    "experts in a layer": ({"qwen3.expert_count": [0, 8]}, r"expert_count=array\(\[0, 8\].* may change what"),
+    "embeddings": ({"qwen3.pooling_type": 3}, "pooling_type=3 may change what"),
     "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
     "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
     "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),

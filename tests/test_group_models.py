@@ -11,6 +11,7 @@ from engines import offloaded, random_prompt, token_ids
 from ordering_check import OrderingCheck
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.sampling_params import derived_seed
 
 BLOCK, VOCAB = 16, 101
 
@@ -23,7 +24,7 @@ def sampled(count: int, max_tokens: int, seed: int, **others: Any) -> SamplingPa
 
 
 def derived(seed: int, index: int) -> int:
-    return seed if index == 0 else hash((seed, index))
+    return seed if index == 0 else derived_seed(seed, "sequence", index)
 
 
 ENGINES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, derived_seed
 
 # ---- refusals
 
@@ -230,6 +230,17 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(monkeypatch: pytest.Monk
 
 
 # ---- ends
+
+
+def test_other_seeds_have_other_children() -> None:
+    """Python's hash of numbers, which is for dictionaries, takes them modulo 2^61 - 1, and -1 for -2."""
+    seeds = [0, 1, -1, -2, 2**61 - 1, 2**61, 2**63 - 1, -(2**63)]
+    children = {derived_seed(seed, part, index) for seed in seeds for part in ("prompt", "sequence") for index in (1, 2)}
+    assert len(children) == 4 * len(seeds) and all(SamplingParams(seed=seed).seed == seed for seed in children)
+    assert derived_seed(0, "sequence", 1) == -2216786999742972836  # in every process and on every machine
+    for seed in seeds:
+        first, second = request([1], params=SamplingParams(n=2, temperature=1.0), seed=seed).sequences
+        assert first.seed == seed and second.seed == derived_seed(seed, "sequence", 1)
 
 
 def test_ignore_eos_goes_past_end_tokens_and_not_past_stop_tokens() -> None:

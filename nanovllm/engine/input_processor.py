@@ -16,7 +16,7 @@ from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, derived_seed
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
 
@@ -88,7 +88,7 @@ class InputProcessor:
             number=number,
             seq_ids=self._seq_ids,
             # Without a seed, requests differ from each other, and the engine's seed reproduces all of them.
-            seed=params.seed if params.seed is not None else hash((self.seed, number)),
+            seed=params.seed if params.seed is not None else derived_seed(self.seed, "prompt", number),
             arrival_time=arrival_time,
             priority=priority,
             prompt=prompt.text,

@@ -30,7 +30,7 @@ from nanovllm.data.kv_groups import HOLE, KVCapacity
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestMetrics
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, derived_seed
 
 
 class RequestStatus(Enum):
@@ -362,7 +362,7 @@ class Sequence:
         self.request = request
         self.seq_id = seq_id
         self.index = index
-        self.seed = hash((request.seed, index)) if index else request.seed
+        self.seed = derived_seed(request.seed, "sequence", index) if index else request.seed
         self.token_ids = list(request.prompt_token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

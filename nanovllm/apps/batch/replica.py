@@ -10,6 +10,7 @@ from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line
 from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.sampling_params import derived_seed
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 
@@ -98,7 +99,7 @@ class Replica:
     def _add(self, request: RowRequest) -> None:
         params = replace(self._params, **request.params)
         if params.seed is None:
-            params = replace(params, seed=hash((self.llm.config.seed, request.index)))
+            params = replace(params, seed=derived_seed(self.llm.config.seed, "prompt", request.index))
         token_ids = request.prompt_token_ids
         if request.messages is not None:
             options = dict(request.template_options)

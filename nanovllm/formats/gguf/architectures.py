@@ -80,7 +80,7 @@ def _llama(header: GgufHeader, fields: Fields) -> None:
 def _qwen3_moe(header: GgufHeader, fields: Fields) -> None:
     """llama.cpp computes it with experts in every layer, whose weights it scales to the sum 1."""
     used = header.need("qwen3moe.expert_used_count", integer(1))
-    inner = header.get("qwen3moe.expert_feed_forward_length", integer(1))
+    inner = header.get("qwen3moe.expert_feed_forward_length", integer(0))
     fields |= {
         "num_experts": header.need("qwen3moe.expert_count", EXPERT_COUNT),
         "num_experts_per_tok": used,
@@ -127,7 +127,7 @@ def _gated_delta_experts(header: GgufHeader, fields: Fields, name: str) -> None:
         "num_experts": header.need(f"{name}.expert_count", EXPERT_COUNT),
         "num_experts_per_tok": header.need(f"{name}.expert_used_count", integer(1)),
         "moe_intermediate_size": inner,
-        "shared_expert_intermediate_size": header.get(f"{name}.expert_shared_feed_forward_length", integer(1)) or inner,
+        "shared_expert_intermediate_size": header.get(f"{name}.expert_shared_feed_forward_length", integer(0)) or inner,
     }
 
 

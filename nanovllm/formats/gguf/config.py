@@ -39,28 +39,35 @@ ROPE_KEYS = {  # of two that mean the same, the later one counts
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+UNSET_AT_ZERO = ("factor", "original_max_position_embeddings")  # 0 is as good as no key
 ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")  # the older name and the newer one
 OTHER_KEYS = ("rope.freq_base", "rope.scaling.type", *ATTENTION_FACTORS)
 WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned")
-OFF_VALUES: Mapping[str, object] = MappingProxyType(
+# Values with which a key that an architecture does not read is off.
+OFF_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "expert_count": 0,
-        "expert_used_count": 0,
-        "expert_shared_count": 0,
-        "expert_weights_norm": True,
-        "expert_weights_scale": 1,
-        "expert_gating_func": 1,  # softmax
-        "attention.sliding_window": 0,
-        "attn_logit_softcapping": 0,
-        "final_logit_softcapping": 0,
-        "attention.causal": True,
-        "attention.max_alibi_bias": 0,
-        "attention.clamp_kqv": 0,
-        "use_parallel_residual": False,
-        "logit_scale": 1,
-        "embedding_scale": 1,
-        "residual_scale": 1,
-        "rope.scaling.yarn_ext_factor": 1,
+        **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count"), (0,)),
+        **dict.fromkeys(("expert_feed_forward_length", "expert_shared_feed_forward_length"), (0,)),
+        **dict.fromkeys(("experts_per_group", "leading_dense_block_count"), (0,)),
+        **dict.fromkeys(("interleave_moe_layer_step", "moe_every_n_layers"), (0,)),
+        **dict.fromkeys(("expert_group_count", "expert_group_used_count"), (0, 1)),
+        "expert_weights_norm": (True,),
+        "expert_weights_scale": (0, 1),
+        "expert_gating_func": (0, 1),  # not said, softmax
+        "nextn_predict_layers": (0,),
+        "pooling_type": (0,),  # none: the file is for text, not for embeddings
+        **dict.fromkeys(("attention.sliding_window", "attention.shared_kv_layers"), (0,)),
+        **dict.fromkeys(("attention.q_lora_rank", "attention.kv_lora_rank"), (0,)),
+        **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"), (0,)),
+        **dict.fromkeys(("attention.scale", "attention.output_scale"), (0,)),
+        **dict.fromkeys(("attention.temperature_length", "attention.temperature_scale"), (0,)),
+        **dict.fromkeys(("attention.max_alibi_bias", "attention.clamp_kqv"), (0,)),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+        **dict.fromkeys(("embedding_length_per_layer_input", "embedding_length_out"), (0,)),
+        "attention.causal": (True,),
+        "use_parallel_residual": (False,),
+        **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
+        "rope.scaling.yarn_ext_factor": (1,),
     }
 )
 SAMPLING = {  # of generation_config.json
@@ -137,8 +144,8 @@ def _refuse_unread(header: GgufHeader, name: str, own_keys: Collection[str]) -> 
         short = key.removeprefix(f"{name}.")
         if short == key or short in read:
             continue
-        off = short in OFF_VALUES and not isinstance(value, np.ndarray) and value == OFF_VALUES[short]
-        if not off:
+        values = value.tolist() if isinstance(value, np.ndarray) else [value]  # of a list, one for each layer
+        if short not in OFF_VALUES or not all(each in OFF_VALUES[short] for each in values):
             shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
             raise ModelError(f"{header.path}: {shown} may change what the model computes, and it is not supported.")
 
@@ -163,7 +170,8 @@ def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
     theta = header.get(f"{name}.rope.freq_base", ROPE_FIELDS["rope_theta"])
     found: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
     for key, field in ROPE_KEYS.items():
-        value = header.get(f"{name}.{key}", ROPE_FIELDS[field])
+        is_off = field in UNSET_AT_ZERO and header.metadata.get(f"{name}.{key}") == 0
+        value = None if is_off else header.get(f"{name}.{key}", ROPE_FIELDS[field])
         if value is not None:
             found[field] = value
     kind = header.get(f"{name}.rope.scaling.type", TEXT)
