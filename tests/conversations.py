@@ -105,7 +105,9 @@ CASES: Mapping[str, Case] = {
         [USER, {**ANSWER, "reasoning_content": "It is summer."}, USER, {**CALLING, "reasoning": "Again."}, RESULT],
         {"tools": TOOLS},
     ),
-    "reasoning by another name": Case([USER, {**ANSWER, "reasoning": "It is summer."}], {"add_generation_prompt": False}),
+    "reasoning by another name": Case(
+        [USER, {**ANSWER, "reasoning": "It is summer."}], {"add_generation_prompt": False}
+    ),
     "fields of its own": Case([{**USER, "name": "Ann", "weight": 1, "nothing": None}]),
     "documents": Case([USER], {"documents": [{"title": "A", "text": "abc"}]}),
 }

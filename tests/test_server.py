@@ -351,7 +351,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
     (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages", "no role alien"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "'type': 'text'"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content.0",
+        "'type': 'text'",
+    ),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 9}]}, "messages.0.tool_calls.0.function", "got 1"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     (CHAT, {"messages": HELLO, "chat_template": "x"}, "chat_template", "no templates from requests"),

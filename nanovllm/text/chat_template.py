@@ -39,6 +39,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         content_format: str | None = "auto",
     ) -> None:
@@ -58,9 +59,12 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message=True: needs add_generation_prompt=False, because the last message is continued"
             )
-        for tool in tools or ():
-            if not isinstance(tool, Mapping):
-                raise RequestError(f"tools must be a list of JSON schemas, got {tool!r:.100}")
+        if tools is not None and not _is_list_of_objects(tools):
+            raise RequestError(f"tools={quoted(tools)}: must be a list of JSON schemas")
+        if documents is not None and not _is_list_of_objects(documents):
+            raise RequestError(f"documents={quoted(documents)}: must be a list of objects, such as with title and text")
+        if not isinstance(template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs={quoted(template_kwargs)}: must be an object with the variables")
         for name in template_kwargs or {}:
             if name in NOT_VARIABLES:
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
@@ -68,6 +72,7 @@ class ChatTemplate:
         self._arguments = {
             **tokenizer.special_tokens_map,
             **(template_kwargs or {}),
+            **({} if documents is None else {"documents": list(documents)}),
             "chat_template": _named_template(tokenizer, template, tools is not None),
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
@@ -81,6 +86,11 @@ class ChatTemplate:
             self._render(template_messages(path, conversation, facts, self._content_format))
             for path, conversation in conversations(messages)
         ]
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether tools that are given to the template reach the prompt."""
+        return self._tokenizer.template_facts(self._arguments["chat_template"]).shows_tools
 
     def token_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt of one conversation as token ids."""
@@ -98,6 +108,10 @@ class ChatTemplate:
         text = texts[0][0]  # beside where the answers are
         check_characters("the prompt that the chat template makes", text)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _is_list_of_objects(values: Any) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values)
 
 
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:

@@ -104,14 +104,24 @@ class Replica:
         params = replace(self._params, **request.params)
         if params.seed is None:
             params = replace(params, seed=hash((self.llm.config.seed, request.index)))
-        token_ids = request.prompt_token_ids
+        text, token_ids = request.prompt, request.prompt_token_ids
+        adds = request.add_special_tokens
         if request.messages is not None:
-            options = dict(request.template_options)
-            options["template_kwargs"] = options.pop("chat_template_kwargs", None)
-            if options.get("continue_final_message"):
-                options.setdefault("add_generation_prompt", False)
-            options["content_format"] = self._content_format
-            template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
-            token_ids = template.token_ids(request.messages)
-        prompt = PromptParts(request.prompt, token_ids, request.cache_salt)
+            (rendered,) = self._template(request).prompts(request.messages)
+            text, token_ids = (rendered.text, None) if adds else (None, rendered.token_ids)
+        tokenizer = self.llm.engine.tokenizer
+        if text is not None and adds is False and tokenizer is not None:
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+        prompt = PromptParts(text, token_ids, request.cache_salt)
         self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))
+
+    def _template(self, request: RowRequest) -> ChatTemplate:
+        options = dict(request.template_options)
+        options["template_kwargs"] = options.pop("chat_template_kwargs", None)
+        if options.get("continue_final_message"):
+            options.setdefault("add_generation_prompt", False)
+        options["content_format"] = self._content_format
+        template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
+        if options.get("tools") and not template.shows_tools:
+            raise RequestError("tools: the model's chat template does not show tools to the model")
+        return template

@@ -84,14 +84,14 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
             "chat_template",
         )
     tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
-    documents = {} if request.documents is None else {"documents": request.documents}
     template = ChatTemplate(
         serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         tools=None if tools is None else [tool.given for tool in tools],
-        template_kwargs=(request.chat_template_kwargs or {}) | documents,
+        documents=request.documents,
+        template_kwargs=request.chat_template_kwargs,
         content_format=settings.chat_template_content_format,
     )
     with naming("messages"):
