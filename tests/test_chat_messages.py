@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import refusal
 from cli_helpers import GREEDY, SMALL_CACHE, make_model, write_jsonl
-from conversations import ANSWER, CALLING, CASES, RESULT, SYSTEM, TEMPLATES, USER, Case, call, expected, text
+from conversations import ANSWER, CALLING, CASES, RESULT, SYSTEM, TEMPLATES, TOOLS, USER, Case, call, expected, text
 from server_helpers import CACHE, CHAT, NAME, ask, ok
 from tokenizer_files import write_byte_level
 
@@ -188,6 +188,15 @@ def test_messages_that_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
     assert "documents=5: must be a list" in refusal(lambda: ChatTemplate(tokenizer, CONTENT, documents=5), RequestError)  # type: ignore[arg-type]
 
 
+def test_tools_reach_the_template_as_they_are(tokenizer: HuggingFaceTokenizer) -> None:
+    """In their own order of keys, with the nulls of their schemas, and without fields of no value."""
+    schema = {"required": [], "properties": {"a": {"default": None, "enum": ["x", None]}}, "type": "object"}
+    function = {"parameters": schema, "name": "f", "description": None, "strict": None}
+    found = prompt(tokenizer, "{{ tools | tojson }}", [USER], tools=[{"function": function, "type": "function"}])
+    shown = {"function": {"parameters": schema, "name": "f"}, "type": "function"}
+    assert found == json.dumps([shown])
+
+
 def test_a_message_may_be_an_object_of_the_client(tokenizer: HuggingFaceTokenizer) -> None:
     class Answer:  # as the classes of OpenAI's client
         def model_dump(self) -> dict[str, Any]:
@@ -236,6 +245,8 @@ def test_all_paths_lead_to_one_prompt(tmp_path: Path, monkeypatch: pytest.Monkey
         answer = ok(engine, CHAT, messages=SENT, max_tokens=1, return_token_ids=True)
         assert answer["prompt_token_ids"] == ids
         assert ask(engine, "/tokenize", {"messages": SENT}).json()["tokens"] == ids
+        with_tools = ask(engine, "/tokenize", {"messages": SENT, "tools": TOOLS}).json()["tokens"]
+        assert json.dumps(TOOLS[0], ensure_ascii=False) in wanted.decode(with_tools), "in the order of the request"
         as_text = ask(engine, "/tokenize", {"messages": SENT}, chat_template_content_format="string").json()["tokens"]
         assert wanted.decode(as_text) == wanted.decode(ids).replace("abc Weather?", "abc \nWeather?").replace(
             "sunrain", "sun\nrain"

@@ -74,7 +74,7 @@ class ChatTemplate:
             **(template_kwargs or {}),
             **({} if documents is None else {"documents": list(documents)}),
             "chat_template": _named_template(tokenizer, template, tools is not None),
-            "tools": None if tools is None else list(tools),
+            "tools": None if tools is None else [_without_nulls(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
@@ -108,6 +108,15 @@ class ChatTemplate:
         text = texts[0][0]  # beside where the answers are
         check_characters("the prompt that the chat template makes", text)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool without fields of no value, which some templates print as None; the schema stays as it is."""
+    fields = {name: value for name, value in tool.items() if value is not None}
+    function = fields.get("function")
+    if isinstance(function, Mapping):
+        fields["function"] = {name: value for name, value in function.items() if value is not None}
+    return fields
 
 
 def _is_list_of_objects(values: Any) -> bool:

@@ -114,7 +114,7 @@ def _content(path: str, role: str, content: Any, facts: TemplateFacts, content_f
     if not is_text and not isinstance(content, Sequence):
         raise MessageError(path, f"must be text or a list of text parts, got {quoted(content)}")
     given = [{"type": "text", "text": content}] if is_text else list(content)
-    texts = [_text_of(f"{path}.{i}", part) for i, part in enumerate(given)]
+    texts = [_text_of(path, i, part) for i, part in enumerate(given)]
     as_parts = content_format == "openai"
     if content_format == "auto":  # some templates show parts alone
         as_parts = not (is_text and facts.takes(role, "text")) and facts.takes(role, "parts")
@@ -123,13 +123,15 @@ def _content(path: str, role: str, content: Any, facts: TemplateFacts, content_f
     return [_part(role, part, text, facts) for part, text in zip(given, texts, strict=True)]
 
 
-def _text_of(path: str, part: Any) -> str:
+def _text_of(path: str, index: int, part: Any) -> str:
     text = part
     if isinstance(part, Mapping):
         kind = part.get("type", "text")
         text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
-        raise MessageError(path, f"must be a part of text, {{'type': 'text', 'text': ...}}, got {quoted(part)}")
+        raise MessageError(
+            f"{path}.{index}", f"must be a part of text, {{'type': 'text', 'text': ...}}, got {quoted(part)}"
+        )
     return text
 
 
