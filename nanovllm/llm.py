@@ -142,6 +142,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str | None = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -151,9 +152,10 @@ class LLM:
         """Answer a conversation, or each of several, rendered to prompts by the tokenizer's chat template.
 
         A conversation is a list of messages with a "role" and a "content". chat_template: the text of a template to use
-        instead. add_generation_prompt appends the beginning of an answer; continue_final_message leaves the last
-        message open instead. tools and chat_template_kwargs are passed to the template. Everything else is as in
-        `generate`; the rendered text is the output's `prompt`.
+        instead. chat_template_content_format: "string" gives the template contents as text, "openai" as lists of parts,
+        "auto" as lists where it shows the texts of parts. add_generation_prompt appends the beginning of an answer;
+        continue_final_message leaves the last message open instead. tools and chat_template_kwargs are passed to the
+        template. Everything else is as in `generate`; the rendered text is the output's `prompt`.
         """
         refuse_unknown(self.chat, unknown)
         with self.engine.guard.call("chat"):
@@ -164,6 +166,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
+                content_format=chat_template_content_format,
             )
             read = partial(template.prompts, messages)
             requests = self._requests(read, sampling_params, priority, lora_request, is_final=True)

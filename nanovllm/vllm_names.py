@@ -174,7 +174,6 @@ CALL_ARGUMENTS = _table(
     ("kv_hints prompt_adapter_request prompt_text session_id usage_context", None),
     ("enable_multiprocessing internal reset_connector reset_running_requests", False),
     ("mm_processor_kwargs tokenization_kwargs trace_headers", None, {}),
-    ("chat_template_content_format", "auto", "string", None),
     ("stat_loggers", None, []),
 )
 

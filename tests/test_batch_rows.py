@@ -11,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.apps.batch.inputs import open_inputs
+from nanovllm.apps.batch.openai_rows import OF_CHATS, OF_COMPLETIONS, READ, SAME, WITHOUT_EFFECT
 from nanovllm.apps.batch.router import prefix_hashes
 from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
+from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest
+from nanovllm.apps.server.tool_calls import forced_schema as server_schema
 from nanovllm.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object", "required": ["x"]}}}
+NAMED = {"type": "function", "function": {"name": "pick"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
 
 
 def request(columns: dict[str, Any], **options: Any) -> RowRequest:
@@ -89,10 +95,56 @@ def test_chat_bodies() -> None:
     assert structured.params["structured_outputs"] == {"json_object": True}
 
 
+def test_bodies_have_the_fields_of_the_server() -> None:
+    known = {*SAME, *OF_CHATS, *WITHOUT_EFFECT, *READ, *OF_COMPLETIONS}
+    assert known == {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+
+
+def test_the_fields_of_chats_mean_what_they_mean_to_the_server() -> None:
+    tools = {"messages": HELLO, "tools": [TOOL]}
+    assert body({**tools, "tool_choice": "auto", "parallel_tool_calls": True}).template_options == {"tools": [TOOL]}
+    assert body({**tools, "tool_choice": "none"}).template_options == {}
+    for choice, parallel in (("required", None), ("required", False), (NAMED, None), ("auto", None)):
+        fields = {**tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+        forced = server_schema(ChatRequest.model_validate(fields))
+        given = body({**fields, "response_format": {"type": "json_object"}}).params["structured_outputs"]
+        assert given == ({"json_object": True} if forced is None else {"json": forced}), "a forced call is stronger"
+    found = body(
+        {"messages": HELLO, "documents": [{"text": "a"}], "continue_final_message": True, "modalities": ["text"]}
+    )
+    options = {"documents": [{"text": "a"}], "continue_final_message": True, "add_generation_prompt": False}
+    assert found.template_options == options
+    assert body({"messages": HELLO, "add_special_tokens": True, "store": True}).add_special_tokens is True
+
+
 BAD_BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stream": ({"prompt": "a", "stream": True}, {}, "a batch has no streams"),
     "model": ({"prompt": "a", "model": "gpt"}, {}, "asks for model 'gpt', and this job runs 'tiny'"),
-    "field": ({"prompt": "a", "tool_choice": "auto"}, {}, "unknown field of body 'tool_choice'"),
+    "field": (
+        {"prompt": "a", "tool_chioce": "auto"},
+        {},
+        "unknown field of body 'tool_chioce': did you mean 'tool_choice'",
+    ),
+    "of chats": ({"prompt": "a", "tool_choice": "auto"}, {}, "tool_choice is for /v1/chat/completions"),
+    "of completions": ({"messages": HELLO, "echo": True}, {}, "echo is for /v1/completions"),
+    "echo": ({"prompt": "a", "echo": True}, {}, "echo=true is not supported"),
+    "stream_options": ({"messages": HELLO, "stream_options": {}}, {}, "stream_options needs stream=true"),
+    "template": ({"messages": HELLO, "chat_template": "x"}, {}, "chat_template: rows bring no templates"),
+    "modalities": ({"messages": HELLO, "modalities": ["audio"]}, {}, r"modalities=\['audio'\]: must be \['text'\]"),
+    "choice without tools": ({"messages": HELLO, "tool_choice": "required"}, {}, "tool_choice needs tools"),
+    "choice": (
+        {"messages": HELLO, "tools": [TOOL], "tool_choice": "any"},
+        {},
+        "tool_choice='any': must be 'none', 'auto'",
+    ),
+    "unknown tool": (
+        {"messages": HELLO, "tools": [TOOL], "tool_choice": OTHER},
+        {},
+        "names the function 'other', which",
+    ),
+    "tools": ({"messages": HELLO, "tools": [{"name": "f"}]}, {}, "tools.0 must be {'type': 'function'"),
+    "parallel": ({"messages": HELLO, "parallel_tool_calls": 1}, {}, "parallel_tool_calls=1: must be true or false"),
+    "special tokens": ({"messages": HELLO, "add_special_tokens": 1}, {}, "add_special_tokens=1: must be true or false"),
     "url": ({"prompt": "a"}, {"url": "/v1/embeddings"}, "url='/v1/embeddings': must be"),
     "format": (
         {"messages": HELLO, "response_format": {"type": "xml"}},

@@ -93,10 +93,10 @@ def test_special_tokens_of_the_template_are_read_and_none_are_added(llm: LLM) ->
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 BAD_CHATS: list[tuple[Any, dict[str, Any], str]] = [
     ("Hello", {}, "messages must be a list.*'Hello'"),
-    ([["Hello"]], {}, "a message must be a dict with a role and a content, got 'Hello'"),
+    ([["Hello"]], {}, "messages.0.0 must be an object with a role and a content, got 'Hello'"),
     ([[]], {}, "at least one message"),
-    ([{"role": "user", "content": 5}], {}, "the content of a message must be text"),
-    ([IMAGE], {}, "a part of a message must be .*image_url"),
+    ([{"role": "user", "content": 5}], {}, "messages.0.content must be text or a list of text parts, got 5"),
+    ([IMAGE], {}, "messages.0.content.0 must be a part of text.*image_url"),
     ([{"role": "pirate", "content": "Arr"}], {}, "the chat template cannot take the messages: unknown role"),
     (CONVERSATION, {"chat_template": "{% for"}, "the chat template cannot take the messages: "),
     (CONVERSATION, {"chat_template": 5}, "chat_template=5: must be the text"),

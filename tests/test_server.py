@@ -352,7 +352,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
     (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages", "no role alien"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'type': 'text'"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content.0",
+        "'type': 'text'",
+    ),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 9}]}, "messages.0.tool_calls.0.function", "got 1"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     (CHAT, {"messages": HELLO, "chat_template": "x"}, "chat_template", "no templates from requests"),
     (CHAT, {"messages": HELLO, "guided_json": {}}, "guided_json", "guided_json is not supported: use structured_out"),
@@ -373,8 +379,7 @@ def test_of_many_errors_a_body_makes_few() -> None:
     """A million of them, which a body has room for, would hold up all other requests for a minute."""
     wrong: list[int] = [1] * 2000
     for body in (
-        {"messages": [{"role": "user", "content": wrong}]},
-        {"messages": [{"role": "assistant", "tool_calls": wrong}]},
+        {"messages": wrong},
         *({"messages": HELLO, name: wrong} for name in ("tools", "documents", "modalities", "stop", "bad_words")),
     ):
         with pytest.raises(ValidationError) as refused:

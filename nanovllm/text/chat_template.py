@@ -7,6 +7,8 @@ from typing import Any
 
 from nanovllm.errors import RequestError, one_line, quoted
 from nanovllm.sampling_rules import check_characters
+from nanovllm.text.messages import MessageError as MessageError
+from nanovllm.text.messages import check_content_format, conversations, template_messages
 from nanovllm.text.prompts import Message, PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
@@ -23,6 +25,8 @@ NOT_VARIABLES = frozenset(
 class ChatTemplate:
     """Turns conversations into prompts with the tokenizer's chat template, or with `template` instead.
 
+    content_format: "string" joins the parts of a content with newlines to one text, "openai" makes every content a list
+    of parts, and "auto" gives the template lists where it shows their parts, and text where it shows only that.
     Raises RequestError if there is no template, for template arguments that it does not have, and for conversations
     that it rejects. Rendering takes what time and memory the template takes: templates have to be trusted so far.
     """
@@ -35,7 +39,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        content_format: str | None = "auto",
     ) -> None:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise RequestError(
@@ -53,25 +59,38 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message=True: needs add_generation_prompt=False, because the last message is continued"
             )
-        for tool in tools or ():
-            if not isinstance(tool, Mapping):
-                raise RequestError(f"tools must be a list of JSON schemas, got {tool!r:.100}")
+        if tools is not None and not _is_list_of_objects(tools):
+            raise RequestError(f"tools={quoted(tools)}: must be a list of JSON schemas")
+        if documents is not None and not _is_list_of_objects(documents):
+            raise RequestError(f"documents={quoted(documents)}: must be a list of objects, such as with title and text")
+        if not isinstance(template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs={quoted(template_kwargs)}: must be an object with the variables")
         for name in template_kwargs or {}:
             if name in NOT_VARIABLES:
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._content_format = tokenizer, check_content_format(content_format)
         self._arguments = {
             **tokenizer.special_tokens_map,
             **(template_kwargs or {}),
+            **({} if documents is None else {"documents": list(documents)}),
             "chat_template": _named_template(tokenizer, template, tools is not None),
-            "tools": None if tools is None else list(tools),
+            "tools": None if tools is None else [_without_nulls(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
 
     def prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[PromptParts]:
         """The prompt of one conversation, or of each of several."""
-        return [self._render(conversation) for conversation in _conversations(messages)]
+        facts = self._tokenizer.template_facts(self._arguments["chat_template"])
+        return [
+            self._render(template_messages(path, conversation, facts, self._content_format))
+            for path, conversation in conversations(messages)
+        ]
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether tools that are given to the template reach the prompt."""
+        return self._tokenizer.template_facts(self._arguments["chat_template"]).shows_tools
 
     def token_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt of one conversation as token ids."""
@@ -91,6 +110,19 @@ class ChatTemplate:
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
 
 
+def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool without fields of no value, which some templates print as None; the schema stays as it is."""
+    fields = {name: value for name, value in tool.items() if value is not None}
+    function = fields.get("function")
+    if isinstance(function, Mapping):
+        fields["function"] = {name: value for name, value in function.items() if value is not None}
+    return fields
+
+
+def _is_list_of_objects(values: Any) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values)
+
+
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
     """The text of the template to use; a tokenizer may have several named ones."""
     own = tokenizer.chat_template
@@ -105,43 +137,3 @@ def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_
             "name one as chat_template"
         )
     return found
-
-
-def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
-    """A list of conversations, from one or many; a list that begins with a message is one conversation."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
-    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    return [_conversation(conversation) for conversation in several]
-
-
-def _conversation(messages: Any) -> list[dict[str, Any]]:
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError(f"a conversation must be a list of at least one message, got {quoted(messages)}")
-    return [_message(message) for message in messages]
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """The message with its content joined to one text, as templates of text models expect.
-
-    Left out are None values and an empty list of tool calls, which some templates take for an answer that only calls.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_text_of(part) for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise RequestError(f"the content of a message must be text or a list of text parts, got {quoted(message)}")
-    fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}
-    if not fields.get("tool_calls", True):
-        del fields["tool_calls"]
-    return fields
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise RequestError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {quoted(part)}")

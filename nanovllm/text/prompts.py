@@ -15,6 +15,12 @@ from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 T = TypeVar("T")
+# What a chat template gets of a content: a list of parts where it shows their texts, one text always, a list always.
+CONTENT_FORMATS = ("auto", "string", "openai")
+CONTENT_FORMAT_HELP = (
+    "what the chat template gets of a content: string is its text, openai a list of its parts, auto a list where the "
+    "template shows the texts of parts"
+)
 
 
 class TextPrompt(TypedDict):

@@ -15,9 +15,11 @@ from nanovllm.data.json_fields import FLAG, LIST, NULL, OBJECT, TEXT, Field
 from nanovllm.errors import ModelError, RequestError, quoted, told
 from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, is_panic, load_fast
 from nanovllm.formats.hub import is_gguf
+from nanovllm.text.template_facts import TemplateFacts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
+MOST_TEMPLATES = 8  # whose facts are kept: a checkpoint's own, and what requests bring
 MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
 SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, TEXT | OBJECT | NULL))
 CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
@@ -61,6 +63,7 @@ class HuggingFaceTokenizer:
         """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
         class if the directory's files name none."""
         self._path, self._model_type = Path(model_dir), model_type
+        self._facts: dict[tuple[str, str], TemplateFacts] = {}  # by a template's text and the special tokens
         if is_gguf(self._path):
             from nanovllm.formats.gguf.tokenizer import load_tokenizer  # imports numpy
 
@@ -101,6 +104,16 @@ class HuggingFaceTokenizer:
         fast = self._fast
         found: Mapping[str, str] = self.tokenizer.special_tokens_map if fast is None else fast.special_tokens
         return found
+
+    def template_facts(self, template: str) -> TemplateFacts:
+        """The facts of a chat template's text. Those of the last few templates are kept, as far as they are found."""
+        special = dict(self.special_tokens_map)
+        key = (template, repr(special))
+        facts = self._facts.pop(key, None) or TemplateFacts(template, special)
+        self._facts[key] = facts  # the last one used is the last to go
+        while len(self._facts) > MOST_TEMPLATES:
+            del self._facts[next(iter(self._facts))]
+        return facts
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         fast = self._fast

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from nanovllm.apps.tool_choice import check_choice, check_tools, forced_schema
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
@@ -14,9 +15,20 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Fields with the same name and meaning.
 NOT_OF_A_BODY = ("logprobs", "detokenize", "logits_processors", "output_kind", "skip_clone")
 SAME = (*(each.name for each in fields(SamplingParams) if each.name not in NOT_OF_A_BODY), "cache_salt")
-CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-READ = ("model", "stream", "prompt", "logprobs", "top_logprobs", "max_completion_tokens", "response_format")
+SAME_OF_CHATS = ("messages", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message")
+OF_CHATS = (
+    *SAME_OF_CHATS,
+    *("tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "max_completion_tokens", "modalities"),
+    *("prediction", "chat_template"),
+)
+# These change no row: who asks, what is kept where, when it runs, and what all results have anyway.
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "priority", "request_id", "return_token_ids", "return_tokens_as_token_ids"),
+    "spaces_between_special_tokens",
+)
+READ = ("model", "stream", "stream_options", "prompt", "logprobs", "response_format", "add_special_tokens")
+OF_COMPLETIONS = ("echo", "suffix")
 
 
 def body_columns(row: Mapping[str, Any], model_names: Sequence[str], has_max_tokens: bool) -> dict[str, Any]:
@@ -30,20 +42,19 @@ def body_columns(row: Mapping[str, Any], model_names: Sequence[str], has_max_tok
         raise RequestError(f"body must be an object, got {quoted(body)}")
     given = {name: value for name, value in body.items() if value is not None}
     is_chat = _check_request(row, given, model_names)
-    known = [*SAME, *CHAT_FIELDS, *WITHOUT_EFFECT, *READ]
+    known = [*SAME, *OF_CHATS, *WITHOUT_EFFECT, *READ, *OF_COMPLETIONS]
     for name in given:
         if name not in known:
             raise RequestError(unknown_name("field of body", name, known))
-    columns = {name: given[name] for name in (*SAME, *CHAT_FIELDS) if name in given}
+    columns = {name: given[name] for name in (*SAME, *SAME_OF_CHATS, "add_special_tokens") if name in given}
+    structure = _structure(given["response_format"]) if "response_format" in given else None
+    if structure is not None and "structured_outputs" in columns:
+        raise RequestError("body has response_format and structured_outputs, which exclude each other")
+    columns |= {} if structure is None else {"structured_outputs": structure}
     if is_chat:
         _chat_columns(given, columns, has_max_tokens)
     else:
         _completion_columns(given, columns)
-    if "response_format" in given:
-        if "structured_outputs" in columns:
-            raise RequestError("body has response_format and structured_outputs, which exclude each other")
-        structure = _structure(given["response_format"])
-        columns |= {} if structure is None else {"structured_outputs": structure}
     return columns
 
 
@@ -60,6 +71,8 @@ def _check_request(row: Mapping[str, Any], given: Mapping[str, Any], model_names
         raise RequestError(f"body must have {needed}, as its url is {url}, and no other prompt")
     if given.get("stream"):
         raise RequestError("body has stream=true, and a batch has no streams: leave it out")
+    if "stream_options" in given:
+        raise RequestError("stream_options needs stream=true, and a batch has no streams: leave it out")
     model = given.get("model")
     if model is not None and model not in model_names:
         names = ", ".join(map(repr, model_names))
@@ -70,6 +83,16 @@ def _check_request(row: Mapping[str, Any], given: Mapping[str, Any], model_names
 
 
 def _chat_columns(given: Mapping[str, Any], columns: dict[str, Any], has_max_tokens: bool) -> None:
+    for name in OF_COMPLETIONS:
+        if name in given:
+            raise RequestError(f"{name} is for {COMPLETIONS}: leave it out")
+    if "chat_template" in given:
+        raise RequestError("chat_template: rows bring no templates of their own; --chat-template gives one to the job")
+    if given.get("modalities", ["text"]) != ["text"]:
+        raise RequestError(f"modalities={quoted(given['modalities'])}: must be ['text']")
+    _tool_columns(given, columns)
+    if given.get("continue_final_message"):
+        columns["add_generation_prompt"] = False
     if "max_completion_tokens" in given:
         columns["max_tokens"] = given["max_completion_tokens"]
     if "max_tokens" not in columns and not has_max_tokens:
@@ -83,10 +106,28 @@ def _chat_columns(given: Mapping[str, Any], columns: dict[str, Any], has_max_tok
         columns["logprobs"] = given.get("top_logprobs", 0)
 
 
+def _tool_columns(given: Mapping[str, Any], columns: dict[str, Any]) -> None:
+    """The tools that the template shows, and the structure that `tool_choice` forces the answer into."""
+    tools, choice, parallel = given.get("tools", []), given.get("tool_choice"), given.get("parallel_tool_calls")
+    if not isinstance(parallel, bool | None):
+        raise RequestError(f"parallel_tool_calls={quoted(parallel)}: must be true or false")
+    check_tools(tools)
+    check_choice(tools, choice)
+    if tools and choice != "none":
+        columns["tools"] = tools
+    schema = forced_schema(tools, choice, parallel)
+    if schema is not None:
+        columns["structured_outputs"] = {"json": schema}
+
+
 def _completion_columns(given: Mapping[str, Any], columns: dict[str, Any]) -> None:
-    for name in (*CHAT_FIELDS, "top_logprobs", "max_completion_tokens"):
-        if name in given:
+    for name in OF_CHATS:
+        if name in given and name not in WITHOUT_EFFECT:
             raise RequestError(f"{name} is for {CHAT}: leave it out, or give messages")
+    if given.get("echo"):
+        raise RequestError("echo=true is not supported: the row has its prompt, and prompt_logprobs gives theirs")
+    if given.get("suffix"):
+        raise RequestError(f"suffix={quoted(given['suffix'])} is not supported: leave it out")
     if "logprobs" in given:
         columns["logprobs"] = given["logprobs"]
     prompt = given["prompt"]

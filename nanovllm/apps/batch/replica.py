@@ -8,11 +8,11 @@ from typing import Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line, quoted
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import derived_seed
 from nanovllm.text.chat_template import ChatTemplate
-from nanovllm.text.prompts import PromptParts
+from nanovllm.text.prompts import CONTENT_FORMATS, PromptParts
 
 LONGEST = 2000  # characters of an error
 
@@ -22,12 +22,14 @@ class ReplicaSettings:
     """What every replica of a job is made from: plain data.
 
     sampling: parameters of rows that do not give their own. chat_template: the text of one, instead of the tokenizer's.
+    chat_template_content_format: see `ChatTemplate`.
     """
 
     model: str
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    chat_template_content_format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.engine_arguments.get("enable_lora"):
@@ -36,6 +38,9 @@ class ReplicaSettings:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher': a replica starts its ranks; leave it out"
             )
+        if self.chat_template_content_format not in CONTENT_FORMATS:
+            value, known = quoted(self.chat_template_content_format), ", ".join(map(repr, CONTENT_FORMATS))
+            raise ConfigError(f"chat_template_content_format={value}: must be one of {known}")
         if "output_kind" in self.sampling:
             raise ConfigError("output_kind: a row has one result, when it has ended; leave it out")
 
@@ -54,7 +59,7 @@ class Replica:
         defaults = self.llm.get_default_sampling_params()
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)
-        self._template_text = settings.chat_template
+        self._template_text, self._content_format = settings.chat_template, settings.chat_template_content_format
 
     @property
     def has_work(self) -> bool:
@@ -100,13 +105,24 @@ class Replica:
         params = replace(self._params, **request.params)
         if params.seed is None:
             params = replace(params, seed=derived_seed(self.llm.config.seed, "prompt", request.index))
-        token_ids = request.prompt_token_ids
+        text, token_ids = request.prompt, request.prompt_token_ids
+        adds = request.add_special_tokens
         if request.messages is not None:
-            options = dict(request.template_options)
-            options["template_kwargs"] = options.pop("chat_template_kwargs", None)
-            if options.get("continue_final_message"):
-                options.setdefault("add_generation_prompt", False)
-            template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
-            token_ids = template.token_ids(request.messages)
-        prompt = PromptParts(request.prompt, token_ids, request.cache_salt)
+            (rendered,) = self._template(request).prompts(request.messages)
+            text, token_ids = (rendered.text, None) if adds else (None, rendered.token_ids)
+        tokenizer = self.llm.engine.tokenizer
+        if text is not None and adds is False and tokenizer is not None:
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+        prompt = PromptParts(text, token_ids, request.cache_salt)
         self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))
+
+    def _template(self, request: RowRequest) -> ChatTemplate:
+        options = dict(request.template_options)
+        options["template_kwargs"] = options.pop("chat_template_kwargs", None)
+        if options.get("continue_final_message"):
+            options.setdefault("add_generation_prompt", False)
+        options["content_format"] = self._content_format
+        template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
+        if options.get("tools") and not template.shows_tools:
+            raise RequestError("tools: the model's chat template does not show tools to the model")
+        return template

@@ -18,12 +18,15 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
-TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message")
 SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("output_kind", "logits_processors"))
 OF_BODIES = ("body", "url", "method")  # the columns of a line of OpenAI's batch files
 OTHERS = ("sampling_params", "cache_salt", "url", "method")
 USED_COLUMNS = frozenset((*PROMPTS, *TEMPLATE_OPTIONS, *SAMPLING, *OTHERS))
-AS_JSON = ("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "structured_outputs", "logit_bias")
+AS_JSON = (
+    *("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "documents", "structured_outputs"),
+    "logit_bias",
+)
 RESULT_COLUMNS = ("row_index", "generated_text", "finish_reason", "outputs", "prompt_logprobs", "usage", "error")
 
 
@@ -48,6 +51,7 @@ class RowRequest:
     """What a replica gets of a row: plain data. Exactly one of prompt, prompt_token_ids and messages is given.
 
     params: sampling parameters that differ from those of the job. template_options: arguments of the chat template.
+    add_special_tokens: those of the tokenizer's own; None adds them to texts and not to what a template makes.
     """
 
     index: int
@@ -57,6 +61,7 @@ class RowRequest:
     params: dict[str, Any] = field(default_factory=dict)
     template_options: dict[str, Any] = field(default_factory=dict)
     cache_salt: str | None = None
+    add_special_tokens: bool | None = None
 
     def prefix_parts(self) -> Iterator[bytes]:
         """The content that decides which KV blocks two rows can share, from the beginning of the prompt on."""
@@ -144,7 +149,11 @@ class RowFormat:
         token_ids = given.get("prompt_token_ids")
         if token_ids is not None and not isinstance(token_ids, list):
             raise RequestError(f"prompt_token_ids must be a list of token ids, got {quoted(token_ids)}")
-        return RowRequest(index, prompt, token_ids, messages, _params(given), options, given.get("cache_salt"))
+        adds = given.get("add_special_tokens")
+        if not isinstance(adds, bool | None):
+            raise RequestError(f"add_special_tokens={quoted(adds)}: must be true or false")
+        salt = given.get("cache_salt")
+        return RowRequest(index, prompt, token_ids, messages, _params(given), options, salt, adds)
 
 
 def _read_json(name: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.rules import share, with_unit
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def add_chat_flags(parser: argparse.ArgumentParser, *, prompts: bool) -> None:
         add("--chat", action="store_true", help=text)
     add("--system", type=text_argument, metavar="TEXT", help="a system message at the start of each conversation")
     add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
+    add("--chat-template-content-format", choices=CONTENT_FORMATS, default="auto", help=CONTENT_FORMAT_HELP)
 
 
 def read_text(flag: str, path: str | None) -> str | None:

@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**sampling)  # refuses wrong values before a model is loaded
     config = checked_config(args)
     _check_cluster_flags(args, config)
-    settings = ReplicaSettings(_absolute(args.model), _engine_arguments(args), sampling, template)
+    settings = ReplicaSettings(
+        _absolute(args.model), _engine_arguments(args), sampling, template, args.chat_template_content_format
+    )
     row_format = RowFormat(
         prompt_column=args.prompt_column,
         is_chat=args.chat,
@@ -165,6 +167,7 @@ def _job(inputs: Inputs, settings: ReplicaSettings, row_format: RowFormat) -> di
         "engine arguments": json.loads(json.dumps(engine, default=str)),
         "sampling parameters": json.loads(json.dumps(settings.sampling, default=str)),
         "--chat-template": settings.chat_template,
+        "--chat-template-content-format": settings.chat_template_content_format,
         "options for rows": asdict(row_format),
     }
 

@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
         # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
         params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
         answers = Answers(llm, params, status, interrupt, ChosenAdapters(llm, args).default)
-        chat = Conversation(ChatTemplate(llm.engine.tokenizer, template), args.system, document)
+        content_format = args.chat_template_content_format
+        chat = Conversation(
+            ChatTemplate(llm.engine.tokenizer, template, content_format=content_format), args.system, document
+        )
         if document is not None and (prefix := chat.prefix()):
             computed = answers.compute(prefix).prefill
             if not args.quiet:

@@ -269,7 +269,8 @@ class Generation:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._llm.engine.tokenizer, self._template_text)
+        content_format = self._args.chat_template_content_format
+        return ChatTemplate(self._llm.engine.tokenizer, self._template_text, content_format=content_format)
 
     # ---- results
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, WithJsonSchema, model_validator
 
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told of, not each of millions
@@ -108,26 +108,27 @@ class CompletionRequest(SamplingFields):
     suffix: Literal[""] | None = None
 
 
-class FunctionCall(Body):
-    name: str
-    arguments: str | Json = "{}"
-
-
-class ToolCall(Body):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class ChatMessage(BaseModel):
-    """The chat template sees every field, known or not."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str
-    content: str | List[str | Json] | None = None
-    tool_calls: List[ToolCall] | None = None
+# The chat template sees every field, known or not, and `nanovllm.text` says what is wrong with one.
+ChatMessage = Annotated[
+    Json,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"type": "string"},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
+                        {"type": "null"},
+                    ]
+                },
+                "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+            },
+            "required": ["role"],
+        }
+    ),
+]
 
 
 class FunctionDefinition(Body):
@@ -140,6 +141,19 @@ class FunctionDefinition(Body):
 class Tool(Body):
     type: Literal["function"] = "function"
     function: FunctionDefinition
+    _given: Json = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, given: Any, read: Callable[[Any], Self]) -> Self:
+        tool = read(given)
+        tool._given = given
+        return tool
+
+    @property
+    def given(self) -> Json:
+        """The tool as the request has it, which templates print: with its own order of keys, and no others."""
+        return self._given
 
 
 class NamedFunction(Body):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM
-from nanovllm.apps.server.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    SamplingFields,
-    TokenizeRequest,
-)
+from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from nanovllm.apps.server.responses import invalid
 from nanovllm.apps.server.serving import Serving
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.chat_template import ChatTemplate, MessageError
 from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -70,9 +63,11 @@ def encode(llm: LLM, text: str, add_special_tokens: bool) -> list[int]:
 
 @contextmanager
 def naming(param: str, code: str | None = None) -> Iterator[None]:
-    """Context whose RequestError becomes an ApiError that names the field."""
+    """Context whose RequestError becomes an ApiError that names the field, or the part of a message that is wrong."""
     try:
         yield
+    except MessageError as error:
+        raise invalid(str(error), error.field) from None
     except RequestError as error:
         raise invalid(str(error), param, code) from None
 
@@ -89,17 +84,18 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
             "chat_template",
         )
     tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
-    documents = {} if request.documents is None else {"documents": request.documents}
     template = ChatTemplate(
         serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
-        tools=None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
-        template_kwargs=(request.chat_template_kwargs or {}) | documents,
+        tools=None if tools is None else [tool.given for tool in tools],
+        documents=request.documents,
+        template_kwargs=request.chat_template_kwargs,
+        content_format=settings.chat_template_content_format,
     )
     with naming("messages"):
-        (prompt,) = template.prompts([_message(message, i) for i, message in enumerate(request.messages or ())])
+        (prompt,) = template.prompts(request.messages or [])
         if request.add_special_tokens and prompt.text is not None:
             return encode(serving.engine.llm, prompt.text, add_special_tokens=True)
         return list(prompt.token_ids or ())
@@ -111,27 +107,6 @@ def template_text(serving: Serving) -> str:
     own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     texts = own.values() if isinstance(own, Mapping) else [own or ""]
     return serving.settings.chat_template or "\n".join(map(str, texts))
-
-
-def _message(message: ChatMessage, number: int) -> dict[str, Any]:
-    """A message as templates expect it: arguments of tool calls as objects, OpenAI's developer as system."""
-    fields = message.model_dump(exclude_none=True)
-    if message.role == "developer":
-        fields["role"] = "system"
-    for i, call in enumerate(fields.get("tool_calls", ())):
-        param = f"messages.{number}.tool_calls.{i}.function.arguments"
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"], param)
-    return fields
-
-
-def _arguments(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
-    try:
-        read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise invalid(f"{param} must be a JSON object as text", param)
-    return read
 
 
 # ---- sampling

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from nanovllm import LoRARequest
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, number, one_of, whole
+from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -32,6 +33,7 @@ class ServerSettings:
     lora_requests: tuple[LoRARequest, ...] = ()
     host: str = argument("127.0.0.1", TEXT, "address to listen on; 127.0.0.1 is this machine")
     port: int = argument(8000, whole(0, most=65535), "0 takes a free one")
+    chat_template_content_format: str = argument("auto", one_of(*CONTENT_FORMATS), CONTENT_FORMAT_HELP)
     trust_request_chat_template: bool = argument(False, FLAG, "let requests bring chat templates")
     tool_call_parser: str = argument(
         "auto",

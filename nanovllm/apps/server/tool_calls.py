@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from nanovllm.apps.server.protocol import ChatRequest, NamedTool, Tool
+from nanovllm.apps import tool_choice
+from nanovllm.apps.server.protocol import ChatRequest, NamedTool
 from nanovllm.apps.server.responses import invalid
 from nanovllm.text.prompts import open_end
 
@@ -176,26 +177,8 @@ def detect_format(template: str) -> str | None:
 
 def forced_schema(body: ChatRequest) -> dict[str, Any] | None:
     """The JSON schema that `tool_choice` forces the answer into; None for "auto" and "none"."""
-    tools = body.tools or []
-    if isinstance(body.tool_choice, NamedTool):
-        return next(_parameters(tool) for tool in tools if tool.function.name == body.tool_choice.function.name)
-    if body.tool_choice != "required":
-        return None
-    calls = [
-        {
-            "type": "object",
-            # With an identifier of its own, a schema's references are within itself.
-            "properties": {
-                "name": {"const": tool.function.name},
-                "parameters": {"$id": f"tool:{number}", **_parameters(tool)},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for number, tool in enumerate(tools)
-    ]
-    most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    return tool_choice.forced_schema([tool.given for tool in body.tools or ()], choice, body.parallel_tool_calls)
 
 
 def make_parser(body: ChatRequest, form: str | None) -> Parser:
@@ -228,7 +211,3 @@ def check_tools(body: ChatRequest, template: str, form: str | None) -> None:
             "--tool-call-parser hermes or llama3_json, or with none to get calls as text",
             "tools",
         )
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object"}

@@ -1,0 +1,185 @@
+"""Messages as a chat template expects them: as in Transformers, and where that goes wrong, as the template takes them.
+
+OpenAI's messages differ from what templates were written for in a few points, which `TemplateFacts` finds out about:
+the role developer, content in parts, no content beside calls, and the arguments of calls as JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nanovllm.errors import RequestError, quoted
+from nanovllm.text.prompts import CONTENT_FORMATS, Message
+from nanovllm.text.template_facts import TemplateFacts
+
+# The field with the text, by the type of a part.
+TEXT_PARTS: Mapping[str, str] = MappingProxyType(
+    {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+)
+# Names of a message's reasoning. Transformers fills the first two from any of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+Json = dict[str, Any]
+
+
+class MessageError(RequestError):
+    """A message that cannot be read. field: its path, such as "messages.2.content.0"."""
+
+    def __init__(self, field: str, sentence: str) -> None:
+        super().__init__(f"{field} {sentence}")
+        self.field = field
+
+
+def check_content_format(name: object) -> str:
+    """The name of a content format; None stands for "auto". Raises RequestError."""
+    if name is None:
+        return "auto"
+    if not isinstance(name, str) or name not in CONTENT_FORMATS:
+        known = ", ".join(map(repr, CONTENT_FORMATS))
+        raise RequestError(f"chat_template_content_format={quoted(name)}: must be one of {known}")
+    return name
+
+
+def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[tuple[str, Sequence[Message]]]:
+    """One conversation or several, with their paths; a list that begins with a message is one. Raises RequestError."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
+    if messages and _as_mapping(messages[0]) is not None:
+        return [("messages", messages)]  # type: ignore[list-item]
+    for each in messages:
+        if isinstance(each, str) or not isinstance(each, Sequence) or not each:
+            raise RequestError(f"a conversation must be a list of at least one message, got {quoted(each)}")
+    return [(f"messages.{i}", each) for i, each in enumerate(messages)]  # type: ignore[misc]
+
+
+def template_messages(path: str, messages: Sequence[Message], facts: TemplateFacts, content_format: str) -> list[Json]:
+    """Copies of the messages of one conversation for the template of `facts`. Raises MessageError.
+
+    As in Transformers, fields without a value are left out, and all others reach the template.
+    """
+    return [_message(f"{path}.{i}", message, facts, content_format) for i, message in enumerate(messages)]
+
+
+def _message(path: str, given: Any, facts: TemplateFacts, content_format: str) -> Json:
+    message = _as_mapping(given)
+    if message is None:
+        raise MessageError(path, f"must be an object with a role and a content, got {quoted(given)}")
+    role = message.get("role")
+    if role is None:
+        raise MessageError(f"{path}.role", "is missing: give who speaks, such as 'user'")
+    if not isinstance(role, str):
+        raise MessageError(f"{path}.role", f"must be text such as 'user', got {quoted(role)}")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if role == "developer" and not facts.knows_developer:
+        fields["role"] = role = "system"
+    if not fields.get("tool_calls", True):  # which some templates take for an answer that only calls
+        del fields["tool_calls"]
+    calls = fields.get("tool_calls")
+    if calls is not None:
+        fields["tool_calls"] = _calls(f"{path}.tool_calls", calls, facts.call_form.arguments_as_text)
+    if "content" in fields:
+        fields["content"] = _content(f"{path}.content", role, fields["content"], facts, content_format)
+    elif role in ("system", "user"):
+        raise MessageError(f"{path}.content", "is missing: give text, or a list of text parts")
+    elif role == "assistant":
+        fields |= facts.call_form.no_content if calls else facts.no_answer
+    elif role == "tool":
+        fields["content"] = ""
+    return _with_reasoning(fields, facts)
+
+
+def _as_mapping(message: Any) -> Mapping[str, Any] | None:
+    """The message itself, or the fields of a pydantic model, as the clients of OpenAI's API have them."""
+    if not isinstance(message, Mapping) and callable(getattr(message, "model_dump", None)):
+        message = message.model_dump()
+    return message if isinstance(message, Mapping) else None
+
+
+def _with_reasoning(fields: Json, facts: TemplateFacts) -> Json:
+    """The reasoning under all names by which templates read it."""
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    if reasoning is None:
+        return fields
+    own = {"reasoning": reasoning} if facts.reads_reasoning else {}
+    return {"thinking": reasoning, **fields, **own, "reasoning_content": reasoning}
+
+
+# ---- content
+
+
+def _content(path: str, role: str, content: Any, facts: TemplateFacts, content_format: str) -> str | list[Any]:
+    is_text = isinstance(content, str)
+    if not is_text and not isinstance(content, Sequence):
+        raise MessageError(path, f"must be text or a list of text parts, got {quoted(content)}")
+    given = [{"type": "text", "text": content}] if is_text else list(content)
+    texts = [_text_of(path, i, part) for i, part in enumerate(given)]
+    as_parts = content_format == "openai"
+    if content_format == "auto":  # some templates show parts alone
+        as_parts = not (is_text and facts.takes(role, "text")) and facts.takes(role, "parts")
+    if not as_parts:
+        return "\n".join(texts)
+    return [_part(role, part, text, facts) for part, text in zip(given, texts, strict=True)]
+
+
+def _text_of(path: str, index: int, part: Any) -> str:
+    text = part
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text")
+        text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise MessageError(
+            f"{path}.{index}", f"must be a part of text, {{'type': 'text', 'text': ...}}, got {quoted(part)}"
+        )
+    return text
+
+
+def _part(role: str, part: Any, text: str, facts: TemplateFacts) -> Any:
+    """The part as it is if the template shows it, else as a part of text."""
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        return dict(part)
+    if isinstance(part, str) and facts.takes(role, "strings"):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "thinking" and facts.takes(role, "thinking"):
+        return dict(part)
+    return {"type": "text", "text": text}
+
+
+# ---- calls
+
+
+def _calls(path: str, calls: Any, as_text: bool) -> list[Json]:
+    if isinstance(calls, str) or not isinstance(calls, Sequence):
+        raise MessageError(path, f"must be a list of calls, got {quoted(calls)}")
+    return [_call(f"{path}.{i}", call, as_text) for i, call in enumerate(calls)]
+
+
+def _call(path: str, call: Any, as_text: bool) -> Json:
+    """A call, with or without the object `function` around its name and arguments, as templates take both."""
+    is_wrapped = isinstance(call, Mapping) and "function" in call
+    function = call["function"] if is_wrapped else call
+    at = f"{path}.function" if is_wrapped or not isinstance(call, Mapping) else path
+    if not isinstance(function, Mapping):
+        raise MessageError(at, f"must be an object with name and arguments, got {quoted(function)}")
+    if not isinstance(function.get("name"), str):
+        raise MessageError(f"{at}.name", f"must be the name of a function, got {quoted(function.get('name'))}")
+    arguments = _arguments(f"{at}.arguments", function.get("arguments"), as_text)
+    read = {**function, "arguments": arguments}
+    return {**call, "function": read} if is_wrapped else read
+
+
+def _arguments(path: str, given: Any, as_text: bool) -> Json | str:
+    read = given
+    if given is None or (isinstance(given, str) and not given.strip()):
+        read = given = {}
+    elif isinstance(given, str):
+        try:
+            read = json.loads(given)
+        except (ValueError, RecursionError):
+            read = None
+    if not isinstance(read, Mapping):
+        raise MessageError(path, f"must be a JSON object as text, or an object, got {quoted(given)}")
+    if not as_text:
+        return dict(read)
+    return given if isinstance(given, str) else json.dumps(dict(read), ensure_ascii=False)

@@ -1,0 +1,150 @@
+"""What a chat template does with messages, found by rendering small conversations with it.
+
+Rendering sees what no reading of the template's text does: macros, filters, and what concatenation makes of a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+# Words that no template has.
+FIRST, SECOND, VALUE, STRANGER = "qzfirst", "qzsecond", "qzvalue", "qzstranger"
+# Contents, by the name of their form. A template takes a form if both words of it are in the text.
+SAMPLES: Mapping[str, Any] = MappingProxyType(
+    {
+        "text": f"{FIRST} {SECOND}",
+        "parts": [{"type": "text", "text": FIRST}, {"type": "text", "text": SECOND}],
+        "strings": [FIRST, SECOND],
+        "thinking": [{"type": "thinking", "thinking": FIRST}, {"type": "text", "text": SECOND}],
+    }
+)
+ROLES = ("system", "user", "assistant", "tool")
+ARGUMENTS: Mapping[str, str] = MappingProxyType({"qzname": VALUE})
+TOOL: Mapping[str, Any] = MappingProxyType(
+    {
+        "name": "qztool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"qzname": {"type": "string", "description": "A name."}}},
+    }
+)
+CALL_ID = "qzcall123"  # Mistral's templates want nine letters and digits
+QUESTION: Mapping[str, Any] = MappingProxyType({"role": "user", "content": "A question."})
+
+
+class CallForm(NamedTuple):
+    """How an answer that calls tools is given to a template.
+
+    no_content: the fields that stand for no content. arguments_as_text: those of calls are JSON text, not objects.
+    """
+
+    no_content: Mapping[str, Any]
+    arguments_as_text: bool
+
+
+class TemplateFacts:
+    """The facts of one template. Each is found when it is first needed, in one to seven renderings."""
+
+    def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
+        """template: its text. variables: such as the special tokens, which templates need."""
+        self._template, self._variables = template, dict(variables)
+        self._takes: dict[tuple[str, str], bool] = {}  # by role and form
+
+    def takes(self, role: str, form: str) -> bool:
+        """Whether all of a content in a form of `SAMPLES` is shown, and a list not as Python prints one."""
+        if role not in ROLES:  # a name that a request invents is not kept
+            return self._shows(role, form)
+        if (role, form) not in self._takes:
+            self._takes[role, form] = self._shows(role, form)
+        return self._takes[role, form]
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """Whether the role "developer" is more than an unknown name, which the template drops, refuses or copies."""
+        text = self._developer("developer").casefold()
+        return FIRST in text and text.replace("developer", STRANGER) != self._developer(STRANGER).casefold()
+
+    @cached_property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is read from the field `reasoning` alone, which Transformers fills from no other."""
+        others = re.search(r"\b(reasoning_content|thinking)\b", self._template)
+        return others is None and re.search(r"\breasoning\b", self._template) is not None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the prompt has the names of tools."""
+        return str(TOOL["name"]) in (self._render([QUESTION], with_tools=True) or "")
+
+    @cached_property
+    def no_answer(self) -> Mapping[str, Any]:
+        """The fields that stand for no content in an answer without calls: none, or an empty text if it needs one."""
+        without: Mapping[str, Any] = {}
+        return without if self._render([QUESTION, {"role": "assistant"}, QUESTION]) is not None else {"content": ""}
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The first form in which the template shows a call: as Transformers gives it if that works."""
+        for content in ({}, {"content": None}, {"content": ""}):
+            for as_text in (False, True):
+                text = self._render(self._call(content, as_text))
+                if text is not None and _shows_call(text):
+                    return CallForm(content, as_text)
+        # Some show calls only beside a content, or not at all.
+        as_text = not _shows_call(self._render(self._call({"content": SECOND}, False)) or "")
+        as_text = as_text and _shows_call(self._render(self._call({"content": SECOND}, True)) or "")
+        return CallForm(self.no_answer, as_text)
+
+    # ---- rendering
+
+    def _shows(self, role: str, form: str) -> bool:
+        message = {"role": role, "content": SAMPLES[form]}
+        if role == "tool":
+            call = self._call(self.call_form.no_content, self.call_form.arguments_as_text)
+            text = self._render([*call[:-1], {**call[-1], **message}])
+        elif role == "system":
+            text = self._render([message, QUESTION])
+        elif role == "user":
+            text = self._render([message])
+        else:
+            text = self._render([QUESTION, message, QUESTION])
+        if text is None or not 0 <= text.find(FIRST) < text.find(SECOND):
+            return False
+        # A list as JSON is a structured result of a tool, and no way to show the parts of what somebody says.
+        as_printed = [repr(SAMPLES[form])] if role == "tool" else [repr(SAMPLES[form]), json.dumps(SAMPLES[form])]
+        if form == "thinking":
+            as_printed += [repr(SAMPLES[form][0]), json.dumps(SAMPLES[form][0])]
+        return not any(each in text for each in as_printed)
+
+    def _developer(self, role: str) -> str:
+        return self._render([{"role": role, "content": FIRST}, QUESTION]) or ""
+
+    def _call(self, content: Mapping[str, Any], as_text: bool) -> list[Mapping[str, Any]]:
+        """A question, an answer that calls, and the tool's answer."""
+        arguments: Any = json.dumps(dict(ARGUMENTS)) if as_text else dict(ARGUMENTS)
+        function = {"name": TOOL["name"], "arguments": arguments}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        answer = {"role": "tool", "tool_call_id": CALL_ID, "name": TOOL["name"], "content": "An answer."}
+        return [QUESTION, {"role": "assistant", **content, "tool_calls": [call]}, answer]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], with_tools: bool = False) -> str | None:
+        """The text; None if the template cannot take the messages."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
+
+        with_tools = with_tools or any("tool_calls" in message for message in messages)
+        tools = [{"type": "function", "function": dict(TOOL)}] if with_tools else None
+        options = {**self._variables, "chat_template": self._template, "tools": tools, "add_generation_prompt": True}
+        try:
+            texts: Any = render_jinja_template([[dict(message) for message in messages]], **options)
+        except Exception:  # a template may raise any type
+            return None
+        return str(texts[0][0])
+
+
+def _shows_call(text: str) -> bool:
+    """Whether the arguments are there, neither as Python prints them nor as JSON within JSON."""
+    wrong = (repr(dict(ARGUMENTS)), json.dumps(json.dumps(dict(ARGUMENTS))), "None")
+    return VALUE in text and not any(each in text for each in wrong)
