@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from text_cases import QUICK
 from tokenizer_files import write_byte_fallback, write_byte_level
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"

@@ -51,7 +51,7 @@ TORCH_FREE = (
     "nanovllm.memory.sizing",
     "nanovllm.outputs",
     "nanovllm.sampling_params",
-    "nanovllm.text.chat_template",
+    *("nanovllm.text.chat_template", "nanovllm.text.detokenizer"),
     "nanovllm.text.tokenizer",
 )
 NEEDS_TORCH = {
@@ -151,7 +151,7 @@ def test_imports_go_down_only() -> None:
 PUBLIC = {
     *("nanovllm", "nanovllm.config", "nanovllm.errors", "nanovllm.outputs", "nanovllm.rules"),
     *("nanovllm.sampling_params", "nanovllm.vllm_names", "nanovllm.text.prompts", "nanovllm.text.tokenizer"),
-    "nanovllm.text.chat_template",
+    *("nanovllm.text.chat_template", "nanovllm.text.detokenizer"),
     *("nanovllm.data.progress", "nanovllm.features.progress_bar", "nanovllm.features.planner"),
     "nanovllm.features.kv_disk",
 }

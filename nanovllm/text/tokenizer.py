@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
 from nanovllm.data import json_fields as rules
 from nanovllm.data.json_fields import FLAG, LIST, NULL, OBJECT, TEXT, Field
@@ -37,17 +39,25 @@ CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
         "clean_up_tokenization_spaces": FLAG | NULL,
     }
 )
+PART_OF_CHARACTER = "\ufffd"
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies that have a token for each byte beside their words
 T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """What the engine and the server need of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
+
+    def token_string(self, token_id: int) -> str | None: ...
+
+    def token_bytes(self, token_id: int) -> bytes | None: ...
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None: ...
 
 
 class HuggingFaceTokenizer:
@@ -76,6 +86,8 @@ class HuggingFaceTokenizer:
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -132,6 +144,75 @@ class HuggingFaceTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_string(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it, such as "Ġthe"; None for an id that the vocabulary does not have."""
+        if self.backend is not None:
+            return self.backend.id_to_token(token_id)
+        found: str | None = self.tokenizer.convert_ids_to_tokens(token_id)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to a text before it: a word's with its space, those of a part of a character.
+
+        A special token has those of its name. None if they are not known.
+        """
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._find_bytes(token_id)
+        return self._bytes[token_id]
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Where the tokens of a text begin in it, in characters. Parts of a character begin where that does.
+
+        A token that encoding has added begins where the token before it ends. None if these are not the text's tokens,
+        and for a slow tokenizer.
+        """
+        backend, ids = self.backend, list(token_ids)
+        if backend is None:
+            return None
+        encoding = _guarded(lambda: backend.encode(text))
+        if encoding.ids != ids:
+            encoding = _guarded(lambda: backend.encode(text, add_special_tokens=False))
+        if encoding.ids != ids:
+            return None
+        found, end = [], 0
+        for (first, last), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            # Some tokenizers do not count the spaces before a word to it.
+            found.append(end if is_added else min(first, end + len(text[end:first].rstrip(" "))))
+            end = max(end, last)
+        return found
+
+    def _find_bytes(self, token_id: int) -> bytes | None:
+        name = self.token_string(token_id)
+        if name is None:
+            return None
+        text = self.token_text(token_id) if token_id in self.silent_ids else self._text_after_another(token_id)
+        if PART_OF_CHARACTER not in text:
+            return text.encode("utf-8", "replace")
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        byte, symbols = BYTE_TOKEN.fullmatch(name), self._byte_symbols
+        candidates = [bytes.fromhex(byte[1])] if byte else [name.encode()]
+        if all(symbol in symbols for symbol in name):
+            candidates.append(bytes(symbols[symbol] for symbol in name))
+        return next((each for each in candidates if each.decode("utf-8", "replace") == text), None)
+
+    def _text_after_another(self, token_id: int) -> str:
+        """What a token adds to the text of another: decoders drop the space before the first word."""
+        before = self._another
+        known, text = (self.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token_id]))
+        return text[len(known) :] if text.startswith(known) else self.token_text(token_id)
+
+    @cached_property
+    def _another(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)[-1:]
+
+    @cached_property
+    def _byte_symbols(self) -> dict[str, int]:
+        """The byte of each character in byte-level vocabularies: printable Latin-1 is itself, the others follow."""
+        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+        own = [ord(symbol) for symbol in symbols if ord(symbol) < 256]
+        return dict(zip(symbols, [*own, *sorted(set(range(256)) - set(own))], strict=True))
 
 
 def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Tokenizer | None:

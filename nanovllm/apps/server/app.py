@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
@@ -19,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm import AsyncLLM, __version__
 from nanovllm.apps.server.chat import create_chat_completion
@@ -35,6 +37,7 @@ from nanovllm.errors import RequestError, as_request_error, quoted
 
 Endpoint = Callable[[Serving, Request], Awaitable[Response]]
 MAX_LISTENERS = 32
+ABSOLUTE = re.compile(r"https?://(?:[^/@]*@)?(?P<host>[^/@]*)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -47,13 +50,29 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission |
     metrics = ServerMetrics(engine.llm, settings.model_name)
     kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
     serving = Serving(engine, settings, admission, metrics, kv_events, defaults)
-    middleware = [Middleware(Gate, settings=settings, admission=admission)]
+    middleware = [Middleware(AbsoluteTargets), Middleware(Gate, settings=settings, admission=admission)]
     if settings.allowed_origins:
         origins = settings.allowed_origins
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
+        middleware.insert(1, cors)
     handlers = {HTTPException: respond_to_wrong_path}
     return Starlette(routes=_routes(serving), middleware=middleware, exception_handlers=handlers)
+
+
+class AbsoluteTargets:
+    """ASGI middleware: takes `GET http://host/path`, as HTTP/1.1 requires, like `GET /path` with that host as Host."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = ABSOLUTE.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        if found is not None:
+            headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            path = found["path"] or "/"
+            scope = {**scope, "path": path, "raw_path": quote(path).encode()}
+            scope["headers"] = [*headers, (b"host", found["host"].encode())]
+        await self._app(scope, receive, send)
 
 
 def _routes(serving: Serving) -> list[BaseRoute]:
@@ -133,9 +152,9 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     tokens = await serving.in_text_thread(body, token_ids)
     answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": None}
     if body.return_token_strs:
-        texts = llm.engine.tokenizer
-        assert texts is not None
-        answer["token_strs"] = await serving.in_text_thread(body, lambda: [texts.token_text(token) for token in tokens])
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None
+        answer["token_strs"] = await serving.in_text_thread(body, lambda: [*map(tokenizer.token_string, tokens)])
     return JSONResponse(answer)
 
 
@@ -167,6 +186,8 @@ async def show_page(serving: Serving, request: Request) -> Response:
 
 async def kv_cache_events(serving: Serving, request: Request) -> Response:
     """Where the KV cache is, as server-sent events"""
+    if request.method == "HEAD":  # which has no end of a stream to wait for
+        return Response(media_type=EventStream.media_type)
     if serving.kv_events.num_listeners >= MAX_LISTENERS:
         message = f"{MAX_LISTENERS} clients listen to the KV cache already: close one of them, or try again later"
         raise ApiError(429, message)

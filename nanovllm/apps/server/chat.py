@@ -17,6 +17,7 @@ from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prom
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
 from nanovllm.apps.server.tool_calls import Call, Parser, Piece, check_tools, detect_format, forced_schema, make_parser
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.text.tokenizer import Tokenizer
 
 
 async def create_chat_completion(serving: Serving, request: Request) -> Response:
@@ -35,7 +36,7 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
         body,
         chat_params(body, serving.defaults, **forced),
         Envelope(request_id, kind, settings.answer_name(body.model), body),
-        Messages(body, form),
+        Messages(body, form, serving.engine.llm.engine.tokenizer),
         lambda: [checked_prompt(serving, chat_prompt(serving, body), body, "messages")],
     )
 
@@ -52,9 +53,10 @@ class Choice:
 class Messages:
     """Turns outputs, complete ones or what is new, into messages or their deltas."""
 
-    def __init__(self, body: ChatRequest, form: str | None) -> None:
+    def __init__(self, body: ChatRequest, form: str | None, tokenizer: Tokenizer | None) -> None:
         """form: of tool calls, see `tool_calls.make_parser`."""
         self._body = body
+        self._tokenizer = tokenizer
         self._make_parser = partial(make_parser, body, form)
         self._choices: dict[int, Choice] = {}  # by index
 
@@ -128,8 +130,8 @@ class Messages:
             reason = "tool_calls"
         logprobs = None
         if completion.logprobs is not None:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            logprobs = chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0, as_ids)
+            num_top, as_ids = body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, as_ids, self._tokenizer)
         tokens = {"token_ids": completion.token_ids} if body.return_token_ids else {}
         return {
             "index": completion.index,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from nanovllm.apps.server.requests import completion_params, completion_prompt, 
 from nanovllm.apps.server.responses import invalid
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
@@ -45,8 +46,10 @@ class Completions:
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer | None) -> None:
         self._body = body
         self._tokenizer = tokenizer
+        self._skip_special_tokens = body.skip_special_tokens is not False
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by the index of the choice; these have begun
         self._scored: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}  # log-probabilities of each prompt
+        self._echoes: dict[int, Echo] = {}  # of each prompt
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = self._choices(number, output)
@@ -63,21 +66,16 @@ class Completions:
         body = self._body
         index = number * (body.n or 1) + completion.index
         begins = index not in self._logprobs
-        logprobs = self._logprobs.setdefault(
-            index, LegacyLogprobs(self._tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids))
-        )
-        token_ids = completion.token_ids
-        positions: Sequence[Mapping[int, Logprob] | None] | None = completion.logprobs
-        text = completion.text
-        if begins and body.echo and self._tokenizer is not None:
-            text = self._echo(output, self._tokenizer) + text
-            token_ids = [*output.prompt_token_ids, *token_ids]
-            if positions is not None:
-                positions = [*self._scored[number], *positions]
+        if begins:
+            prompt, as_ids = output.prompt_token_ids, bool(body.return_tokens_as_token_ids)
+            self._logprobs[index] = LegacyLogprobs(
+                self._tokenizer, body.logprobs or 0, as_ids, prompt, self._skip_special_tokens
+            )
+        echo = self._echo(number, output) if begins and body.echo else None
         choice: dict[str, Any] = {
             "index": index,
-            "text": text,
-            "logprobs": None if positions is None else logprobs.piece(token_ids, positions),
+            "text": completion.text if echo is None else echo.text + completion.text,
+            "logprobs": None if completion.logprobs is None else self._piece(number, index, echo, completion),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
@@ -88,60 +86,179 @@ class Completions:
             choice["prompt_token_ids"] = output.prompt_token_ids if begins else None
         return choice
 
-    def _echo(self, output: RequestOutput, tokenizer: Tokenizer) -> str:
+    def _piece(self, number: int, index: int, echo: Echo | None, completion: CompletionOutput) -> Shown:
+        """The log-probabilities of what is new, after those of the prompt if it is echoed here."""
+        logprobs, ends = self._logprobs[index], completion.finish_reason is not None
+        before = {} if echo is None else logprobs.echo(echo, self._scored[number])
+        new = logprobs.piece(completion.token_ids, completion.logprobs or (), completion.text, ends=ends)
+        return {name: [*before.get(name, ()), *values] for name, values in new.items()}
+
+    def _echo(self, number: int, output: RequestOutput) -> Echo:
         """The prompt's text as it was given, or that of its tokens."""
-        if output.prompt is not None:
-            return output.prompt
-        skip_special_tokens = self._body.skip_special_tokens is not False
-        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        if number not in self._echoes:
+            assert self._tokenizer is not None  # the request was refused without one
+            text, token_ids, skip = output.prompt, output.prompt_token_ids, self._skip_special_tokens
+            if text is None:
+                text = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+            is_scored = self._body.logprobs is not None
+            places = _places(self._tokenizer, token_ids, text, skip) if is_scored else []
+            self._echoes[number] = Echo(text, token_ids, places)
+        return self._echoes[number]
+
+
+# ---- log-probabilities
+
+Shown = dict[str, list[Any]]
+
+
+class Place(NamedTuple):
+    """Where a token begins in a text, in characters. is_first: without the space that decoders drop there."""
+
+    offset: int
+    is_first: bool
+
+
+class Echo(NamedTuple):
+    """A prompt that an answer begins with."""
+
+    text: str
+    token_ids: Sequence[int]
+    places: Sequence[Place]
+
+
+def _places(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[Place]:
+    """The places of a prompt's tokens in its text as it was given, which may differ from the text of its tokens."""
+    detokenizer, places, pieces = Detokenizer(tokenizer, (), skip_special_tokens), [], []
+    for token_id in token_ids:
+        places.append(Place(detokenizer.position, detokenizer.is_at_start))
+        pieces.append(detokenizer.step(token_id))
+    if "".join([*pieces, detokenizer.flush()]) == text:
+        return places
+    offsets = tokenizer.offsets(text, token_ids) or [min(place.offset, len(text)) for place in places]
+    return [place._replace(offset=offset) for place, offset in zip(places, offsets, strict=True)]
 
 
 class LegacyLogprobs:
-    """The `logprobs` of completions, piece by piece: `text_offset` goes on where the last piece ended."""
+    """The `logprobs` of completions, piece by piece.
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int, as_token_ids: bool) -> None:
-        self._tokenizer = tokenizer
+    text_offset: where the text of a token begins in the answer's, in characters, however the token is shown. Part of a
+    character begins where that does, and a token without text where the next one's begins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        num_top: int,
+        as_token_ids: bool,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._names = TokenNames(tokenizer, as_token_ids)
         self._num_top = num_top
-        self._as_token_ids = as_token_ids
-        self._offset = 0
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, skip_special_tokens)
+        self._begin = 0  # of the generated text in the answer's
+        self._length = 0  # characters of the answer so far
+
+    def echo(self, prompt: Echo, positions: Sequence[Mapping[int, Logprob] | None]) -> Shown:
+        """The tokens of the prompt, with whose text the answer begins."""
+        self._begin = self._length = len(prompt.text)
+        return self._shown(prompt.token_ids, positions, prompt.places)
 
     def piece(
-        self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]
-    ) -> dict[str, list[Any]]:
-        """The next tokens. A position without log-probabilities, as the first of a prompt, has None."""
-        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token_id, position in zip(token_ids, positions, strict=True):
-            text = self._text(token_id, None if position is None else position[token_id])
-            found["text_offset"].append(self._offset)
-            found["tokens"].append(text)
+        self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], text: str = "", ends: bool = False
+    ) -> Shown:
+        """The next tokens, and the text that comes with them.
+
+        ends: the answer has ended, perhaps cut at a stop string. Then no token begins behind its text.
+        """
+        self._length += len(text)
+        places = [self._place(token_id) for token_id in token_ids]
+        if ends:
+            places = [place._replace(offset=min(place.offset, self._length)) for place in places]
+        return self._shown(token_ids, positions, places)
+
+    def _place(self, token_id: int) -> Place:
+        """The place of the next generated token."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return Place(self._begin, False)
+        place = Place(self._begin + detokenizer.position, detokenizer.is_at_start)
+        detokenizer.step(token_id)
+        return place
+
+    def _shown(
+        self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None], places: Sequence[Place]
+    ) -> Shown:
+        """A position without log-probabilities, as the first of a prompt, has None."""
+        found: Shown = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, position, place in zip(token_ids, positions, places, strict=True):
+            found["text_offset"].append(place.offset)
+            found["tokens"].append(self._names.legacy(token_id, place.is_first))
             found["token_logprobs"].append(None if position is None else finite(position[token_id].logprob))
-            found["top_logprobs"].append(None if position is None else self._top(position, token_id))
-            self._offset += len(text)
+            found["top_logprobs"].append(None if position is None else self._top(position, token_id, place.is_first))
         return found
 
-    def _top(self, position: Mapping[int, Logprob], token_id: int) -> dict[str, float]:
+    def _top(self, position: Mapping[int, Logprob], token_id: int, is_first: bool) -> dict[str, float]:
         """The most likely tokens, and the sampled one, which comes first among tokens of the same text."""
         ranked = {token_id: position[token_id], **dict(most_likely(position, self._num_top))}
         top: dict[str, float] = {}
         for other, entry in sorted(ranked.items(), key=lambda item: -item[1].logprob):
-            top.setdefault(self._text(other, entry), finite(entry.logprob))
+            top.setdefault(self._names.legacy(other, is_first), finite(entry.logprob))
         return top
 
-    def _text(self, token_id: int, entry: Logprob | None) -> str:
-        if entry is not None:
-            return token_text(token_id, entry.decoded_token, self._as_token_ids)
-        text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-        return token_text(token_id, text, self._as_token_ids)
+
+class TokenNames(NamedTuple):
+    """What tokens are called: by their text within a text, so that the tokens of a text join to it.
+
+    Bytes that are no text, such as a part of a character, are escaped as OpenAI does: `\\xf0\\x9f`, in completions with
+    `bytes:` in front. A token whose bytes are not known is `token_id:N`, and so is each if asked for.
+    """
+
+    tokenizer: Tokenizer | None
+    as_token_ids: bool
+
+    def chat(self, token_id: int, mark: str = "") -> str:
+        data = None if self.as_token_ids else self.data(token_id)
+        if data is None:
+            return f"token_id:{token_id}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return mark + repr(data)[2:-1]
+
+    def legacy(self, token_id: int, is_first: bool = False) -> str:
+        """is_first: in its text, where decoders drop a space."""
+        name = self.chat(token_id, "bytes:")
+        if is_first and name.startswith(" ") and self.tokenizer is not None:
+            return self.tokenizer.token_text(token_id)
+        return name
+
+    def data(self, token_id: int) -> bytes | None:
+        try:
+            return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        except Exception:  # some tokenizers raise for ids that only pad the model's vocabulary
+            return None
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], num_top: int, as_token_ids: bool
+    token_ids: Sequence[int],
+    positions: Sequence[Mapping[int, Logprob]],
+    num_top: int,
+    as_token_ids: bool,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """The `logprobs` of chat completions."""
+    names = TokenNames(tokenizer, as_token_ids)
+
+    def shown(token_id: int, entry: Logprob) -> dict[str, Any]:
+        data = names.data(token_id)
+        name, values = names.chat(token_id), None if data is None else list(data)
+        return {"token": name, "logprob": finite(entry.logprob), "bytes": values}
+
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        top = [_entry(other, entry, as_token_ids) for other, entry in most_likely(position, num_top)]
-        content.append({**_entry(token_id, position[token_id], as_token_ids), "top_logprobs": top})
+        top = [shown(other, entry) for other, entry in most_likely(position, num_top)]
+        content.append({**shown(token_id, position[token_id]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -160,15 +277,5 @@ def most_likely(position: Mapping[int, Logprob], count: int) -> list[tuple[int, 
     return ranked if count == -1 else ranked[:count]
 
 
-def token_text(token_id: int, text: str | None, as_token_id: bool) -> str:
-    """The text of a token, or `token_id:N` if asked for or if it has none."""
-    return f"token_id:{token_id}" if as_token_id or text is None else text
-
-
 def finite(logprob: float) -> float:
     return max(logprob, LEAST)
-
-
-def _entry(token_id: int, entry: Logprob, as_token_id: bool) -> dict[str, Any]:
-    text = token_text(token_id, entry.decoded_token, as_token_id)
-    return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # torch comes with it
 
 INTERVAL = 0.25  # seconds between snapshots
 MAX_SHARE = 0.02  # of the engine's time for snapshots: those of a very large KV cache are taken less often
-KEEP_ALIVE = 15.0  # seconds without an event until a comment is sent
 
 
 class KVCacheEvents:
@@ -53,15 +52,12 @@ class KVCacheEvents:
             if self._ticker is None or self._ticker.done():
                 self._ticker = asyncio.create_task(self._tick())
             yield named("layout", layout(self._engine.llm))
-            sent, quiet_since = None, time.monotonic()
+            sent = None
             while not self._is_over():
                 snapshot = self._latest
                 if snapshot is not None and snapshot is not sent:
                     yield named("snapshot", snapshot.message(sent))
-                    sent, quiet_since = snapshot, time.monotonic()
-                elif time.monotonic() - quiet_since > KEEP_ALIVE:
-                    yield b": nothing has changed\n\n"
-                    quiet_since = time.monotonic()
+                    sent = snapshot
                 await asyncio.sleep(INTERVAL / 2)
         finally:
             self.num_listeners -= 1

@@ -105,6 +105,12 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the header Content-Type must be application/json")
+    coding = request.headers.get("content-encoding", "").strip()
+    if coding.lower() not in ("", "identity"):
+        message = f"the body is compressed (Content-Encoding: {coding!r:.100}), and this server takes plain JSON only"
+        refusal = ApiError(415, f"{message}: send it without compression")
+        refusal.headers["Accept-Encoding"] = "identity"
+        raise refusal
     announced, body, stream = int(request.headers.get("content-length", 0)), bytearray(), request.stream()
     while max(len(body), announced) <= settings.max_body_bytes:
         try:

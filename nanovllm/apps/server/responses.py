@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -20,6 +20,8 @@ from nanovllm.errors import EngineError, RefusedError, one_line
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"  # clients ignore it
+SILENCE_SECONDS = 15.0  # until a comment is sent; proxies and clients give up after 60 s or more without data
 LONGEST = 2000  # characters of a message
 PARAMETER = re.compile(r"\b([a-z_]+)=")  # how RequestErrors quote the value of a parameter
 LATER = {"Retry-After": "5"}
@@ -94,30 +96,49 @@ def event(value: Any) -> bytes:
 class EventStream(Response):
     """Sends events as the generator yields them, no faster than the client reads. The generator is always closed.
 
+    After each `silence` seconds in which nothing was sent, it sends a comment: a long prompt takes minutes, and so may
+    text that is held back.
     held: is closed at the end, also where the client goes away before the generator has begun.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], held: ExitStack | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], held: ExitStack | None = None, silence: float | None = None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._held = ExitStack() if held is None else held
+        self._silence = SILENCE_SECONDS if silence is None else silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
+        async def send_part(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                async for data in self._events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                while (data := await self._next(send_part)) is not None:
+                    await send_part(data)
             except Exception as error:  # the status is sent already: an event tells of the error
-                await send({"type": "http.response.body", "body": event(as_api_error(error).body), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send_part(event(as_api_error(error).body))
+            await send_part(b"", more=False)
+
+    async def _next(self, send_part: Callable[[bytes], Awaitable[None]]) -> bytes | None:
+        """The next event, with comments while it does not come; None after the last one."""
+        coming = asyncio.ensure_future(anext(self._events, None))
+        try:
+            while not (await asyncio.wait((coming,), timeout=self._silence))[0]:
+                await send_part(COMMENT)
+            return coming.result()
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)  # the generator cannot be closed while it runs
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:

@@ -34,7 +34,8 @@ def open_socket(settings: ServerSettings) -> socket.socket:
     """A socket at the server's address, not yet listening. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        opened = socket.socket(family, socket.SOCK_STREAM)
+        # Its connections send at once (TCP_NODELAY): asyncio sees to it for sockets whose protocol is named.
+        opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((settings.host, settings.port))
     except OSError as error:

@@ -137,7 +137,7 @@ def _accepted(listener: Listener, count: int) -> dict[int, Connection]:
         left = max(0.001, deadline - time.monotonic())
         listener._listener._socket.settimeout(left)  # type: ignore[attr-defined]
         try:
-            connection = listener.accept()
+            connection = without_delay(listener.accept())
             found[connection.recv()] = connection
         except (AuthenticationError, EOFError, ConnectionError):
             continue  # no rank: others that reach the port may try it
@@ -149,6 +149,13 @@ def _accepted(listener: Listener, count: int) -> dict[int, Connection]:
     return found
 
 
+def without_delay(connection: Connection) -> Connection:
+    """The connection, whose messages are sent at once. Else the end of a long one waits for an acknowledgement."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
 def _become_rank(store: dist.TCPStore, setup: RankSetup) -> NoReturn:
     """Serve the engine of the first process until it ends, then end this process."""
     try:
@@ -157,7 +164,7 @@ def _become_rank(store: dist.TCPStore, setup: RankSetup) -> NoReturn:
         raise EngineError(
             f"the engine in the first rank's process has not come within {START_SECONDS:g} s: look at its output"
         ) from error
-    connection = Client((host, port), authkey=bytes.fromhex(key))
+    connection = without_delay(Client((host, port), authkey=bytes.fromhex(key)))
     connection.send(setup.rank)
     run_rank(connection, setup)
     raise SystemExit(0)
