@@ -151,7 +151,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = argument(False, FLAG, "keep the stop text")
     ignore_eos: bool = argument(False, FLAG, "continue after the model's end-of-sequence token")
     max_tokens: int | None = argument(
-        16, whole(0, also=(None,), most=None), "most tokens to generate; none: up to max_model_len"
+        16,
+        whole(0, also=(None,), most=None),
+        "most tokens to generate, at most as many as max_model_len leaves; none: as many",
     )
     min_tokens: int = argument(0, whole(0, most=None), "generate at least this many tokens")
     logprobs: int | None = argument(

@@ -60,8 +60,8 @@ def ask(engine: AsyncLLM, path: str, body: Any = None, **others: Any) -> httpx.R
 
 
 def events(text: str) -> list[Any]:
-    """The values of server-sent events; the last one is "[DONE]"."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    """The values of server-sent events without comments; the last one is "[DONE]"."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line and not line.startswith(":")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 

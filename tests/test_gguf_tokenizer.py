@@ -19,7 +19,7 @@ import gguf
 from checkpoints import refusal
 from gguf import TokenType
 from gguf_files import add_value
-from tokenizer_files import byte_symbols
+from tokenizer_files import byte_symbols, data_of
 
 from nanovllm.formats.gguf.header import read_header
 from nanovllm.formats.gguf.tokenizer import end_token_ids
@@ -120,6 +120,7 @@ def test_byte_level_gives_the_ids_of_the_original(pair: tuple[Any, Tokenizer], t
         ids = reference.encode(each).ids
         assert tokenizer.encode(each) == ids
         assert tokenizer.decode(ids) == reference.decode(ids)
+        assert data_of(tokenizer, ids) == reference.decode(ids, skip_special_tokens=False).encode()
 
 
 IN_THREES = ["123", "4"]
@@ -196,6 +197,7 @@ def test_sentence_piece_gives_the_ids_of_its_algorithm(sentence_piece: HuggingFa
             ids = sentence_piece.encode(each)
             assert ids == sentence_piece_ids(values, each)
             assert sentence_piece.decode(ids) == each
+            assert data_of(sentence_piece, ids[1:]).decode() in (each, f" {each}")
 
 
 @pytest.fixture(scope="module")

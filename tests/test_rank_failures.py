@@ -124,6 +124,8 @@ def test_others_that_reach_the_port_of_the_engine_are_no_ranks() -> None:
         found = launch._accepted(listener, 1)
         thread.join()
     assert list(found) == [1]
+    with socket.socket(fileno=os.dup(found[1].fileno())) as same:
+        assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "no message waits for an acknowledgement"
 
 
 def test_a_rank_that_torchrun_starts_again_does_not_look_for_the_engine_before(monkeypatch: pytest.MonkeyPatch) -> None:

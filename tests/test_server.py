@@ -101,9 +101,9 @@ def test_chat_equals_chat(engine: AsyncLLM, offline: LLM) -> None:
             strict=True,
         ):
             assert entry["logprob"] == at[token].logprob and len(entry["top_logprobs"]) == 2
-            data = bytes(entry["bytes"])
-            assert data == bytes([token]) or token > 255, "the tokens of this model are the bytes"
-            assert entry["token"].encode() in (data, repr(data)[2:-1].encode())
+            if token < 256:
+                assert entry["bytes"] == [token], "the first tokens of this model are the bytes"
+                assert entry["token"] == (chr(token) if token < 128 else rf"\x{token:02x}")
             assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
 
 
@@ -187,6 +187,16 @@ def test_echo_repeats_a_text_as_it_was_given(engine: AsyncLLM) -> None:
     assert sorted(choice["text"] for part in parts for choice in part["choices"]) == ["bA", f"{text}A"]
     tokens = ok(engine, "/tokenize", prompt=text)["tokens"]
     assert ok(engine, COMPLETIONS, prompt=tokens, **body)["choices"][0]["text"] == "hello thereA"
+    for as_ids in (False, True):  # the tokens are the bytes, and one that is not shown
+        (choice,) = ok(
+            engine,
+            COMPLETIONS,
+            prompt=[*b"h\xc3\xa9", *tokens[5:6]],
+            return_tokens_as_token_ids=as_ids,
+            logprobs=0,
+            **body,
+        )["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("héA", [0, 1, 1, 2, 2])
     shown = ok(engine, COMPLETIONS, prompt=tokens, skip_special_tokens=False, **body)["choices"][0]["text"]
     assert shown == f"{text}A"
     cut = ok(engine, COMPLETIONS, prompt=text, truncate_prompt_tokens=3, **body)["choices"][0]["text"]
@@ -206,6 +216,9 @@ def test_special_tokens_are_added_as_asked(recommending: AsyncLLM) -> None:
     assert ok(recommending, "/tokenize", prompt="", add_special_tokens=False)["tokens"] == []
     assert ok(recommending, COMPLETIONS, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
     assert "empty" in error(recommending, COMPLETIONS, {"prompt": "", "add_special_tokens": False})["message"]
+    (choice,) = ok(recommending, COMPLETIONS, prompt="hé", echo=True, logprobs=0, max_tokens=1)["choices"]
+    assert choice["text"].startswith("hé") and choice["logprobs"]["tokens"][:3] == [END_TEXT, "h", "é"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2], "the text does not have it"
     plain = ok(recommending, "/tokenize", messages=HELLO)["tokens"]
     assert plain[0] != first
     assert ok(recommending, "/tokenize", messages=HELLO, add_special_tokens=True)["tokens"] == [first, *plain]
@@ -224,6 +237,11 @@ def test_without_a_limit_the_checkpoint_recommends_one(recommending: AsyncLLM) -
         (COMPLETIONS, {"prompt": "a"}, {}, 16),
     ):
         assert ok(recommending, path, **prompt, **limits, **body)["usage"]["completion_tokens"] == number
+
+
+def test_more_tokens_than_the_model_has_positions_end_by_length(engine: AsyncLLM) -> None:
+    answer = ok(engine, COMPLETIONS, prompt=[1] * 1020, max_tokens=10**9, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 1024
 
 
 def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:

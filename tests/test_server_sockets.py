@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +101,47 @@ def test_broken_requests_are_answered_or_closed(port: int) -> None:
     huge = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"
     assert b" 200 " not in raw(port, huge)
     assert b" 200 " in raw(port, whole), "the server goes on"
+
+
+def test_targets_in_absolute_form(port: int) -> None:
+    """As proxies send them; the target's host counts, not the header's."""
+    for target, status in (
+        ("http://localhost/v1/models?x=1", b" 200 "),
+        ("HTTP://user@127.0.0.1:80/v1/models/tiny", b" 200 "),
+        ("http://localhost", b" 200 "),
+        ("https://localhost/v1/nothing", b" 404 "),
+        ("ftp://localhost/v1/models", b" 404 "),
+    ):
+        answer = raw(port, head("Connection: close", method="GET", path=target))
+        assert status in answer.partition(b"\r\n")[0], (target, answer)
+    assert b"there is no /v1/nothing" in raw(port, head("Connection: close", method="GET", path="http://a/v1/nothing"))
+
+
+def test_the_host_of_an_absolute_target_is_checked(engine: AsyncLLM) -> None:
+    with listening(engine) as (_, port):
+        for target, status in (("http://localhost/version", b" 200 "), ("http://other.example/version", b" 403 ")):
+            answer = raw(port, head("Connection: close", method="GET", path=target))
+            assert status in answer.partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd"])
+def test_compressed_bodies_are_refused_as_such(port: int, coding: str) -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    fields = ("Content-Type: application/json", f"Content-Encoding: {coding}", f"Content-Length: {len(body)}")
+    answer = raw(port, head("Connection: close", *fields) + body)
+    assert answer.startswith(b"HTTP/1.1 415 ") and b"accept-encoding: identity" in answer.lower()
+    assert f"Content-Encoding: '{coding}'".encode() in answer
+    plain = post('{"prompt": "a", "max_tokens": 1}', more="Connection: close\r\nContent-Encoding: identity\r\n")
+    assert b" 200 " in raw(port, plain)
+
+
+def test_connections_send_at_once(engine: AsyncLLM) -> None:
+    """A header and its body are two writes: the second would wait for the client's acknowledgement of the first."""
+    with listening(engine) as (server, port), socket.create_connection(("127.0.0.1", port)):
+        assert eventually(lambda: bool(server.server_state.connections))
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def head(*fields: str, method: str = "POST", path: str = "/v1/completions") -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_cases import QUICK, TEXTS
-from tokenizer_files import END, write_by_class, write_byte_fallback, write_byte_level
+from tokenizer_files import END, data_of, write_by_class, write_byte_fallback, write_byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nanovllm.apps.server.completions import Completions, LegacyLogprobs, chat_logprobs
@@ -63,12 +63,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp("tokenizer")
     WRITERS[request.param](path)
     return HuggingFaceTokenizer(path)
-
-
-def data_of(tokenizer: HuggingFaceTokenizer, token_ids: Sequence[int]) -> bytes:
-    found = [tokenizer.token_bytes(token_id) for token_id in token_ids]
-    assert None not in found
-    return b"".join(data for data in found if data is not None)
 
 
 @given(text=TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def write_by_class(path: Path, name: str, **options: Any) -> None:
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken(END, special=True)])
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
+
+
+def data_of(tokenizer: Any, token_ids: Sequence[int]) -> bytes:
+    """The bytes of all tokens, which have to be known."""
+    found = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    assert None not in found
+    return b"".join(found)
 
 
 def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> None:

@@ -53,7 +53,7 @@ class Choice:
 class Messages:
     """Turns outputs, complete ones or what is new, into messages or their deltas."""
 
-    def __init__(self, body: ChatRequest, form: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, body: ChatRequest, form: str | None, tokenizer: Tokenizer | None = None) -> None:
         """form: of tool calls, see `tool_calls.make_parser`."""
         self._body = body
         self._tokenizer = tokenizer
