@@ -97,7 +97,7 @@ class EngineConfig:
 
     num_gpu_blocks: ring slots and resident blocks together. On the CPU, the device is a bounded arena. With offload,
         layer-by-layer prefill takes a layer buffer on top.
-    kvcache_block_size: where layers have K and V of several sizes, tokens in the smallest blocks, at least.
+    kvcache_block_size: where layers have K and V of several sizes, tokens in the smallest blocks.
     kv_cache_memory_bytes: for each rank, as many blocks as fit it next to the layer buffer.
     kv_offloading_size: of all ranks together.
     kv_cache_dtype: "int8" and "fp8" take one byte an element, with an fp32 scale for each token and KV head:
