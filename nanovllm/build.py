@@ -450,7 +450,8 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
         logger.info(
             "%s",
             f"recurrent states of {one / mib:,.2f} MiB: {states.device} slots on the device, {states.host} on the host"
-            f"; {states.running} sequences may run at once, the other slots hold snapshots for prefix hits"
+            f"; {states.running} sequences may run at once, the other slots hold snapshots for prefix hits, or states "
+            f"from before a step with drafts"
             f"{drafts if states.draft_rows else ''}",
         )
     if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:

@@ -65,7 +65,7 @@ class EngineConfig:
 
     num_gpu_blocks: ring slots and resident blocks together. On the CPU, the device is a bounded arena. With offload,
         layer-by-layer prefill takes a layer buffer on top.
-    kvcache_block_size: where layers have K and V of several sizes, tokens in the smallest blocks, at least.
+    kvcache_block_size: where layers have K and V of several sizes, tokens in the smallest blocks.
     kv_cache_memory_bytes: for each rank, as many blocks as fit it next to the layer buffer. A share is one of the KV
         cache of a sequence of max_model_len tokens, or of as many as it names: "10% of 32K". Without
         kvcache_block_size, blocks are small enough that several fit.

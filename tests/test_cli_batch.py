@@ -64,7 +64,9 @@ def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: p
             use_tqdm=False,
         )
         c = llm.chat(
-            conversation, SamplingParams(n=2, temperature=0.9, logprobs=1, seed=derived_seed(0, "prompt", 2), **common), False
+            conversation,
+            SamplingParams(n=2, temperature=0.9, logprobs=1, seed=derived_seed(0, "prompt", 2), **common),
+            False,
         )[0]
         e = llm.chat(conversation, SamplingParams(temperature=0, **(common | {"max_tokens": 4})), False)[0]
     for index, output in ((0, a), (1, b), (2, c), (5, e), (6, f)):

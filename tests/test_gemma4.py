@@ -66,7 +66,7 @@ MIXTURE: dict[str, Any] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 40,
 }
-# Heads whose bytes are no multiple of each other: blocks of 24 and 16 tokens.
+# Heads whose bytes are no multiple of each other: blocks of whole hash blocks, which do not fill their memory.
 ODD: dict[str, Any] = {"layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 9, "global_head_dim": 48}
 MODELS = {
     **{"small": SMALL, "large": LARGE, "mixture": MIXTURE},

@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from block_helpers import BLOCK, check_blocks, compute, new_tokens, sequence
+from checkpoints import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.config import engine_config
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroup, kv_groups
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.request import Sequence as TokenSequence
+from nanovllm.memory.layout import KVLayout, layout_of
+from nanovllm.models.hf_config import load_decoder_spec
 
 WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=40).map(tuple)
 
 
 # ---- layers and groups
+
+GEMMA4 = {  # KV heads and their sizes in layers with a window and in the others
+    **{"E2B": ((1, 256), (1, 512)), "E4B": ((2, 256), (2, 512)), "12B": ((8, 256), (1, 512))},
+    **{"26B-A4B": ((8, 256), (2, 512)), "31B": ((16, 256), (4, 512)), "odd": ((3, 80), (7, 48))},
+}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_hash_blocks_are_long_enough(kv_cache_dtype: str) -> None:
+    """Whatever the sizes of heads and blocks: at least 64 tokens, or a whole block. Little memory is left unused."""
+    models = {name: ((small,) * 5 + (large,)) for name, (small, large) in GEMMA4.items()}
+    for name, heads in {**models, "alike": ((8, 128),) * 6}.items():
+        layout = KVLayout.of("auto", 6, *heads[0], 1, 2).with_heads(heads).stored_as(kv_cache_dtype)
+        for tokens in (16, 48, 64, 100, 256, 257, 512, 520, 1000, 4093, 4096):
+            found = layout.with_block_size(tokens)
+            sizes = [group.block_size for group in found.groups]
+            cache = PrefixCache(found.groups, enabled=True)
+            assert min(sizes) == tokens and cache.hash_block_size >= min(64, tokens), (name, sizes)
+            assert all(size % cache.hash_block_size == 0 for size in sizes)
+            used = [of_group.block_layer_bytes for of_group in found.of_groups]
+            assert max(used) == found.block_layer_bytes
+            assert min(used) > 0.9 * found.block_layer_bytes or name == "odd" or tokens < 256, (name, tokens, used)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hash_blocks_of_every_family(family: str, tmp_path: Path) -> None:
+    """With the sizes that Transformers takes where a config names none, and in 8 bits."""
+    tested = FAMILIES[family]
+    size = {"head_dim": 128} if family == "glm4_moe" else {}  # of which Transformers names none
+    tested.config(architectures=[tested.model.__name__], **size).save_pretrained(tmp_path)
+    spec = load_decoder_spec(tmp_path)
+    for kv_cache_dtype in ("auto", "int8"):
+        for block_size in (None, 16, 257, 520):
+            config = engine_config(tmp_path, {"kv_cache_dtype": kv_cache_dtype, "kvcache_block_size": block_size})
+            groups = layout_of(config, spec, 2).groups
+            cache = PrefixCache(groups, enabled=True)
+            assert cache.hash_block_size >= min(64, groups.block_size)
 
 
 @given(

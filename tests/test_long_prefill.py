@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.data.batch import ScheduledSequence
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import MOST_PASSED_OVER, Scheduler
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 LAYERS, BUDGET = 4, 24
@@ -110,6 +112,33 @@ def test_short_prompts_are_served_beside_a_long_one(layerwise_memory: LayerwiseM
         assert worth == BUDGET // 2 * LAYERS, "half is the long one's"
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET), 1)
+
+
+def test_a_step_looks_at_few_of_many_requests_that_wait_behind_a_long_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at all of them in turn, so that the one that fits a step does not wait for the prefill."""
+    bench = Bench(4000, budget=BUDGET, block_size=8)
+    bench.add("long", prompt_of(20 * BUDGET), 1)
+    bench.step()
+    for index in range(300):
+        bench.add(f"waits {index}", prompt_of(2 * BUDGET, index + 1), 1)
+    bench.add("short", prompt_of(5, 500), 1)
+    looks, fits_a_step = list[str](), Scheduler._fits_a_step
+
+    def counted(self: Scheduler, request: Request) -> bool:
+        looks.append(request.request_id)
+        return fits_a_step(self, request)
+
+    monkeypatch.setattr(Scheduler, "_fits_a_step", counted)
+    steps = 0
+    while "short" not in bench.finished:
+        looks.clear()
+        bench.step()
+        steps += 1
+        assert 32 < len(looks) <= MOST_PASSED_OVER + 1 and looks[:32] == [f"waits {index}" for index in range(32)]
+    assert "long" not in bench.finished and steps == -(-(300 - 32) // (MOST_PASSED_OVER // 2))
+    monkeypatch.undo()
+    bench.run(2000)
+    assert bench.order[:2] == ["short", "long"] and bench.order[2:] == [f"waits {index}" for index in range(300)]
 
 
 def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_left() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt
+from lora_helpers import write_adapter
+from safetensors.torch import load_file, save_file
+from whole_models import WHOLE, make_whole
 
 from nanovllm import LLM
+from nanovllm.errors import RequestError
+from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.request import LoRARequest
+from nanovllm.models.hf_config import TEXT_MODELS, load_decoder_spec
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -73,3 +81,96 @@ def test_the_tokens_are_those_of_peft(family: str, engine: dict[str, Any], tmp_p
         outputs = llm.generate(prompts * len(requests), greedy(12), use_tqdm=False, lora_request=adapters)
     assert [output.outputs[0].token_ids for output in outputs] == [tokens for each in expected for tokens in each]
     assert [output.lora_request for output in outputs] == adapters
+
+
+# ---- adapters of whole models for images and text
+
+LINEAR = ["q_proj", "v_proj", "up_proj", "in_proj_qkv", "in_proj_z", "linear_fc1"]  # the vision tower has some of them
+# Names of parts of the model, in the text model alone.
+OF_TEXT: dict[str, Any] = {
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": r".*language_model.*\.(o_proj|down_proj)",
+    "rank_pattern": {"^model.language_model.layers.1.self_attn.o_proj": 7},
+    "alpha_pattern": {"language_model.layers.1.self_attn.o_proj": 3},
+}
+
+
+def write_older(new: Path, old: Path) -> Path:
+    """The same adapter as Transformers' models of a year before had the names of their parts."""
+    old.mkdir()
+    config = (new / "adapter_config.json").read_text().replace("language_model.layers.", "language_model.model.layers.")
+    (old / "adapter_config.json").write_text(config.replace("^model.", "^"))
+    renamed = {}
+    for name, tensor in load_file(new / "adapter_model.safetensors").items():
+        whole = name.removeprefix("base_model.model.model.").replace("language_model.", "language_model.model.", 1)
+        renamed[f"base_model.model.{whole}"] = tensor
+    save_file(renamed, old / "adapter_model.safetensors")
+    return old
+
+
+@pytest.mark.parametrize(
+    "which",
+    [name if name.startswith("Gemma3") else pytest.param(name, marks=pytest.mark.slow) for name in WHOLE],
+)
+def test_the_tokens_of_a_whole_model_are_those_of_peft(
+    which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = r".*vision.*" if which.startswith("Gemma4For") else None  # whose linear layers PEFT does not know
+    linear = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "exclude_modules": own}
+    prompts = [random_prompt(length, VOCAB, seed=length) for length in (9, 40)]
+    expected = [greedy_reference(make_whole(tmp_path / "model", which), prompt, 8) for prompt in prompts]
+    requests: list[LoRARequest | None] = [None]
+    for name, config in {"linear": linear, "of text": OF_TEXT}.items():
+        torch.manual_seed(len(requests))
+        options = peft.LoraConfig(init_lora_weights=False, **config)
+        adapted = peft.get_peft_model(make_whole(tmp_path / "again", which), options).eval()
+        adapted.save_pretrained(tmp_path / name)
+        older = write_older(tmp_path / name, tmp_path / f"older {name}")
+        found = [greedy_reference(adapted, prompt, 8) for prompt in prompts]
+        assert found != expected[:2]
+        for path in (tmp_path / name, older):
+            requests.append(LoRARequest(path.name, len(requests), str(path)))
+            expected += found
+    adapters = [request for request in requests for _ in prompts]
+    arguments: dict[str, Any] = {"device": "cpu", "enable_lora": True, "max_loras": 4, "dtype": "float32"}
+    with caplog.at_level(logging.INFO), LLM(tmp_path / "model", **arguments, **offloaded(16, 4, 80)) as llm:
+        outputs = llm.generate(prompts * len(requests), greedy(8), use_tqdm=False, lora_request=adapters)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("adapter_files")]
+    tower = [name for name in load_file(tmp_path / "linear/adapter_model.safetensors") if "language_model" not in name]
+    assert [tower[0] in line for line in told[:1]] == [True] * bool(tower)
+
+
+def test_every_whole_model_is_tested() -> None:
+    assert {name.split()[0] for name in WHOLE} == set(TEXT_MODELS)
+
+
+NAME = "base_model.model.{}.layers.0.{}.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        (["model.vision_tower.encoder 8 self_attn.q_proj"], "adapts what only images or sounds pass, 2: base_model"),
+        (
+            ["model.language_model 64 self_attn.q_proj", "language_model.model 64 self_attn.q_proj"],
+            "lora_A.weight': names of two models; save the adapter anew",
+        ),
+        (["model.language_model 64 self_attn.qkv"], "Gemma3ForCausalLM of 2 layers has no such linear layer"),
+        (["model.audio 64 self_attn.q_proj"], "Gemma3ForCausalLM of 2 layers has no such linear layer"),
+    ],
+)
+def test_adapters_of_other_parts_are_refused(gemma: Path, names: list[str], says: str, tmp_path: Path) -> None:
+    tensors = {}
+    for name in names:
+        part, size, module = name.split()
+        tensors[NAME.format(part, module, "A")] = torch.ones(4, int(size))
+        tensors[NAME.format(part, module, "B")] = torch.ones(64, 4)
+    path = write_adapter(tmp_path / "adapter", tensors)
+    registry = AdapterRegistry(load_decoder_spec(gemma), max_lora_rank=8)
+    with pytest.raises(RequestError, match=re.escape(says)):
+        registry.find(LoRARequest("a", 1, str(path)))
+
+
+gemma = checkpoint_fixture("gemma3")

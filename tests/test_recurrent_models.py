@@ -37,7 +37,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.gated_delta import parts_of_states
 from nanovllm.memory.sizing import MemoryFacts
-from nanovllm.memory.states import without_states
+from nanovllm.memory.states import plan_states, without_states
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import SequenceMetadata
 
@@ -319,6 +319,15 @@ def test_rows_with_drafts_are_counted_where_memory_is_sized(half: Path) -> None:
     assert with_rows.states.draft_rows == with_rows.states.running + 500
     taken = without.device_free - with_rows.device_free
     assert taken == with_rows.states.draft_rows * spec.draft_row_bytes(2) > 0
+    alone = {"max_num_seqs": 1, "speculative_config": drafts}
+    tight = replace(memory, device_total=6 * spec.state_bytes(2), device_free=6 * spec.state_bytes(2))
+    for asked, facts, running in (
+        (alone, memory, 1),
+        (alone, tight, 1),  # of whose memory for the cache one state takes more than an eighth
+        ({"max_num_seqs": 6, "enable_prefix_caching": False, "speculative_config": drafts}, memory, 6),
+    ):
+        slots = plan_states(engine_config(half, asked), spec, 2, facts)
+        assert slots is not None and slots.device > slots.running == running  # one more for a state that is held
     few = 500 * spec.draft_row_bytes(2)
     small = replace(memory, device_total=few, device_free=few)
     with pytest.raises(ConfigError, match=r"rows with drafts take .*; lower num_speculative_tokens or max_num_seqs"):

@@ -235,7 +235,9 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(monkeypatch: pytest.Monk
 def test_other_seeds_have_other_children() -> None:
     """Python's hash of numbers, which is for dictionaries, takes them modulo 2^61 - 1, and -1 for -2."""
     seeds = [0, 1, -1, -2, 2**61 - 1, 2**61, 2**63 - 1, -(2**63)]
-    children = {derived_seed(seed, part, index) for seed in seeds for part in ("prompt", "sequence") for index in (1, 2)}
+    children = {
+        derived_seed(seed, part, index) for seed in seeds for part in ("prompt", "sequence") for index in (1, 2)
+    }
     assert len(children) == 4 * len(seeds) and all(SamplingParams(seed=seed).seed == seed for seed in children)
     assert derived_seed(0, "sequence", 1) == -2216786999742972836  # in every process and on every machine
     for seed in seeds:

@@ -29,6 +29,7 @@ from nanovllm.features.speculation import DraftModel, draft_model, drafter
 from nanovllm.features.speculation.draft_model import Followed
 from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length, shared_out
 from nanovllm.features.speculation.ngrams import NgramIndex
+from nanovllm.memory import states
 from nanovllm.models import decoder
 
 BLOCK, VOCAB, EOS = 16, 300, 277  # the end of `write_byte_level`
@@ -254,6 +255,25 @@ def test_a_sequence_that_ends_after_right_drafts_leaves_its_state(tmp_path: Path
     assert cached == [2 * BLOCK, 2 * BLOCK]
 
 
+@pytest.mark.parametrize(
+    "few", [{"max_num_seqs": 1}, {"enable_prefix_caching": False}, {"max_num_seqs": 1, "enable_prefix_caching": False}]
+)
+def test_a_state_is_held_during_drafts_however_few_sequences_run(tmp_path: Path, few: dict[str, Any]) -> None:
+    """Without a prefix cache no snapshot lies in the slots beside those of running sequences."""
+    make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
+    write_byte_level(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with LLM(tmp_path, **RESIDENT, **few) as llm:
+        expected = token_ids(llm, PROMPTS, params)
+    known = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_drafter", lambda *arguments: Scripted(known, [0, 0, 1, 0, 137]))
+        with LLM(tmp_path, **RESIDENT, **few, speculative_config=NGRAM) as llm:
+            assert token_ids(llm, PROMPTS, params) == expected
+            metrics = llm.metrics()
+    assert metrics.drafted_tokens > metrics.accepted_tokens > 20
+
+
 def test_a_draft_model_rests_while_there_is_no_state_slot(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +281,13 @@ def test_a_draft_model_rests_while_there_is_no_state_slot(
     write_byte_level(tmp_path)
     passes = passes_of_draft_models(monkeypatch)
     config, few = {**DRAFT, "model": str(checkpoint)}, {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plan = states.plan_states
+
+    def with_one_slot(*facts: Any) -> Any:
+        slots = plan(*facts)
+        return slots if slots is None else slots._replace(device=1)
+
+    monkeypatch.setattr(states, "plan_states", with_one_slot)
     with LLM(tmp_path, **RESIDENT, **few, speculative_config=config) as llm:
         token_ids(llm, [SHARED], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
         assert llm.metrics().drafted_tokens == 0

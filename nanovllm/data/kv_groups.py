@@ -2,8 +2,8 @@
 
 A layer with a sliding window needs the keys of its window alone, so its blocks that lie behind the window are released.
 Layers that release alike form a group, with a block table of its own in every sequence. All groups share one pool: a
-block belongs to one group and has `planes` layers of its tokens, as many bytes whatever the group. Where a token takes
-fewer bytes in the layers of one group, with fewer or smaller heads, its blocks have more tokens.
+block belongs to one group and has `planes` layers of its tokens, in as much memory whatever the group. Where a token
+takes fewer bytes in the layers of one group, with fewer or smaller heads, its blocks have more tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,22 @@ from math import gcd
 
 HOLE = -1  # in a block table, where no block is held
 ANY_LENGTH = 1 << 62  # tokens: longer than any sequence
+HASH_BLOCK_SIZES = range(64, 257)  # tokens: many for one hash, and few beside a prompt that is worth caching
 
 
 def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
     """Index of the first block that a query at position `context_len` or later can see."""
     return 0 if window is None else max(0, context_len - window + 1) // block_size
+
+
+def hash_block_size_of(block_size: int) -> int:
+    """Tokens in a hash block: the largest divisor of `block_size` in HASH_BLOCK_SIZES, or all if it has none there."""
+    return next((size for size in reversed(HASH_BLOCK_SIZES) if block_size % size == 0), block_size)
+
+
+def hash_unit_of(block_size: int) -> int:
+    """Tokens of which blocks of other sizes have a multiple, so that they have hash blocks with those of this size."""
+    return next((size for size in HASH_BLOCK_SIZES if block_size % size == 0), block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from nanovllm.data.kv_groups import HOLE, KVGroups
+from nanovllm.data.kv_groups import HOLE, KVGroups, hash_block_size_of
 from nanovllm.engine.request import Sequence
 
-MAX_HASH_BLOCK_SIZE = 256  # tokens; small beside a prompt that is worth caching, and many for one hash
 TOKEN_BYTES = struct.calcsize("q")
-
-
-def hash_block_size_of(block_size: int) -> int:
-    """Tokens in a hash block: the largest divisor of `block_size` up to MAX_HASH_BLOCK_SIZE."""
-    return next(size for size in range(min(block_size, MAX_HASH_BLOCK_SIZE), 0, -1) if block_size % size == 0)
 
 
 class Evictor:

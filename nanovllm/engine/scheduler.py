@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +19,8 @@ from nanovllm.errors import ConfigError, RequestError, told
 from nanovllm.memory.layerwise import NO_LAYERWISE
 
 logger = logging.getLogger(__name__)
+
+MOST_PASSED_OVER = 64  # waiting requests in a step: each takes as long as a look into the prefix cache
 
 
 class Drafter(Protocol):
@@ -103,6 +105,7 @@ class Scheduler:
         self.loading: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
+        self._passed_until: tuple[float, ...] | None = None  # order of the last request that was passed over in turn
         self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
 
     def has_unfinished(self) -> bool:
@@ -312,16 +315,18 @@ class Scheduler:
             if running.is_prefill or running.status is RequestStatus.LOADING:
                 for seq in running.computing:
                     computing.setdefault(manager.next_hash(seq), running)
-        for request in list(self.waiting):
+        passed_over: list[Request] = []
+        for request in self._in_turn(passed_over):
             if budget.left == 0:
                 return
-            if budget.long_prefill is not None and not self._fits_a_step(request):
-                continue
-            if budget.awaits_adapter(request) or self._awaits_prefix(request, computing):
+            is_too_long = budget.long_prefill is not None and not self._fits_a_step(request)
+            if is_too_long or budget.awaits_adapter(request) or self._awaits_prefix(request, computing):
+                passed_over.append(request)
                 continue
             if not self._can_admit(request, budget):
                 return
             if self._awaits_look(request, is_idle):
+                passed_over.append(request)
                 continue
             self._admit(request, budget, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
@@ -332,6 +337,25 @@ class Scheduler:
                 budget.add_chunks(request)
             else:
                 budget.reserve_for(request)
+
+    def _in_turn(self, passed_over: Seq[Request]) -> Iterator[Request]:
+        """The waiting requests in order, until MOST_PASSED_OVER of them are passed over.
+
+        Of a longer queue a step looks at the first ones, and at those after the last one that the step before it passed
+        over, so that all have their turn.
+        """
+        queue, index, half, has_skipped = list(self.waiting), 0, MOST_PASSED_OVER // 2, False
+        while index < len(queue):
+            if len(passed_over) == MOST_PASSED_OVER:
+                return
+            yield queue[index]
+            index += 1
+            if len(passed_over) > half:
+                self._passed_until = passed_over[-1].order
+            elif len(passed_over) == half and not has_skipped and self._passed_until is not None:
+                index = max(index, bisect.bisect_right(queue, self._passed_until, key=lambda each: each.order))
+                has_skipped = True
+        self._passed_until = None
 
     def _draft(self, budget: SchedulingBudget) -> dict[Sequence, Seq[int]]:
         """Drafts of the decoding sequences, as far as this step has tokens and blocks that nothing else takes."""

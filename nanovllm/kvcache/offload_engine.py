@@ -205,7 +205,7 @@ class OffloadEngine(KVPools):
         layout: of the blocks' KV group.
         """
         if tokens == layout.block_size:  # a layer of a block is contiguous
-            slot_pitch, host_pitch = layout.block_layer_bytes, self.layout.block_bytes
+            slot_pitch, host_pitch = self.layout.block_layer_bytes, self.layout.block_bytes
             width, height = layout.block_layer_bytes, count
         else:  # tokens are contiguous within a head, so each head of K and V is one row
             slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]

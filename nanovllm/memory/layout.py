@@ -2,7 +2,8 @@
 
 A block is `[2, kv_heads, block_size, head_dim]` for each of its layers, K before V and heads before tokens. Each layer
 of its KV group has a plane in it (`data.kv_groups`). Groups whose layers have other heads view the same planes in their
-own shape. The device pool is plane-major, so that one layer's pool is one
+own shape: of as many tokens as take about the same memory in whole hash blocks, and the largest of them say how much it
+is. The device pool is plane-major, so that one layer's pool is one
 tensor; the host pool is block-major, so that one layer of one block is contiguous for streaming, and so are all layers
 of a block. A ring slot holds one layer of one block. In 8 bits a row of
 head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies move it like any other bytes.
@@ -13,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import prod
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.kv_groups import Heads, KVGroups, kv_groups
-from nanovllm.errors import ConfigError
+from nanovllm.data.kv_groups import Heads, KVGroups, hash_unit_of, kv_groups
 from nanovllm.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -72,18 +72,8 @@ class KVLayout:
         return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, heads=tuple(heads))
 
     def with_block_size(self, tokens: int) -> KVLayout:
-        """The layout of blocks of at least `tokens` tokens, as few as give the blocks of all groups the same bytes.
-
-        Raises ConfigError if that takes too large blocks.
-        """
-        unit = lcm(*map(self._bytes_of, self.heads)) // self.token_layer_bytes if self.heads else 1
-        if unit > MOST_OFFLOAD_BLOCK_SIZE:
-            sizes = ", ".join(str(size) for size in sorted({self._bytes_of(each) for each in self.heads}))
-            raise ConfigError(
-                f"kv_cache_dtype: K and V of a token take {sizes} bytes in layers with different heads, and only blocks"
-                f" of a multiple of {unit} tokens have as many bytes in all of them; choose another kv_cache_dtype"
-            )
-        return replace(self, block_size=-(-tokens // unit) * unit)
+        """The layout of blocks of `tokens` tokens, where heads differ in the layers with the most bytes a token."""
+        return replace(self, block_size=tokens)
 
     def _bytes_of(self, heads: Heads) -> int:
         """`token_layer_bytes` with other heads."""
@@ -92,8 +82,12 @@ class KVLayout:
     @cached_property
     def groups(self) -> KVGroups:
         windows = self.windows or (None,) * self.num_layers
-        sizes = [self.block_layer_bytes // self._bytes_of(each) for each in self.heads]
-        return kv_groups(windows, sizes or self.block_size, self.heads, self.shared)
+        return kv_groups(windows, [*map(self._block_size_of, self.heads)] or self.block_size, self.heads, self.shared)
+
+    def _block_size_of(self, heads: Heads) -> int:
+        """Tokens in the blocks of layers with other heads: of the multiples of a hash block that nearest in bytes."""
+        unit = hash_unit_of(self.block_size)
+        return round(self.block_size * self.token_layer_bytes / (self._bytes_of(heads) * unit)) * unit
 
     @cached_property
     def of_groups(self) -> tuple[KVLayout, ...]:
@@ -111,11 +105,20 @@ class KVLayout:
         """Layers that attend to K and V, their own or those of another layer."""
         return self.num_layers + len(self.shared)
 
+    @property
+    def widest(self) -> KVLayout:
+        """The layout if all layers were like those with the most bytes a token."""
+        return replace(self, heads=()) if self.heads else self
+
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Memory of blocks or slots `[..., *block_shape]` in the shape of each KV group's blocks."""
+        """Memory of blocks or slots `[..., *block_shape]` in the shape of each KV group's blocks.
+
+        Blocks are contiguous; between them may be memory that a group does not use.
+        """
         if not self.heads:
             return [memory] * len(self.groups)
-        return [memory.view(*memory.shape[:-4], *layout.block_shape) for layout in self.of_groups]
+        planes, shapes = memory.flatten(-4), [layout.block_shape for layout in self.of_groups]
+        return [planes[..., : prod(shape)].unflatten(-1, shape) for shape in shapes]
 
     @property
     def head_dims(self) -> tuple[int, ...]:
@@ -157,10 +160,13 @@ class KVLayout:
         """Bytes from one head's rows to the next head's within a block."""
         return self.block_size * self.row_bytes
 
-    @property
+    @cached_property
     def block_layer_bytes(self) -> int:
-        """One layer of one block: what a ring slot holds."""
-        return self.block_size * self.token_layer_bytes
+        """One layer of one block: what a ring slot holds. Where heads differ, of the KV group that needs the most."""
+        return max(
+            (self._block_size_of(heads) * self._bytes_of(heads) for heads in self.heads),
+            default=self.block_size * self.token_layer_bytes,
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -169,6 +175,9 @@ class KVLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
+        """Of one layer. Where heads differ, blocks are only seen through `views`."""
+        if self.heads:
+            return (2, 1, 1, self.block_layer_bytes // 2 // self.itemsize)
         return (2, self.num_kv_heads, self.block_size, self.row_bytes // self.itemsize)
 
     def device_pool_shape(self, num_blocks: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from nanovllm.data.memory_checks import check_fits
 from nanovllm.memory.sizing import CPU_KV_BYTES, MemoryFacts, StateSlots, cache_budget
 from nanovllm.models.spec import DecoderSpec
 
-STATE_SHARE = 4  # states take at most 1 / STATE_SHARE of the device's memory for the cache, if more than one fits
+STATE_SHARE = 4  # states take at most 1 / STATE_SHARE of the device's memory for the cache, if more than are needed fit
 HOST_STATE_SHARE = 8  # and 1 / HOST_STATE_SHARE of the host's free memory
 SNAPSHOTS_PER_SEQUENCE = 2  # slots beside those of running sequences, on either tier, where memory allows
 
@@ -29,9 +29,12 @@ def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: 
         budget, host_budget = min(budget, CPU_KV_BYTES // STATE_SHARE), min(host_budget, CPU_KV_BYTES // STATE_SHARE)
     check_fits("a recurrent state takes", one, memory.device_free, "the device has", "free device memory")
     snapshots = most * SNAPSHOTS_PER_SEQUENCE if config.enable_prefix_caching else 0
-    device = max(1, min(most + snapshots, budget // one))
-    running = min(most, device - device // 3 if snapshots else device)
     drafts = config.num_speculative_tokens
+    # A step with drafts holds the states from before it, and snapshots leave the device for them.
+    spare = max(snapshots, min(most, drafts))
+    least = 2 if drafts and budget >= one else 1
+    device = max(least, min(most + spare, budget // one))
+    running = min(most, device - device // 3 if spare else device)
     draft_rows = running + drafts if drafts else 0  # as `Scheduler._draft` bounds them
     return StateSlots(device, min(most + snapshots, host_budget // one), running, one, draft_rows)
 

@@ -344,7 +344,7 @@ _SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quant
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = (
     *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
-    "model.visual.",
+    *("model.visual.", "visual."),
     *("model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio."),
 )
 

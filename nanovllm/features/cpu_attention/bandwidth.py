@@ -31,7 +31,7 @@ def measure_bandwidths(
 
     For a device with its own processor. A device that shares the host's needs no measurement: use `ONE_PROCESSOR`.
     """
-    device, layout, dtype = engine.device, engine.layout, engine.host.dtype
+    device, layout, dtype = engine.device, engine.layout.widest, engine.host.dtype
     most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
     shape = (min(most, layout.planes * engine.num_host_blocks), *layout.block_shape)
     host, on_device = device.empty_host("probe", shape, dtype), device.empty("probe", shape, dtype)
@@ -80,7 +80,7 @@ def _seconds_of_round_trip(engine: OffloadEngine, host: Tensor) -> float:
 
     While the ring is being loaded, as in a step: the copy back may have to wait for loads that the link has begun.
     """
-    device, block, group = engine.device, engine.layout.block_layer_bytes, min(engine.group_slots, len(host))
+    device, block, group = engine.device, engine.layout.widest.block_layer_bytes, min(engine.group_slots, len(host))
     copies, calls = device.new_stream("kv-probe-copies"), device.new_call_stream("kv-probe-calls")
     slots = range(0, engine.split.ring_slots // group * group, group)[:NUM_GROUP_STREAMS]
     loads = [(device.new_stream(f"kv-probe-load-{first}"), engine.ring[first:]) for first in slots]

@@ -1,10 +1,13 @@
 """The files of an adapter in PEFT's format, checked against the model from headers alone: no tensor's data is read.
 
-What would change the meaning of the low-rank additions is refused by name.
+What would change the meaning of the low-rank additions is refused by name. An adapter that was trained on a whole model
+for images and text has names of that model, which are mapped as those of its checkpoint; what it adds to the parts that
+only images or sounds pass changes nothing of text, and is left out.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -19,13 +22,17 @@ from nanovllm.data.batch import Adapter
 from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, checked_fields, read_json_object
 from nanovllm.errors import ConfigError, ModelError, RequestError, quoted, told
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.formats.checkpoint import StoredTensor, headers
+from nanovllm.formats.checkpoint import StoredTensor, headers, some_of
 from nanovllm.layers.linear_method import FLOATS
 from nanovllm.memory.adapters import modules_of
+from nanovllm.models.hf_config import TEXT_ARCHITECTURES, text_name
 from nanovllm.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
+TEXT_PREFIX = "model."  # of the text model's layers, in their own names
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight")
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
 OWN_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these ways to begin a training change the model
@@ -62,6 +69,7 @@ class AdapterConfig:
 
     targets: names of modules, or the ends of names; None if patterns or exclude_modules chose them too. layers: None
     for all. The patterns give the rank or alpha of modules by their name or its end, or after ^ by their name alone.
+    All names are those of the model that the adapter was trained on.
     """
 
     rank: int
@@ -82,7 +90,7 @@ class AdapterConfig:
 
     def targets_module(self, module: str) -> bool:
         """Whether the config says that there are tensors of the module; False if it does not say so of any."""
-        layer = int(module.split(".")[2])
+        layer = int(re.findall(r"\.(\d+)\.", module)[0])
         in_layers = self.layers is None or layer in self.layers
         return in_layers and any(_names(target, module) for target in self.targets or ())
 
@@ -91,20 +99,21 @@ class AdapterConfig:
 class ModuleAdapter:
     """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank].
 
-    a, b: the names of A and B in the file.
+    trained: the module's name in the model that the adapter was trained on. a, b: the names of A and B in the file.
     """
 
     module: str
+    trained: str
     rank: int
     scale: float
 
     @property
     def a(self) -> str:
-        return f"{PREFIX}{self.module}.lora_A.weight"
+        return f"{PREFIX}{self.trained}.lora_A.weight"
 
     @property
     def b(self) -> str:
-        return f"{PREFIX}{self.module}.lora_B.weight"
+        return f"{PREFIX}{self.trained}.lora_B.weight"
 
 
 class AdapterRegistry:
@@ -145,6 +154,7 @@ class AdapterRegistry:
             )
         found = self._known.get((str(path), stamp))
         if found is None:
+            _tell_left_out(path / WEIGHTS, self._spec)
             read_adapter(path, self._spec, self._max_lora_rank)
             found = Adapter(len(self._known) + 1, lora_request, path, stamp)
             self._known[str(path), stamp] = found
@@ -189,11 +199,12 @@ def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict
     spec = spec.whole or spec
     config, path = _read_config(directory / CONFIG), directory / WEIGHTS
     stored = headers(path)
-    _check_names(path, spec, config, stored)
+    prefix = _check_names(path, spec, config, stored)
     modules: dict[str, ModuleAdapter] = {}
     for module, (out_size, in_size) in modules_of(spec).items():
-        found = ModuleAdapter(module, config.rank_of(module), config.scale_of(module))
-        if found.a not in stored and found.b not in stored and not config.targets_module(module):
+        trained = prefix + module.removeprefix(TEXT_PREFIX)
+        found = ModuleAdapter(module, trained, config.rank_of(trained), config.scale_of(trained))
+        if found.a not in stored and found.b not in stored and not config.targets_module(trained):
             continue
         if found.rank > max_lora_rank:
             rule = f"max_lora_rank={max_lora_rank}: raise max_lora_rank to {found.rank}"
@@ -248,22 +259,47 @@ def _names(name: str, module: str) -> bool:
     return module == name.removeprefix("^") or module.endswith(f".{name}")
 
 
-def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelError for tensors that are no low-rank addition to a linear layer of the model."""
+def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> str:
+    """Raise ModelError for tensors that are no low-rank addition to a linear layer of the model.
+
+    Returns what the names of the text model's layers begin with in the model that the adapter was trained on.
+    """
     if not stored:
         raise ModelError(f"{path} holds no tensors: save the adapter anew.")
-    known = modules_of(spec)
+    known, prefixes = modules_of(spec), dict[str, str]()
     for name in stored:
         match = TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
-        if match[1] not in known:
+        trained, module = match[1], _text_module(match[1], spec)
+        if module is None:
+            continue
+        if module not in known:
             raise ModelError(
                 f"{path} holds {quoted(name)}: a {spec.architecture} of {spec.num_layers} layers has no such linear "
                 f"layer to adapt; take an adapter of this model, or {MERGE}."
             )
-        if config.targets is not None and not config.targets_module(match[1]):
+        if config.targets is not None and not config.targets_module(trained):
             raise ModelError(f"{path} holds {quoted(name)}: target_modules of {CONFIG} does not name it.")
+        prefixes.setdefault(trained.removesuffix(module.removeprefix(TEXT_PREFIX)), name)
+    if not prefixes:
+        raise ModelError(f"{path} adapts what only images or sounds pass, {some_of(stored)}: text needs none of it.")
+    if len(prefixes) > 1:
+        one, other, *_ = map(quoted, prefixes.values())
+        raise ModelError(f"{path} holds {one} and {other}: names of two models; save the adapter anew.")
+    return next(iter(prefixes))
+
+
+def _text_module(trained: str, spec: DecoderSpec) -> str | None:
+    """The text model's name of a module of the model that the adapter was trained on; None if no text needs it."""
+    return text_name(trained) if spec.architecture in TEXT_ARCHITECTURES else trained
+
+
+def _tell_left_out(path: Path, spec: DecoderSpec) -> None:
+    matches = {name: TENSOR.fullmatch(name) for name in headers(path)}
+    unread = [name for name, match in matches.items() if match is not None and _text_module(match[1], spec) is None]
+    if unread:
+        logger.info("%s: tensors that text does not need are left out (%s)", path, some_of(unread))
 
 
 def _check_tensor(path: Path, name: str, shape: tuple[int, int], stored: Mapping[str, StoredTensor]) -> None:

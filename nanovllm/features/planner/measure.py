@@ -210,7 +210,7 @@ def _decode_attention(probe: Probe) -> float:
 
 def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bool) -> float:
     """Attention of the last `rows` of `keys` positions in one layer."""
-    layout, model = probe.layout, probe.model
+    layout, model = probe.layout.widest, probe.model
     blocks = range(-(-keys // layout.block_size))
     pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), probe.stored_dtype))
     q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
