@@ -261,8 +261,8 @@ def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: i
         if blocks < fewest:
             least = fewest * layout.block_bytes
             raise ConfigError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: the device needs at least {fewest} KV blocks of "
-                f"{layout.block_size} tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower "
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: the device needs at least {fewest} KV blocks "
+                f"of {layout.block_size} tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower "
                 "kvcache_block_size",
                 [{"kv_cache_memory_bytes": least}],
             )
