@@ -19,7 +19,7 @@ demo: venv
 	$(BIN)/python -m nanovllm.apps.demo
 
 # The demo's real model behind the API of OpenAI, with device memory for a tenth of its KV cache. MODEL names another.
-SERVE_OPTIONS ?= --enable-cpu-offload --kvcache-block-size 128 --num-gpu-blocks 6 --num-cpu-blocks 128 --max-num-batched-tokens 1024
+SERVE_OPTIONS ?= --kv-cache-memory-bytes 10% --max-num-batched-tokens 1024
 serve: venv
 	@model="$(MODEL)"; \
 		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.real_models smollm2) || exit 1; \

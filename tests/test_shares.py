@@ -75,7 +75,9 @@ def test_a_share_is_of_the_longest_sequence_or_of_so_many_tokens(model: str) -> 
     config, _ = sized(model, kv_cache_memory_bytes="25%", kvcache_block_size=64)
     assert config.kvcache_block_size == 64
     resident, _ = sized(model, kv_cache_memory_bytes="7M")
-    assert not resident.enable_cpu_offload and resident.kvcache_block_size is None
+    assert not resident.enable_cpu_offload and resident.kvcache_block_size == 256
+    resident, block = sized(model, kv_cache_memory_bytes="200Ki")
+    assert resident.kvcache_block_size == 32 and 12 * block <= 200 << 10
 
 
 def test_a_share_below_the_ring_gets_the_ring(model: str, caplog: pytest.LogCaptureFixture) -> None:

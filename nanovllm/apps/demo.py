@@ -93,7 +93,7 @@ def show_sizes(first: RequestOutput, stats: KVStats) -> None:
     share = f"{stats.device_bytes / kv_bytes:.1%} of it: {stats.resident_blocks} resident blocks"
     _row("prompt tokens", f"{tokens:,}")
     _row("KV cache of the prompt", _mib(kv_bytes), f"blocks of {stats.block_size:,} tokens")
-    _row("KV memory on the device", _mib(stats.device_bytes), f"{share}, and {stats.ring_slots} ring slots of a layer each")
+    _row("KV memory on the device", _mib(stats.device_bytes), f"{share}, {stats.ring_slots} ring slots")
     _row("layer buffer", _mib(stats.layer_buffer_bytes), "one layer of the prompt, on the device while it is prefilled")
     _row("KV memory on the host", _mib(stats.host_bytes), f"{stats.num_cpu_blocks} blocks")
 

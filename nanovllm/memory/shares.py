@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from nanovllm.config import MIN_BLOCK_SIZE, EngineConfig
-from nanovllm.memory.budget import split_device
 from nanovllm.memory.layout import KVLayout, layout_of
+from nanovllm.memory.sizing import fewest_blocks
 from nanovllm.models.spec import DecoderSpec
 
-RESIDENT_BLOCKS = 8  # that a device of a named size holds besides the ring, if smaller blocks can reach that
+RESIDENT_BLOCKS = 8  # that a device of a named size holds besides the fewest, if smaller blocks can reach that
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) ->
         needed = layout.held_bytes(tokens, config.chunk)
         given = int(needed * asked.part)
     assert given is not None
-    if config.kvcache_block_size is None and config.enable_cpu_offload:
-        layout = _smaller_blocks(layout, given)
+    if config.kvcache_block_size is None:
+        layout = _smaller_blocks(config, layout, given)
         config = replace(config, kvcache_block_size=layout.block_size)
     if asked is not None:
-        least = _ring_blocks(layout) * layout.block_bytes
+        least = fewest_blocks(config, layout) * layout.block_bytes
         says = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: {tokens:,} tokens take {_size(needed)}"
         if given < least:
-            ring = f"the ring of {_ring_blocks(layout)} blocks of {layout.block_size} tokens"
+            ring = f"the ring of {fewest_blocks(config, layout)} blocks of {layout.block_size} tokens"
             logger.warning("%s, and the device gets more than the share, %s, for %s", says, _size(least), ring)
         else:
             logger.info("%s, and the device gets %s", says, _size(given))
@@ -46,20 +46,16 @@ def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) ->
     return config
 
 
-def _smaller_blocks(layout: KVLayout, num_bytes: int) -> KVLayout:
-    """The layout with blocks half as large, and again, until the ring and RESIDENT_BLOCKS fit in `num_bytes`."""
+def _smaller_blocks(config: EngineConfig, layout: KVLayout, num_bytes: int) -> KVLayout:
+    """The layout with blocks half as large, and again, until the fewest and RESIDENT_BLOCKS fit in `num_bytes`."""
     while layout.block_size >= 2 * MIN_BLOCK_SIZE:
-        if (_ring_blocks(layout) + RESIDENT_BLOCKS) * layout.block_bytes <= num_bytes:
+        if (fewest_blocks(config, layout) + RESIDENT_BLOCKS) * layout.block_bytes <= num_bytes:
             break
         smaller = layout.with_block_size(layout.block_size // 2)
         if smaller.block_size == layout.block_size:  # the least that gives the blocks of all KV groups the same bytes
             break
         layout = smaller
     return layout
-
-
-def _ring_blocks(layout: KVLayout) -> int:
-    return -split_device(0, layout.planes).resident_blocks
 
 
 def _size(num_bytes: int) -> str:

@@ -201,7 +201,7 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
         left -= max(0, memory.device_free - memory.host_free)
         left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
     if named_bytes is not None:
-        share = min(named_bytes // LAYERWISE_SHARE, named_bytes - _fewest_blocks(config, layout) * layout.block_bytes)
+        share = min(named_bytes // LAYERWISE_SHARE, named_bytes - fewest_blocks(config, layout) * layout.block_bytes)
         left = share + min(0, left - named_bytes)
     else:
         left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
@@ -248,21 +248,22 @@ def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     return blocks
 
 
-def _fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
+def fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """The fewest blocks of the device: under offload the ring."""
     return -split_device(0, layout.planes).resident_blocks if config.enable_cpu_offload else MIN_GPU_BLOCKS
 
 
 def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
     """The device blocks that are asked for; -1 if they are sized from memory."""
-    fewest, given = _fewest_blocks(config, layout), config.num_bytes("kv_cache_memory_bytes")
+    fewest, given = fewest_blocks(config, layout), config.num_bytes("kv_cache_memory_bytes")
     if given is not None:
         blocks = (given - buffer_bytes) // layout.block_bytes
         if blocks < fewest:
             least = fewest * layout.block_bytes
             raise ConfigError(
-                f"kv_cache_memory_bytes={given}: the device needs at least {fewest} KV blocks of {layout.block_size} "
-                f"tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower kvcache_block_size",
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: the device needs at least {fewest} KV blocks "
+                f"of {layout.block_size} tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower "
+                "kvcache_block_size",
                 [{"kv_cache_memory_bytes": least}],
             )
         return blocks

@@ -291,8 +291,8 @@ class BatchRun:
 
     def ended(self) -> int:
         """Show the totals. Returns the exit status."""
-        if not self.args.quiet:
-            meter = self.meter
+        meter = self.meter
+        if meter.finished + meter.failed and not self.args.quiet:
             say(meter.summary())
             if self.kv_stats is not None:
                 say(kv_line(self.kv_stats(), meter.num_tokens))
