@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -230,7 +231,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        from nanovllm.features.planner.report import engine_plan  # which most programs do not need
+        from nanovllm.features.planner.page import engine_plan  # which most programs do not need
 
         runner, dtype = self._runner, str(self._runner.dtype).removeprefix("torch.")
         return engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
@@ -245,7 +246,9 @@ class LLM:
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far; with several ranks, those of the first."""
-        return self._runner.kv_stats()
+        manager, stats = self.engine.scheduler.block_manager, self._runner.kv_stats()
+        most, on_device = manager.most_used, manager.most_used_on_device
+        return replace(stats, most_used_blocks=most, most_used_device_blocks=on_device)
 
     def link_busy(self) -> Busy:
         """Bytes copied to the device so far, or in a sample of the copies, and the seconds during which they ran."""

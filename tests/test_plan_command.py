@@ -62,7 +62,7 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
     assert set(report) == {
         "model", "memory", "rates", "engine", "kv_cache", "longest_prompt", "chunk_that_hides_the_link", "prompt_len",
-        "fits", "changes_that_fit", "request",
+        "fits", "in_the_way", "as_if", "changes_that_fit", "request",
     }  # fmt: skip
     assert set(report["kv_cache"]) == {
         "resident_blocks", "ring_slots", "host_blocks", "device_bytes", "host_bytes", "device_tokens", "cache_tokens",
@@ -70,7 +70,7 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert set(report["request"]) == {
         "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
-        "layer_by_layer_tokens", "cpu_attention", "drafts", "restore_from_disk",
+        "most_kv_bytes", "layer_by_layer_tokens", "cpu_attention", "drafts", "restore_from_disk",
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         assert set(report["request"][phase]) == PHASE_KEYS
@@ -148,7 +148,9 @@ def test_reading_a_prompt_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
         "seconds": pytest.approx(size / 2e9),
         "faster_than_prefill_from_bytes_per_second": pytest.approx(size / report["prefill"]["seconds"]),
     }
-    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS]) == 0 and "read from kv_cache_dir" in capsys.readouterr().out
+    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS]) == 0 and "from disk" not in capsys.readouterr().out
+    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS, "--disk-bandwidth", "2GB/s"]) == 0
+    assert "28.67 s   instead of the prefill, where kv_cache_dir has the prompt: 57.3 GB" in capsys.readouterr().out
 
 
 def test_the_cpu_takes_its_share_where_its_rate_is_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,10 +180,13 @@ def test_offload_is_planned_where_it_is_needed(capsys: pytest.CaptureFixture[str
     forbidden = run_json(
         capsys, *model, "--host-mem", "64GB", "--prompt-len", "40000", "--no-enable-cpu-offload", status=1
     )
-    assert not forbidden["fits"] and forbidden["request"] is None
-    assert {"enable_cpu_offload": True} in forbidden["changes_that_fit"]
+    assert not forbidden["fits"] and {"enable_cpu_offload": True} in forbidden["changes_that_fit"]
+    assert forbidden["request"] == long["request"] and forbidden["as_if"] == ["with enable_cpu_offload=True"]
     alone = run_json(capsys, *model, "--prompt-len", "40000", status=1)
-    assert not alone["fits"] and not alone["engine"]["enable_cpu_offload"]
+    assert not alone["fits"] and alone["as_if"] == ["with 3 GB of host memory"]
+    (obstacle,) = alone["in_the_way"]
+    assert obstacle["remedies"][0]["machine"] == "--enable-cpu-offload --host-mem 3GB"
+    assert alone["request"]["prefill"] == long["request"]["prefill"] and alone["engine"]["enable_cpu_offload"]
 
 
 def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,10 +210,11 @@ def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[st
     assert main(["plan", *options, "--max-model-len", "9000", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"]) == 1
     table = capsys.readouterr().out
     assert "positions end at 40,960" in table and "accuracy, of short prompts too" in table
-    assert "max_model_len=9,000 is given" in table and "its KV cache takes 17.57 GiB" in table
-    together = shlex.split(table.splitlines()[-1])
-    given = ["--max-model-len", "9000", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"]
-    report = run_json(capsys, *options, *given, *together)
+    assert "max_model_len=9,000 is given" in table and "The KV cache of 128,000 tokens takes up to 18.9 GB" in table
+    assert "a model with more positions: llama-3.1-8b, " in table and "a prompt of at most 40,960 tokens" in table
+    command = table.splitlines()[-1]
+    together = shlex.split(command[command.index("--max-tokens 128") + len("--max-tokens 128") :])
+    report = run_json(capsys, *options, *together)
     assert report["fits"] and f"--hf-overrides {shlex.quote(json.dumps(QWEN_YARN))}" in table
 
 
@@ -224,8 +230,8 @@ def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[
     options = ["--model", "llama-3.1-8b", "--prompt-len", "800k", "--gpu-mem", "24GB", "--host-mem", "64GB", *positions]
     assert main(["plan", *options]) == 1
     table = capsys.readouterr().out
-    assert "\n    --kv-cache-dtype int8\n" in table and "--host-mem 114GB" in table
-    assert ("document no RoPE scaling" in table) == (not positions) != ("Together:\n--kv-cache-dtype int8\n" in table)
+    assert ": --kv-cache-dtype int8\n" in table and "--host-mem 114GB" in table
+    assert ("describe no RoPE scaling" in table) == (not positions) and "upper bound" not in table
     if positions:
         assert run_json(capsys, *options, "--kv-cache-dtype", "int8")["fits"]
         assert run_json(capsys, *options[:-4], "--host-mem", "114GB", *positions)["fits"]
@@ -270,6 +276,56 @@ def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixt
         assert config.num_cpu_blocks == report["engine"]["num_cpu_blocks"] and config.hf_overrides == QWEN_YARN
 
 
+# ---- what does not fit, and the page
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "LLAMA-3.1-8b"])
+def test_the_page_of_the_readme(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """README shows a command that fits, and these lines of its output; names and cards are known in any case."""
+    readme = (Path(nanovllm.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    shown = readme[readme.index("```text\nA prompt of") + len("```text\n") :].split("\n```")[0].splitlines()
+    command = next(line for line in readme.splitlines() if line.startswith("nanovllm plan "))
+    words = [name if word == "llama-3.1-8b" else word for word in shlex.split(command, comments=True)[1:]]
+    assert name in words and len(shown) == 10
+    assert main([word.replace("RTX", "rtx") for word in words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line in shown]
+    assert lines == shown
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "numbers_for"),
+    [
+        ("qwen3-30b-a3b", (61.1, 16.9), "for 4-bit weights on RTX 4090 (24.0 GB)"),
+        ("glm-4.5-air", (213.8, 57.8), "for the weights in 4 bits on H100 (80.0 GB)"),
+        ("gpt-oss-120b", (65.2, None), "for the weights as they are on H100 (80.0 GB)"),
+    ],
+)
+def test_a_mixture_beyond_the_device(
+    capsys: pytest.CaptureFixture[str], model: str, sizes: tuple[float, float | None], numbers_for: str
+) -> None:
+    """The sizes as they are and in 4 bits, the smallest card, and times of what is named."""
+    options = [model, "--prompt-len", "32k", "--gpu", "RTX 4090", "--host-mem", "64GB"]
+    assert main(["plan", *options]) == 1
+    page = capsys.readouterr().out
+    plain, packed = sizes
+    assert f"The weights take {plain} GB, and the device has 24.0 GB." in page
+    assert (f"4-bit weights (GPTQ, AWQ or GGUF): {packed} GB" in page) == (packed is not None)
+    assert ("quantized already (mxfp4)" in page) == (packed is None)
+    assert '--gpu "H100"' in page or "more than 141 GB: none is known" in page
+    assert f"The numbers below are {numbers_for} with 64.0 GB of host memory" in page
+    assert page.count("tokens/s is the upper bound") == 2 and "To run it" not in page
+    report = run_json(capsys, *options, status=1)
+    assert report["request"]["prefill"]["seconds"] > 0 and report["in_the_way"] and report["as_if"][0] in page
+
+
+def test_the_size_in_4_bits_is_that_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: half a byte a weight, 3 bytes for 128 of them, two tables of 128,256 rows and 65 norms in 16 bits."""
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    size = matrices // 2 + matrices // 128 * 3 + 2 * (2 * 128_256 + 65) * 4096
+    report = run_json(capsys, "llama-3.1-8b", "--gpu", "h100", "--prompt-len", "1000")
+    assert report["model"]["four_bit_weight_bytes"] == size
+
+
 # ---- this machine
 
 
@@ -285,7 +341,7 @@ def test_this_machine_is_planned_as_the_engine_runs(
     with LLM(model_dir, load_format="dummy", **arguments) as llm:
         stats = llm.kv_stats()
         assert report["longest_prompt"]["tokens"] == llm.max_model_len
-        assert "longest prompt" in str(llm.plan()) and "KV cache on the host" in f"{llm.plan()}"
+        assert f"A prompt of {llm.max_model_len:,} tokens fits" in str(llm.plan())
         assert report["memory"]["device_total"] == llm.plan().sizing.memory.device_total
         assert report["model"]["weight_bytes"] == parameter_bytes(llm._runner.model)
     assert report["kv_cache"]["device_bytes"] == stats.device_bytes
@@ -302,7 +358,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "an unknown card": (["plan", *QWEN_1M, "--gpu", "RTX 4095"], "the nearest are RTX 4090"),
     "a size for a rate": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--link", "50GB"], "a rate such as 50GB/s"),
     "blocks beyond the memory": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "10000"], "\n--num-gpu-blocks 1116\n"),
-    "weights beyond the memory": (["plan", *QWEN_1M, "--gpu-mem", "8GB"], "weights alone take 15.2 GB"),
+    "a model that is none": (["plan", "qwen3-8", "--gpu-mem", "8GB"], "'qwen3-8': did you mean 'qwen3-8b'"),
     "a dtype": (["plan", *QWEN_1M, "--dtype", "int8"], "bfloat16"),
     "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),
     "offload without a host": (["plan", *QWEN_1M, "--gpu-mem", "24GB", "--enable-cpu-offload"], "--host-mem"),

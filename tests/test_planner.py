@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM
-from nanovllm.data.batch import LayerwisePrefill
+from nanovllm.data.batch import Batch, LayerwisePrefill, StepResult
+from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine import state_manager
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.features.planner.dry_run import StepMoves
@@ -123,6 +124,40 @@ def test_a_directory_of_stored_blocks_changes_what_is_moved_as_planned(tmp_path:
         request = llm.plan().request(700, 4)
         llm.generate(random_prompt(700, VOCAB, 1), greedy(4), use_tqdm=False)
         assert llm.kv_stats().transfers == request.prefill_transfers + request.decode_transfers
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60},
+        {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60, "enable_prefix_caching": False},
+        offloaded(BLOCK, 9, 60),
+    ],
+    ids=["resident", "without prefix cache", "offloaded"],
+)
+def test_the_most_kv_of_a_prompt_is_what_the_run_holds(
+    tmp_path: Path, family: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind windows blocks are held until the step of a chunk has ended: counted in the block tables of all steps."""
+    make_checkpoint(tmp_path / "model", family, vocab=VOCAB, layers=LAYERS, sliding_window=23)
+    with LLM(tmp_path / "model", **arguments, max_num_batched_tokens=70, max_num_seqs=1) as llm:
+        held: list[int] = []
+        execute = llm.engine.executor.execute
+
+        def counting(batch: Batch) -> StepResult:
+            tables = [table for seq in batch.sequences for table in seq.block_tables]
+            held.append(len({block for table in tables for block in table if block != HOLE}))
+            return execute(batch)
+
+        monkeypatch.setattr(llm.engine.executor, "execute", counting)
+        request = llm.plan().request(200, 6)
+        llm.generate(random_prompt(200, VOCAB, 1), greedy(6), use_tqdm=False)
+        stats = llm.kv_stats()
+    assert stats.most_used_blocks == max(held) and stats.most_used_device_blocks <= stats.resident_blocks
+    assert request.most_kv_bytes == max(held) * stats.bytes_per_block
+    assert request.kv_bytes <= request.num_blocks * stats.bytes_per_block == held[-1] * stats.bytes_per_block
+    assert max(held) > held[-1], "a chunk takes more than what is left at the end"
 
 
 def count_block_reads(llm: LLM) -> list[int]:

@@ -87,6 +87,7 @@ class BlockManager:
         self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
         self.stored = StoredBlocks(self, NoBlockStore() if store is None else store)
         self.num_copied_blocks = 0  # by copy-on-write
+        self.most_used = self.most_used_on_device = 0  # blocks, in one step
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
@@ -121,6 +122,15 @@ class BlockManager:
     @property
     def num_used(self) -> int:
         return len(self._blocks) - self.num_cached - self.num_swapped
+
+    @property
+    def num_used_on_device(self) -> int:
+        return self.tiers.num_device_blocks - self.tiers.pools[Tier.DEVICE].num_free - len(self._evictors[Tier.DEVICE])
+
+    def count_used(self) -> None:
+        """Note how many blocks the step has that is now scheduled."""
+        self.most_used = max(self.most_used, self.num_used)
+        self.most_used_on_device = max(self.most_used_on_device, self.num_used_on_device)
 
     @property
     def num_swapped(self) -> int:

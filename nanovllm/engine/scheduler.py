@@ -163,6 +163,7 @@ class Scheduler:
             is_expected = self.loading or not self.has_unfinished() or not self.block_manager.has_moves
             assert is_expected, "block moves were planned for a step without sequences"
             return Batch([])
+        self.block_manager.count_used()
         moves = self.block_manager.take_moves()
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
         states = self.block_manager.states

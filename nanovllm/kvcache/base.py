@@ -76,6 +76,8 @@ class KVStats:
     windows: tuple[int | None, ...] = (None,)  # of each KV group; a sequence has blocks in all of them
     state_slots: tuple[int, int] = (0, 0)  # of recurrent layers, on the device and on the host
     state_bytes: tuple[int, int] = (0, 0)  # allocated for them, beyond device_bytes and host_bytes
+    most_used_blocks: int = 0  # that requests held in one step, so far; behind windows cached ones are not held
+    most_used_device_blocks: int = 0  # the same, of those on the device alone
     blocks_in_flight: tuple[int, ...] = ()  # physical ids of the blocks that the step in progress has in ring slots
 
 

@@ -61,7 +61,7 @@ class KVSizing:
             ways += self.changes_for(wanted or 1)
             raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do", ways) from None
         except NoMemoryError as error:
-            raise ConfigError(str(error), [*self._larger_shares(1), *self._smaller_steps(1)]) from None
+            raise NoMemoryError(str(error), [*self._larger_shares(1), *self._smaller_steps(1)]) from None
         except PositionsError as error:
             held = self._changed({"max_model_len": None}).plan().max_model_len
             longer = self._longer_positions(self.config.max_model_len or 1)
@@ -85,28 +85,6 @@ class KVSizing:
         if tokens > self.model_max_len:
             return self._longer_positions(tokens)
         return self._more_tokens(tokens) or self._smaller_steps(tokens) or self._eight_bits(tokens)
-
-    def obstacles(self, tokens: int) -> list[Advice]:
-        """All that keeps a sequence of `tokens` tokens from fitting, each as if the others were lifted."""
-        found: list[Advice] = []
-        free, limit = self, self.config.max_model_len
-        if tokens > self.model_max_len:
-            longer, reach = self._yarn(tokens) or ({}, tokens)
-            changes = [longer] if longer else []
-            way = ", and YaRN extends them at some cost of accuracy, of short prompts too" if longer else _extended([])
-            says = f"the model's positions end at {self.model_max_len:,}{way}"
-            found.append(Advice(says, changes))
-            free = replace(self, model_max_len=reach)
-        if limit is not None and limit < tokens:
-            found.append(Advice(f"max_model_len={limit:,} is given", [{"max_model_len": tokens}]))
-            free = free._changed({"max_model_len": None})
-        if not free._holds(tokens, {}):
-            counts = free._counts()
-            blocks = f"{counts.split.resident_blocks:,} on the device and {counts.num_cpu_blocks:,} on the host"
-            needs = f"{free.blocks_for(tokens):,} blocks of {free.layout.block_size:,} tokens"
-            takes = f"its KV cache takes {gib(free.kv_bytes(tokens))}"
-            found.append(Advice(f"{takes}: {needs}, and there are {blocks}", free.changes_for(tokens)))
-        return found
 
     def blocks_for(self, tokens: int) -> int:
         """The fewest blocks that a sequence of `tokens` tokens fits."""
@@ -235,22 +213,9 @@ class KVSizing:
         except ConfigError:
             return False
 
-    def _yarn(self, tokens: int) -> tuple[dict[str, Any], int] | None:
-        """The argument that extends the positions to `tokens` with YaRN, and where they then end."""
-        if self.yarn_positions is None or tokens > MOST_YARN * self.yarn_positions:
-            return None
-        factor = -(-tokens // self.yarn_positions)
-        rope = {
-            "rope_type": "yarn",
-            "factor": float(factor),
-            "original_max_position_embeddings": self.yarn_positions,
-        }
-        others = {name: value for name, value in self.config.hf_overrides.items() if name != "rope_scaling"}
-        return {"hf_overrides": {**others, "rope_parameters": rope}}, factor * self.yarn_positions
-
     def _longer_positions(self, tokens: int) -> list[dict[str, Any]]:
         """YaRN for positions up to `tokens`, and what else such a sequence needs."""
-        found = self._yarn(tokens)
+        found = extended_with_yarn(tokens, self.yarn_positions, self.config.hf_overrides)
         if found is None:
             return []
         change, reach = found
@@ -303,6 +268,21 @@ class KVSizing:
         resident = split_device(config.num_gpu_blocks, self.layout.planes).resident_blocks
         counted = switch | {"num_cpu_blocks": self.blocks_for(tokens) - resident}
         return counted if config.kvcache_block_size else counted | {"kvcache_block_size": self.layout.block_size}
+
+
+def extended_with_yarn(
+    tokens: int, trained: int | None, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], int] | None:
+    """The argument that extends the positions to `tokens` with YaRN, and where they then end; None if it cannot.
+
+    trained: `KVSizing.yarn_positions`; overrides: `hf_overrides`, which stay.
+    """
+    if trained is None or tokens > MOST_YARN * trained:
+        return None
+    factor = -(-tokens // trained)
+    rope = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
+    others = {name: value for name, value in overrides.items() if name != "rope_scaling"}
+    return {"hf_overrides": {**others, "rope_parameters": rope}}, factor * trained
 
 
 def _extended(longer: Sequence[Mapping[str, Any]]) -> str:

@@ -58,10 +58,9 @@ def status_line(args: argparse.Namespace) -> StatusLine:
 def kv_line(stats: KVStats, tokens: int) -> str:
     """Where the KV of so many tokens was, such as `5,789 tokens: at most 29.5 MB of KV on the device, 113 MB out, ...`.
 
-    Tokens whose KV was shared or freed take less than that.
+    "At most" is the step in which requests held the most blocks.
     """
-    blocks = min(-(-tokens // stats.block_size) * len(stats.windows), stats.resident_blocks)
-    parts = [f"at most {_size(blocks * stats.bytes_per_block)} of KV on the device"]
+    parts = [f"at most {_size(stats.most_used_device_blocks * stats.bytes_per_block)} of KV on the device"]
     moved = stats.transfers
     if moved.d2h_bytes or moved.h2d_bytes:
         parts += [f"{_size(moved.d2h_bytes)} copied out to the host", f"{_size(moved.h2d_bytes)} copied in"]

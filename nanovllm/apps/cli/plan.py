@@ -22,8 +22,8 @@ from nanovllm.apps.cli.arguments import (
     number_up_to,
     positive_tokens,
 )
-from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError, unknown_name_message
 
 # Published models by name, whose config is part of the package.
 CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "planner" / "configs").glob("*.json")}
@@ -37,12 +37,17 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
-    says = f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit."
+    says = (
+        f"Says {summary}, from a model's config alone. If the prompt does not fit, it says what would have to happen, "
+        "and gives the numbers as if it had. Exit status 0: it fits; 1: it does not; 2: the command was refused."
+    )
     parser = add_command(subparsers, "plan", summary, says)
     parser.set_defaults(run=run)
     add = parser.add_argument
     names = ", ".join(sorted(CONFIGS))
-    add_model(parser, f"a model directory, a config file, a GGUF file, a hub name, or one of {names}")
+    add_model(
+        parser, f"a model directory, a config file, a GGUF file, a hub name, or one of these, in any case: {names}"
+    )
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     told = "share of right drafts that --speculative-config is planned with (default: %(default)s)"
@@ -80,11 +85,11 @@ def _add_machine_options(group: Any) -> None:
         group.add_argument(flag, type=parse_option, metavar=example, help=meaning)
 
     num_bytes, rate, seconds = planner.parse_bytes, planner.parse_byte_rate, planner.parse_seconds
-    add("--gpu", find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
+    add("--gpu", planner.find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
     add("--gpu-mem", num_bytes, "80GB", "memory of the device")
     add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache")
     link = 'between host and device, each way; or "PCIe 4"'
-    add("--link", lambda text: find_link(text) or rate(text), "50GB/s", link)
+    add("--link", lambda text: planner.find_link(text) or rate(text), "50GB/s", link)
     add("--compute", planner.parse_compute_rate, "400TFLOPS", "of matrix products and attention")
     add("--interconnect", rate, "400GB/s", "bytes that a tensor-parallel rank receives from the others")
     add("--all-reduce", seconds, "10us", "time of a sum of few bytes over the ranks")
@@ -98,54 +103,52 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    if args.gpu is not None:
+    card = args.gpu
+    if card is not None:
         for name in ("gpu_mem", "compute", "device_bandwidth", "link"):
             if getattr(args, name) is None:
-                setattr(args, name, getattr(args.gpu, name))
-    named, given = args.model, engine_arguments(args)
+                setattr(args, name, getattr(card, name))
+    name, given = args.model, engine_arguments(args)
     check_offload_flags(args.enable_cpu_offload, given)
     wanted = (args.prompt_len, args.output_len, args.enable_cpu_offload, args.gpu_mem, args.host_mem)
-    model = CONFIGS.get(named, named)
-    plan = planner.plan_of(
-        planner.PlanRequest(model, given, *wanted, rates=_rates(args), measure=args.measure, acceptance=args.acceptance)
-    )
-    prompt_len = args.prompt_len or plan.kv.max_model_len
+    more = {"rates": _rates(args), "measure": args.measure, "acceptance": args.acceptance}
+    asked = planner.PlanRequest(_config_of(name), given, *wanted, **more)
+    outlook = planner.outlook_of(asked, _machine(args), CONFIGS)
     if args.json:
-        print(json.dumps(planner.plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
-    else:
-        print(planner.plan_table(plan, prompt_len, args.output_len))
-        if args.gpu_mem is None:
-            print(planner.cpu_kernels_line(), end="")
-        if plan.fits(prompt_len):
-            room = max(1, plan.kv.max_model_len - prompt_len)
-            arguments = given | planner.running_arguments(plan, prompt_len, args.output_len)
-            print(f"\nTo run it\n  {_command(named, arguments, min(args.output_len, room))}")
-        else:
-            _say_what_would_fit(plan, prompt_len, args)
-    return 0 if plan.fits(prompt_len) else 1
+        print(json.dumps(planner.plan_json(outlook, args.output_len), indent=2, allow_nan=False))
+        return 0 if outlook.fits else 1
+    print(planner.page(outlook, name, args.output_len, as_flags))
+    if args.gpu_mem is None:
+        print(planner.cpu_kernels_line(), end="")
+    if outlook.can_run:
+        plan, room = outlook.plan, max(1, outlook.plan.kv.max_model_len - outlook.prompt_len)
+        arguments = {**outlook.arguments, **planner.running_arguments(plan, outlook.prompt_len, args.output_len)}
+        print(f"\nTo run it{'' if outlook.fits else ' so'}\n  {_command(name, arguments, min(args.output_len, room))}")
+    return 0 if outlook.fits else 1
 
 
-def _say_what_would_fit(plan: planner.Plan, prompt_len: int, args: argparse.Namespace) -> None:
-    """Every obstacle with the flags that lift it, and flags that lift all of them."""
-    print("\nWhat is in the way, and what to add")
-    for obstacle in plan.sizing.obstacles(prompt_len):
-        print(f"  {obstacle.text}")
-        for change in obstacle.changes:
-            print(f"    {as_flags(change)}")
-    size = plan.sizing.host_memory_for(prompt_len)
-    if size is not None and size > (args.host_mem or 0):
-        if args.host_mem is None:
-            print("  --host-mem is not given, so no host memory counts")
-        print("  with so much host memory its KV cache fits")
-        print(f"    --enable-cpu-offload --host-mem {size // 10**9}GB")
-    changes = plan.changes_for(prompt_len)
-    if changes:
-        print(f"Together:\n{as_flags(changes[0])}")
+def _config_of(name: str) -> str:
+    """The model to read: a file or directory, or the config of a published model, whose name is known in any case."""
+    known = CONFIGS.get(name.lower())
+    if known is not None and not Path(name).exists():
+        return known
+    if not Path(name).exists() and "/" not in name:
+        raise ConfigError(unknown_name_message("model", name, CONFIGS))
+    return name
+
+
+def _machine(args: argparse.Namespace) -> str:
+    """What the plan is for, such as `RTX 4090 (24.0 GB), 64.0 GB of host memory`."""
+    if args.gpu_mem is None:
+        return "this machine"
+    size = planner.show_bytes(args.gpu_mem)
+    device = f"a device of {size}" if args.gpu is None else f"{args.gpu.name} ({size})"
+    return device if args.host_mem is None else f"{device} with {planner.show_bytes(args.host_mem)} of host memory"
 
 
 def _command(model: str, arguments: dict[str, Any], output_len: int) -> str:
     """The command line that runs a prompt with these engine arguments, without those that are defaults."""
-    if model in CONFIGS or (Path(model).is_file() and Path(model).suffix == ".json"):
+    if model.lower() in CONFIGS or (Path(model).is_file() and Path(model).suffix == ".json"):
         model = str(Path(model).parent) if Path(model).name == "config.json" else "MODEL_DIR"
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     changed = {name: value for name, value in arguments.items() if value != defaults[name]}

@@ -1,1 +1,1 @@
-"""The planner's reports: cards, units, published models."""
+"""The configs of published models, which `nanovllm plan` knows by name."""

@@ -3,30 +3,39 @@
 The public names of the planner, for `nanovllm plan` and programs.
 """
 
+from nanovllm.features.planner.asked import PlanRequest, plan_of
+from nanovllm.features.planner.cards import find_card, find_link
 from nanovllm.features.planner.drafts import ACCEPTANCE
-from nanovllm.features.planner.plan import Plan, PlanRequest, plan_of
+from nanovllm.features.planner.outlook import Outlook, outlook_of
+from nanovllm.features.planner.page import page
+from nanovllm.features.planner.plan import Plan
 from nanovllm.features.planner.predict import Link, Rates
-from nanovllm.features.planner.report import RATES, plan_json, plan_table, running_arguments
-from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
+from nanovllm.features.planner.report import RATES, plan_json, running_arguments
+from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds, show_bytes
 from nanovllm.memory.budget import TransferCount
 
 __all__ = [
     "ACCEPTANCE",
     "RATES",
     "Link",
+    "Outlook",
     "Plan",
     "PlanRequest",
     "Rates",
     "TransferCount",
     "cpu_kernels_line",
+    "find_card",
+    "find_link",
+    "outlook_of",
+    "page",
     "parse_byte_rate",
     "parse_bytes",
     "parse_compute_rate",
     "parse_seconds",
     "plan_json",
     "plan_of",
-    "plan_table",
     "running_arguments",
+    "show_bytes",
 ]
 
 

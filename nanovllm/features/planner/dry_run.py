@@ -65,7 +65,7 @@ def dry_run(
         if states is not None and seq.layerwise is not None and seq.layerwise.first_layer_chunk == 0:
             kept = len(seq.layerwise.layerwise.snapshots)
             of_states += TransferCount(d2h_copies=kept, d2h_bytes=kept * states.slot_bytes)
-        yield ScheduledStep(seq, batch.moves, of_states)
+        yield ScheduledStep(seq, batch.moves, of_states, manager.num_used)
         scheduler.update(batch, StepResult([[Sample(0)] * len(seq.samples)], [0], [0]), 0.0)
 
 
@@ -76,6 +76,7 @@ class ScheduledStep:
     seq: ScheduledSequence
     moves: Sequence[BlockMove]
     of_states: TransferCount = NO_MOVES.transfers  # copies of recurrent states
+    used_blocks: int = 0  # that the sequence has in this step
 
     @property
     def query_len(self) -> int:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.memory_checks import check_fits
 from nanovllm.device import CopyKind, Device, create_device
 from nanovllm.features.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.features.cuda_graphs import graph_bytes
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Link, Rates
+from nanovllm.features.planner.units import show_bytes
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
@@ -37,7 +37,7 @@ from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.profiling import activation_peak, measure_memory
-from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.memory.sizing import MemoryFacts, NoMemoryError
 from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
@@ -398,9 +398,9 @@ class LocalMachine:
     def memory(self, config: EngineConfig) -> MemoryFacts:
         """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
         network, device = self._network, self._device
-        remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
         weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
-        check_fits("the weights take", weights, device.free_memory(), "the device has", remedy)
+        if weights > (free := device.free_memory()):
+            raise NoMemoryError(f"the weights take {show_bytes(weights)}, and this machine has {show_bytes(free)} free")
         if device.torch_device.type == "cpu":
             model = _meta_decoder(network)
             model.chunk_rows = CPU_CHUNK_ROWS

@@ -44,8 +44,8 @@ def _parse(text: str, unit: str, scales: dict[str, float] | dict[str, int], exam
 
 
 def show_bytes(size: float) -> str:
-    """In the largest of GiB, MiB and KiB that gives at least 1, else in bytes."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """In the largest of GB, MB and KB, powers of 1,000, that gives at least 1, else in bytes."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
     return f"{size:,.0f} bytes"

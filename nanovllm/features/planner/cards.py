@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.features.planner.predict import Link
 
 PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}  # PCI-SIG: 8, 16 and 32 GT/s on 16 lanes, 128 of 130 bits
 
@@ -23,6 +27,13 @@ class Card:
     compute: float
     device_bandwidth: float
     link: float
+
+    @property
+    def rates(self) -> Mapping[str, Any]:
+        """The fields of `Rates` that the data sheet gives."""
+        computing = dict.fromkeys(("compute", "attention"), self.compute)
+        reading = dict.fromkeys(("weight_bandwidth", "head_bandwidth", "device_bandwidth"), self.device_bandwidth)
+        return {**computing, **reading, "link": Link(self.link, self.link)}
 
 
 def _card(name: str, gigabytes: int, teraflops: float, gigabytes_per_second: float, pcie: int) -> Card:
@@ -64,6 +75,12 @@ CARDS = (
 SHORT = {"a100": "A100 40GB", "h100sxm": "H100", "h10080gb": "H100", "a100sxm80gb": "A100 80GB", "v100": "V100 32GB"}
 
 
+def cards_above(num_bytes: int) -> Iterator[Card]:
+    """Of each size of memory above `num_bytes` the fastest card, the smallest first."""
+    for size in sorted({card.gpu_mem for card in CARDS if card.gpu_mem > num_bytes}):
+        yield max((card for card in CARDS if card.gpu_mem == size), key=lambda card: card.compute)
+
+
 def find_card(name: str) -> Card:
     """The card of a name such as "RTX 4090", "rtx4090" or "4090". Raises ValueError with the nearest names."""
     words = _key(name)
@@ -73,7 +90,10 @@ def find_card(name: str) -> Card:
     if found is None:
         near = difflib.get_close_matches(words, known, n=3, cutoff=0.5)
         names = ", ".join(known[key].name for key in near) or ", ".join(card.name for card in CARDS)
-        raise ValueError(f"{name!r} is no card that is known; {'the nearest are' if near else 'known are'} {names}")
+        raise ValueError(
+            f"{name!r} is no card that is known; {'the nearest are' if near else 'known are'} {names}; --gpu-mem and "
+            "--compute describe another one, and without all of these the plan is for this machine"
+        )
     return found
 
 
