@@ -35,7 +35,14 @@ class ConfigError(RefusedError):
 
 
 class RequestError(RefusedError):
-    """A prompt or a sampling parameter that cannot be served. Nothing was added to the engine."""
+    """A prompt or a sampling parameter that cannot be served. Nothing was added to the engine.
+
+    field: the path of what is wrong with messages, such as "messages.2.content.0".
+    """
+
+    def __init__(self, message: str, changes: Sequence[Mapping[str, Any]] = (), field: str | None = None) -> None:
+        super().__init__(message, changes)
+        self.field = field
 
 
 class ModelError(ValueError):

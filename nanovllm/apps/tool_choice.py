@@ -21,8 +21,15 @@ def check_tools(tools: Any) -> None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             form = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
             raise RequestError(f"tools.{number} must be {form}, got {quoted(tool)}")
-        if not isinstance(function.get("parameters") or {}, Mapping):
+        parameters = {} if function.get("parameters") is None else function["parameters"]
+        if not isinstance(parameters, Mapping):
             raise RequestError(f"tools.{number}.function.parameters must be a JSON schema, got {quoted(tool)}")
+        kind = parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise RequestError(
+                f"tools.{number}.function.parameters has the type {quoted(kind)}: the arguments of a call are a JSON "
+                "object, so it must be 'object' or left out"
+            )
 
 
 def named_function(choice: Any) -> str | None:
@@ -74,4 +81,5 @@ def forced_schema(tools: Tools, choice: Any, parallel: bool | None) -> dict[str,
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(tool["function"].get("parameters") or {"type": "object"})
+    """The schema of a function's arguments, which are an object, whatever it leaves out."""
+    return {**(tool["function"].get("parameters") or {}), "type": "object"}

@@ -7,7 +7,6 @@ from typing import Any
 
 from nanovllm.errors import RequestError, one_line, quoted
 from nanovllm.sampling_rules import check_characters
-from nanovllm.text.messages import MessageError as MessageError
 from nanovllm.text.messages import check_content_format, conversations, template_messages
 from nanovllm.text.prompts import Message, PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer

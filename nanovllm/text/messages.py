@@ -24,14 +24,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 Json = dict[str, Any]
 
 
-class MessageError(RequestError):
-    """A message that cannot be read. field: its path, such as "messages.2.content.0"."""
-
-    def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(f"{field} {sentence}")
-        self.field = field
-
-
 def check_content_format(name: object) -> str:
     """The name of a content format; None stands for "auto". Raises RequestError."""
     if name is None:
@@ -55,22 +47,26 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 
 
 def template_messages(path: str, messages: Sequence[Message], facts: TemplateFacts, content_format: str) -> list[Json]:
-    """Copies of the messages of one conversation for the template of `facts`. Raises MessageError.
+    """Copies of the messages of one conversation for the template of `facts`. Raises RequestError.
 
     As in Transformers, fields without a value are left out, and all others reach the template.
     """
     return [_message(f"{path}.{i}", message, facts, content_format) for i, message in enumerate(messages)]
 
 
+def _wrong(field: str, sentence: str) -> RequestError:
+    return RequestError(f"{field} {sentence}", field=field)
+
+
 def _message(path: str, given: Any, facts: TemplateFacts, content_format: str) -> Json:
     message = _as_mapping(given)
     if message is None:
-        raise MessageError(path, f"must be an object with a role and a content, got {quoted(given)}")
+        raise _wrong(path, f"must be an object with a role and a content, got {quoted(given)}")
     role = message.get("role")
     if role is None:
-        raise MessageError(f"{path}.role", "is missing: give who speaks, such as 'user'")
+        raise _wrong(f"{path}.role", "is missing: give who speaks, such as 'user'")
     if not isinstance(role, str):
-        raise MessageError(f"{path}.role", f"must be text such as 'user', got {quoted(role)}")
+        raise _wrong(f"{path}.role", f"must be text such as 'user', got {quoted(role)}")
     fields = {name: value for name, value in message.items() if value is not None}
     if role == "developer" and not facts.knows_developer:
         fields["role"] = role = "system"
@@ -82,7 +78,7 @@ def _message(path: str, given: Any, facts: TemplateFacts, content_format: str) -
     if "content" in fields:
         fields["content"] = _content(f"{path}.content", role, fields["content"], facts, content_format)
     elif role in ("system", "user"):
-        raise MessageError(f"{path}.content", "is missing: give text, or a list of text parts")
+        raise _wrong(f"{path}.content", "is missing: give text, or a list of text parts")
     elif role == "assistant":
         fields |= facts.call_form.no_content if calls else facts.no_answer
     elif role == "tool":
@@ -112,7 +108,7 @@ def _with_reasoning(fields: Json, facts: TemplateFacts) -> Json:
 def _content(path: str, role: str, content: Any, facts: TemplateFacts, content_format: str) -> str | list[Any]:
     is_text = isinstance(content, str)
     if not is_text and not isinstance(content, Sequence):
-        raise MessageError(path, f"must be text or a list of text parts, got {quoted(content)}")
+        raise _wrong(path, f"must be text or a list of text parts, got {quoted(content)}")
     given = [{"type": "text", "text": content}] if is_text else list(content)
     texts = [_text_of(path, i, part) for i, part in enumerate(given)]
     as_parts = content_format == "openai"
@@ -129,9 +125,7 @@ def _text_of(path: str, index: int, part: Any) -> str:
         kind = part.get("type", "text")
         text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
-        raise MessageError(
-            f"{path}.{index}", f"must be a part of text, {{'type': 'text', 'text': ...}}, got {quoted(part)}"
-        )
+        raise _wrong(f"{path}.{index}", f"must be a part of text, {{'type': 'text', 'text': ...}}, got {quoted(part)}")
     return text
 
 
@@ -151,7 +145,7 @@ def _part(role: str, part: Any, text: str, facts: TemplateFacts) -> Any:
 
 def _calls(path: str, calls: Any, as_text: bool) -> list[Json]:
     if isinstance(calls, str) or not isinstance(calls, Sequence):
-        raise MessageError(path, f"must be a list of calls, got {quoted(calls)}")
+        raise _wrong(path, f"must be a list of calls, got {quoted(calls)}")
     return [_call(f"{path}.{i}", call, as_text) for i, call in enumerate(calls)]
 
 
@@ -161,9 +155,9 @@ def _call(path: str, call: Any, as_text: bool) -> Json:
     function = call["function"] if is_wrapped else call
     at = f"{path}.function" if is_wrapped or not isinstance(call, Mapping) else path
     if not isinstance(function, Mapping):
-        raise MessageError(at, f"must be an object with name and arguments, got {quoted(function)}")
+        raise _wrong(at, f"must be an object with name and arguments, got {quoted(function)}")
     if not isinstance(function.get("name"), str):
-        raise MessageError(f"{at}.name", f"must be the name of a function, got {quoted(function.get('name'))}")
+        raise _wrong(f"{at}.name", f"must be the name of a function, got {quoted(function.get('name'))}")
     arguments = _arguments(f"{at}.arguments", function.get("arguments"), as_text)
     read = {**function, "arguments": arguments}
     return {**call, "function": read} if is_wrapped else read
@@ -179,7 +173,7 @@ def _arguments(path: str, given: Any, as_text: bool) -> Json | str:
         except (ValueError, RecursionError):
             read = None
     if not isinstance(read, Mapping):
-        raise MessageError(path, f"must be a JSON object as text, or an object, got {quoted(given)}")
+        raise _wrong(path, f"must be a JSON object as text, or an object, got {quoted(given)}")
     if not as_text:
         return dict(read)
     return given if isinstance(given, str) else json.dumps(dict(read), ensure_ascii=False)

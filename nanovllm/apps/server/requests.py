@@ -14,7 +14,7 @@ from nanovllm.apps.server.serving import Serving
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate, MessageError
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -66,10 +66,8 @@ def naming(param: str, code: str | None = None) -> Iterator[None]:
     """Context whose RequestError becomes an ApiError that names the field, or the part of a message that is wrong."""
     try:
         yield
-    except MessageError as error:
-        raise invalid(str(error), error.field) from None
     except RequestError as error:
-        raise invalid(str(error), param, code) from None
+        raise invalid(str(error), error.field or param, code) from None
 
 
 def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> list[int]:
