@@ -223,7 +223,7 @@ def chain(length: int) -> dict[str, Any]:
     [
         ({"regex": "(("}, r"regex='\(\(': cannot be used for structured outputs: .*unclosed group"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "cannot be used for structured outputs"),
-        ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json": {"not": {"type": "string"}}}, "not={'type': 'string'} cannot be enforced"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
         ({"json": chain(1000)}, "it is nested too deeply"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
