@@ -8,7 +8,23 @@ from typing import Any
 NAMES = ("a", "ab", "b", "é", "x y", 'q"')
 TEXTS = ("", "a", "ab", "é", "日本", 'q"\\', "0", "a\nb", "\U0001f600")
 WHOLE = (0, 1, -1, 2, 3, 7, 10, 99, 100, 2**31, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 10**20)
-DECIMALS = (0.0, -0.0, 0.1, 0.5, -0.5, 1.5, 0.25, 1e-7, 123456789.12345679, 0.1 + 0.2, 99.99, 1e22, 1e300, 5e-324, -2.75)
+DECIMALS = (
+    0.0,
+    -0.0,
+    0.1,
+    0.5,
+    -0.5,
+    1.5,
+    0.25,
+    1e-7,
+    123456789.12345679,
+    0.1 + 0.2,
+    99.99,
+    1e22,
+    1e300,
+    5e-324,
+    -2.75,
+)
 MULTIPLES = (1, 2, 3, 7, 10, 0.1, 0.5, 0.25, 0.01, 1.5, 100, 65537)
 PATTERNS = (
     "^a", "a$", "^[a-c]+$", "^a|b$", "^[^x]$", r"^\d{2,3}$", r"^\w+$", "^$", "b", r"^a\.b$", "^(a|ab)(c|bcd)?$",
@@ -100,7 +116,9 @@ class Maker:
         if rng.random() < 0.05:
             found[rng.choice(("minProperties", "maxProperties"))] = rng.randrange(3)
         if rng.random() < 0.05:
-            found["propertyNames"] = rng.choice(({"enum": ["a", "b"]}, {"pattern": "^a"}, {"maxLength": 2}, True, {"format": "x"}))
+            found["propertyNames"] = rng.choice(
+                ({"enum": ["a", "b"]}, {"pattern": "^a"}, {"maxLength": 2}, True, {"format": "x"})
+            )
         if rng.random() < 0.03:
             found["unevaluatedProperties"] = rng.random() < 0.5
         return found
@@ -127,7 +145,7 @@ class Maker:
         if rng.random() < 0.3:
             found |= rng.choice((self.object, self.number, self.text))(depth)
         if rng.random() < 0.05:
-            found[rng.choice(("not", "if", "then", "dependentRequired", "minContains"))] = {} if rng.random() < 0.9 else {}
+            found[rng.choice(("not", "if", "then", "dependentRequired", "minContains"))] = {}
         return found
 
     def typed(self, depth: int) -> dict[str, Any]:
@@ -149,7 +167,9 @@ class Maker:
         rng = self.rng
         kind = rng.randrange(6 if depth else 4)
         if kind < 4:
-            return rng.choice((rng.choice(TEXTS), rng.choice(WHOLE), rng.choice(DECIMALS), rng.choice((None, True, False))))
+            return rng.choice(
+                (rng.choice(TEXTS), rng.choice(WHOLE), rng.choice(DECIMALS), rng.choice((None, True, False)))
+            )
         if kind == 4:
             return [self.value(depth - 1) for _ in range(rng.randrange(3))]
         return {name: self.value(depth - 1) for name in rng.sample(NAMES, rng.randrange(3))}

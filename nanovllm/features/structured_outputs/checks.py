@@ -54,7 +54,7 @@ class SchemaCheck:
             first = read_json(text, lambda pairs: dict(reversed(pairs)))
         except ValueError as error:
             return f"it is not JSON ({told(error)})"
-        except RecursionError:
+        except (RecursionError, ArithmeticError):  # nested too deeply, or a number with too large an exponent
             return None
         # Of two members with the same name some readers take the first.
         return self._error(last) or (self._error(first) if first != last else None)

@@ -6,7 +6,7 @@ Small models go on with properties of their own otherwise, and never close an ob
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 Schema = dict[str, Any]
@@ -14,25 +14,28 @@ SPEAKS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 TOGETHER = ("allOf", "anyOf", "oneOf")
 
 
-def close_objects(parts: Sequence[Schema], resolve: Callable[[Any], Any], close_all: bool) -> set[int]:
+def close_objects(
+    parts: Sequence[Schema], resolve: Callable[[Any], Any], close_all: bool, kept_open: Set[int]
+) -> set[int]:
     """Close the objects of a schema, in place. Returns the ids of the parts that speak of an object beside others.
 
     parts: of the schema, all that can be reached. resolve: follows references. Where several parts speak of the same
     object, as with allOf, the object takes what any of them names. close_all: patternProperties keep none open.
+    kept_open: ids of parts that stay as they are.
     """
     speaks = tuple(name for name in SPEAKS if not (close_all and name == "patternProperties"))
     joined: set[int] = set()
     together: set[int] = set()  # those, and the parts that join them
     for part in parts:
         if _speaks_with_others(part):
-            same = [id(other) for other in _same_object(part, resolve)]
-            joined.update(same[1:])
-            together.update(same)
+            ids = [id(other) for other in _same_object(part, resolve)]
+            joined.update(ids[1:])
+            together.update(ids)
     for part in parts:
-        if id(part) in joined:
+        if id(part) in joined or id(part) in kept_open:
             continue
         same = _same_object(part, resolve) if _speaks_with_others(part) or _refers(part, joined, resolve) else [part]
-        if any(name in other for other in same for name in speaks):
+        if any(name in other for other in same for name in (*speaks, "oneOf")):
             continue
         if not any("properties" in other or (close_all and "patternProperties" in other) for other in same):
             continue

@@ -17,8 +17,8 @@ from nanovllm.features.structured_outputs.schemas import is_whole, reached, reso
 Schema = dict[str, Any]
 CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))'
 NOTES = frozenset(
-    "title description default examples $comment deprecated readOnly writeOnly $defs definitions $schema $id "
-    "discriminator".split()
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
+    + ("$comment", "$defs", "definitions", "$schema", "$id")
 )
 OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -179,7 +179,11 @@ class Composer:
         used = {id(part) for part in reached(schema, self._root)}
         for group in ("$defs", "definitions"):
             definitions = self._root.get(group, {})
-            found = {name: part for name, part in definitions.items() if any(id(p) in used for p in reached(part, self._root))}
+            found = {
+                name: part
+                for name, part in definitions.items()
+                if any(id(p) in used for p in reached(part, self._root))
+            }
             if found:
                 kept[group] = found
         kept = with_exact_bounds(json_copy(kept))

@@ -109,11 +109,12 @@ def _narrowed_decimal(schema: dict[str, Any]) -> dict[str, Any]:
     for name, up in (("minimum", True), ("exclusiveMinimum", True), ("maximum", False), ("exclusiveMaximum", False)):
         if name in schema:
             value = plain(schema[name])
-            bound = _rounded(value, up)
+            bound: Any = _rounded(value, up)
             # A bound that moved inside belongs to the numbers that are allowed.
             inside = name if bound == value else "minimum" if up else "maximum"
             pick = max if up else min
             bounds[inside] = pick(bounds[inside], bound) if inside in bounds else bound
+    _checked(bounds)
     low, high = bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")
     # The library takes 0 itself for a number that is more than 0 and less than 1.
     if low == 0 and min(bounds.get("maximum", 1), bounds.get("exclusiveMaximum", 1)) < 1:
@@ -136,7 +137,7 @@ def _rounded(value: int | Decimal, up: bool) -> int | Decimal:
         if abs(value) >= limit:
             return _inward(int(value) if isinstance(value, int) else int(limit * 2 * (1 if value > 0 else -1)), up)
         rounded = context.create_decimal(value)
-    if rounded.as_tuple().exponent < -MOST_DECIMALS:  # type: ignore[operator]  # it is finite
+    if int(rounded.as_tuple().exponent) < -MOST_DECIMALS:
         rounded = rounded.quantize(Decimal(1).scaleb(-MOST_DECIMALS), ROUND_CEILING if up else ROUND_FLOOR)
     return plain(rounded)
 
@@ -144,7 +145,8 @@ def _rounded(value: int | Decimal, up: bool) -> int | Decimal:
 def _checked(bounds: dict[str, Any]) -> dict[str, Any]:
     low = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-WIDEST)
     high = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=WIDEST)
-    if low > high or low > WIDEST or high < -WIDEST:
+    is_open = low == bounds.get("exclusiveMinimum") or high == bounds.get("exclusiveMaximum")
+    if low > high or (low == high and is_open) or low > WIDEST or high < -WIDEST:
         raise ValueError("no number within its bounds can be written exactly")
     return bounds
 

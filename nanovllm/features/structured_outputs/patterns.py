@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 TOKEN = re.compile(r"\\(?:c[A-Za-z]|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
 CONTROL = {"\\0": "\\x00"}
@@ -52,7 +53,7 @@ def for_python(pattern: str) -> str:
 
 def other_names(names: Iterable[str]) -> str:
     """A pattern for all texts but these."""
-    tree: dict[str, dict] = {}  # type: ignore[type-arg]  # of trees; "" marks the end of a name
+    tree: dict[str, Any] = {}  # of trees; "" marks the end of a name
     for name in names:
         branch = tree
         for character in name:
@@ -61,7 +62,7 @@ def other_names(names: Iterable[str]) -> str:
     return f"^{_others(tree)}$"
 
 
-def _others(tree: dict[str, dict]) -> str:  # type: ignore[type-arg]
+def _others(tree: dict[str, Any]) -> str:
     following = [character for character in tree if character]
     listed = "".join(f"\\x{{{ord(character):x}}}" for character in following)
     parts = [f"[^{listed}][\\s\\S]*" if listed else "[\\s\\S]+"]

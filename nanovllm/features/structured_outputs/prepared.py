@@ -39,3 +39,5 @@ def prepare_schema(text: str, close_all: bool, options: dict[str, Any]) -> Prepa
         return PreparedSchema("json", write_json(with_exact_bounds(json_copy(schema))), check)
     except RecursionError:
         raise RequestError("it is nested too deeply") from None
+    except ArithmeticError:
+        raise RequestError("it has a number with too large an exponent") from None

@@ -15,15 +15,14 @@ from typing import Any
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.features.structured_outputs.closing import close_objects
-from nanovllm.features.structured_outputs.numbers import all_exact, is_number, narrowed, plain
+from nanovllm.features.structured_outputs.numbers import BOUNDS, all_exact, is_number, narrowed, plain
 from nanovllm.features.structured_outputs.patterns import for_library, other_names
 
 Schema = dict[str, Any]
 MOST_INT_DIGITS = 4000
 MOST_NAMES = 2000  # characters of names that a pattern for others excludes
-FORMATS = frozenset(
-    "date time date-time duration email hostname ipv4 ipv6 uri uuid".split()  # that the library knows
-)
+# Those that the library knows.
+FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
 UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
 PARTS = ("additionalProperties", "items", "additionalItems")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -57,12 +56,12 @@ def _int(text: str) -> int | Decimal:
 def write_json(value: Any) -> str:
     """JSON without spaces, with every digit of its decimals."""
     if isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(name)}:{write_json(part)}' for name, part in value.items())}}}"
+        return f"{{{','.join(f'{write_json(name)}:{write_json(part)}' for name, part in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(write_json, value))}]"
     if isinstance(value, Decimal):
         return format(value, "f") if abs(value.adjusted()) < MOST_INT_DIGITS else str(value)
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def simplified(root: Any, close_all: bool) -> Any:
@@ -79,7 +78,10 @@ def simplified(root: Any, close_all: bool) -> Any:
         _drop_what_has_no_effect(part)
         _rewrite(part, root)
     _check_multiples(root)
-    joined = close_objects(list(reached(root, root)), partial(resolved, root=root), close_all)
+    # Closed options of a oneOf would exclude each other where those of the user need not.
+    options = [option for part in reached(root, root) for option in part.get("oneOf", ())]
+    kept_open = {id(part) for option in options for part in reached(option, root)}
+    joined = close_objects(list(reached(root, root)), partial(resolved, root=root), close_all, kept_open)
     for part in reached(root, root):
         if id(part) not in joined:
             _name_others_by_pattern(part)
@@ -212,6 +214,8 @@ def _rewrite(schema: Schema, root: Schema) -> None:
 
 def _are_disjoint(options: list[Any]) -> bool:
     """Whether every two of them are of other types, or objects with other values of a property that both require."""
+    if len(options) == 1:
+        return True
     if not all(isinstance(option, dict) and isinstance(option.get("type"), str) for option in options):
         return False
     kinds = ["number" if option["type"] == "integer" else option["type"] for option in options]
@@ -224,7 +228,10 @@ def _are_disjoint(options: list[Any]) -> bool:
 
 
 def _tells_apart(values: list[Any]) -> bool:
-    """Whether the schemas of one property list values, none of them twice."""
+    """Whether the schemas of one property list values, none of them twice, or have different types."""
+    types = [value.get("type") if isinstance(value, dict) else None for value in values]
+    if all(isinstance(kind, str) and kind != "integer" for kind in types) and len(set(types)) == len(types):
+        return True
     listed: list[str] = []
     for value in values:
         if not isinstance(value, dict) or not value.keys() & {"const", "enum"}:
@@ -258,19 +265,32 @@ def _name_others_by_pattern(schema: Schema) -> None:
 
 
 def with_exact_bounds(root: Any) -> Any:
-    """A simplified schema with bounds of numbers that the library keeps. Raises RequestError where it has none."""
+    """A simplified schema with bounds of numbers that the library keeps, in place.
+
+    Raises RequestError for a constant that it does not.
+    """
     for part in reached(root, root):
         try:
             bounds = narrowed(part, whole=is_whole(part))
-        except (ValueError, ArithmeticError) as error:
-            raise RequestError(f"the bounds {quoted(part)} of a number cannot be used: {error}") from None
+        except ValueError:
+            bounds = _without_numbers(part)
         if bounds is not part:
             part.clear()
             part.update(bounds)
         for name in ("const", "enum"):
             if name in part and not all_exact(part[name]):
-                raise RequestError(f"{name}={quoted(part[name])}: a number of so many digits cannot be kept exactly here")
+                raise RequestError(
+                    f"{name}={quoted(part[name])}: a number of so many digits cannot be kept exactly here"
+                )
     return root
+
+
+def _without_numbers(schema: Schema) -> Schema:
+    """A schema that allows no numbers, where its bounds leave none."""
+    types = schema.get("type", ["null", "boolean", "string", "array", "object"])
+    left = [kind for kind in ([types] if isinstance(types, str) else types) if kind not in ("number", "integer")]
+    rest = {name: part for name, part in schema.items() if name not in (*BOUNDS, "multipleOf")}
+    return rest | {"type": left} if left else {"enum": []}
 
 
 def is_whole(schema: Schema) -> bool:
