@@ -15,7 +15,7 @@ from tokenizer_files import END, write_byte_fallback, write_byte_level
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.errors import RequestError
-from nanovllm.features.structured_outputs import LLGuidanceCompiler
+from nanovllm.features.structured_outputs import LLGuidanceCompiler, checks, grammars
 from nanovllm.text.tokenizer import load_tokenizer
 
 VOCAB, EOS = 300, 277
@@ -194,6 +194,29 @@ def test_with_allowed_tokens_processors_and_penalties(llm: LLM) -> None:
     assert max(map(completion.text.count, "0135")) == 3, "penalties choose among what the mask leaves"
 
 
+@pytest.mark.parametrize("kind", ["schema", "choice", "regex"])
+def test_an_output_that_does_not_match_ends_with_an_error(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the mask let through; what was cut is not judged."""
+    given = {
+        "schema": {"json": {"type": "integer", "minimum": 1, "maximum": 8}},
+        "choice": {"choice": ["a", "b", "c"]},
+        "regex": {"regex": "[abc]"},
+    }[kind]
+    monkeypatch.setattr(checks.SchemaCheck, "error", lambda self, text: f"{text} is too small")
+    monkeypatch.setattr(grammars, "_choice_error", lambda choices, text: f"{text} is none of them")
+    llm.engine._inputs.sampling.grammars._matchers.clear()
+    ended, cut = run(
+        llm, [[1, 2]] * 2, [SamplingParams(structured_outputs=given, max_tokens=n, seed=1) for n in (9, 1)]
+    )
+    llm.engine._inputs.sampling.grammars._matchers.clear()
+    if kind == "regex":
+        assert ended.outputs[0].finish_reason == "stop" and ended.error is None, "the grammar alone knows"
+    else:
+        assert ended.outputs[0].finish_reason == "error"
+        assert "the structured output does not match what was asked for: " in (ended.error or "")
+    assert cut.outputs[0].finish_reason == "length" and cut.error is None
+
+
 # ---- masks
 
 
@@ -223,7 +246,7 @@ def chain(length: int) -> dict[str, Any]:
     [
         ({"regex": "(("}, r"regex='\(\(': cannot be used for structured outputs: .*unclosed group"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "cannot be used for structured outputs"),
-        ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json": {"not": {"type": "string"}}}, "not={'type': 'string'} cannot be enforced"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
         ({"json": chain(1000)}, "it is nested too deeply"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),

@@ -95,7 +95,8 @@ class SequenceOutput:
 
 
 class OutputProcessor:
-    """Makes the outputs of one request. If the tokenizer fails, the request ends with finish_reason "error".
+    """Makes the outputs of one request. If the tokenizer fails, or an output does not match the structure that was
+    asked for, the request ends with finish_reason "error".
 
     A request may report no sequences before it has finished (`Request.outputs`).
     """
@@ -107,6 +108,7 @@ class OutputProcessor:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]  # of the first prompt tokens
         self._num_sent_prompt_logprobs = 0
         self._sequences: dict[int, SequenceOutput] = {}  # by seq_id
+        self._judged: set[int] = set()  # seq_ids
         if not request.decodes_at_end:
             for seq in request.sequences:
                 self._add(seq).start_text()
@@ -171,6 +173,19 @@ class OutputProcessor:
                 text.finish()
         except Exception as error:
             self.fail_text(seq, error)
+        if seq.seq_id not in self._judged:
+            self._judged.add(seq.seq_id)
+            self._judge(seq)
+
+    def _judge(self, seq: Sequence) -> None:
+        """End a sequence with an error if it is not what its request's structured outputs say."""
+        grammar = seq.request.sampling.grammar
+        if grammar is None or not seq.ended_by_token:
+            return
+        wrong = grammar.error(seq.token_ids[seq.prompt_len : -1])
+        if wrong is not None:
+            self.request.error = f"the structured output does not match what was asked for: {wrong}"
+            seq.finish_reason = "error"
 
     def _new_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None]:
         request, reported = self.request, self._prompt_logprobs

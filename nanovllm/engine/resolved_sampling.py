@@ -43,6 +43,10 @@ class Grammar(Protocol):
         """The state of an output without tokens."""
         ...
 
+    def error(self, token_ids: Sequence[int]) -> str | None:
+        """What is wrong with an output that has ended, without its end token; None if it is right, as it should be."""
+        ...
+
 
 class GrammarCompiler(Protocol):
     """Compiles grammars for one model and tokenizer. Any thread may call it."""

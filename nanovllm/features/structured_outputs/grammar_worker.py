@@ -55,10 +55,7 @@ def _answer(library: Any, request: Mapping[str, Any]) -> dict[str, str]:
 
 def _grammar(library: Any, kind: str, text: str, options: dict[str, Any]) -> str:
     if kind == "json":
-        schema = json.loads(text)
-        if options.pop("disable_additional_properties", False):
-            close_objects(schema)
-        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options))
+        return str(library.LLMatcher.grammar_from_json_schema(text, defaults=options))
     if kind == "choice":
         # One terminal: its automaton takes thousands of choices, where a parser would follow each of them.
         texts = json.loads(text)
@@ -66,19 +63,6 @@ def _grammar(library: Any, kind: str, text: str, options: dict[str, Any]) -> str
         lark = f"start: CHOICE{'?' if '' in texts else ''}\nCHOICE: {choices}" if choices else "start:"
         return str(library.LLMatcher.grammar_from_lark(lark))
     return str(library.grammar_from(kind, text))
-
-
-def close_objects(schema: Any) -> None:
-    """Forbid properties that a schema does not name, in every object where it does not speak of them."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if "properties" in part or "patternProperties" in part:
-                part.setdefault("additionalProperties", False)
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
 
 
 def _lower(limit: int, value: int) -> None:

@@ -7,9 +7,10 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +38,7 @@ class LLGuidanceCompiler:
         self._process = GrammarProcess()
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="token masks")
         self._library_tokenizer: Any = None  # llguidance's, made for the first grammar
-        self._matchers: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, str, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # of the matchers, held for moments only
         self._reading = threading.Lock()  # held while a new grammar is compiled
 
@@ -52,18 +53,20 @@ class LLGuidanceCompiler:
         return MatchedGrammar(
             self.prepare(params),
             self._pool,
+            self._library_tokenizer,
             eos=_bits(self._library_tokenizer.eos_tokens),
             ends=_bits(end_tokens),
             allowed=None if allowed is None else int.from_bytes(allowed.bits, "little"),
         )
 
-    def prepare(self, params: StructuredOutputsParams) -> Any:
+    def prepare(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """The compiled grammar, before its first token. It is kept for the next request with the same one."""
-        if importlib.util.find_spec("llguidance") is None:
-            raise RequestError(
-                "structured_outputs need the library llguidance, which is not installed: "
-                "pip install 'nanovllm[structured]'"
-            )
+        for library in ("llguidance", "jsonschema"):
+            if importlib.util.find_spec(library) is None:
+                raise RequestError(
+                    f"structured_outputs need the library {library}, which is not installed: "
+                    "pip install 'nanovllm[structured]'"
+                )
         kind, text, options = _source(params)
         if len(text.encode()) > MOST_BYTES:
             raise RequestError(f"{kind} has {len(text.encode()):,} bytes: give at most {MOST_BYTES:,}")
@@ -81,26 +84,36 @@ class LLGuidanceCompiler:
         self._process.close()
         self._pool.shutdown(wait=False)
 
-    def _kept(self, key: tuple[str, str, str]) -> Any | None:
+    def _kept(self, key: tuple[str, str, str]) -> CompiledGrammar | None:
         with self._lock:
             if key in self._matchers:
                 self._matchers.move_to_end(key)
             return self._matchers.get(key)
 
-    def _compiled(self, key: tuple[str, str, str], options: dict[str, Any]) -> Any:
+    def _compiled(self, key: tuple[str, str, str], options: dict[str, Any]) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
+
+        from nanovllm.features.structured_outputs.prepared import prepare_schema
 
         kind, text, _ = key
         tokenizer = self._read_tokenizer()
+        judge: Callable[[str], str | None] = _no_judge
+        if kind == "json":
+            prepared = prepare_schema(text, options.pop("disable_additional_properties"), options)
+            kind, text, judge = prepared.kind, prepared.text, prepared.check.error
+        elif kind == "choice":
+            choices = frozenset(json.loads(text))
+            judge = partial(_choice_error, choices)
         grammar = self._process.read("json" if kind == "json_object" else kind, text, options, LIMITS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
             raise RequestError(one_line(matcher.get_error(), 400))
+        compiled = CompiledGrammar(matcher, judge)
         with self._lock:
-            self._matchers[key] = matcher
+            self._matchers[key] = compiled
             if len(self._matchers) > MOST_KEPT:
                 self._matchers.popitem(last=False)
-        return matcher
+        return compiled
 
     def _read_tokenizer(self) -> Any:
         """The library's tokenizer, which takes about a second for a large vocabulary."""
@@ -149,6 +162,22 @@ def _bits(token_ids: Collection[int]) -> int:
     return sum(1 << token for token in set(token_ids))
 
 
+def _no_judge(_: str) -> None:
+    """Of outputs of which the grammar alone knows the language."""
+
+
+def _choice_error(choices: Collection[str], text: str) -> str | None:
+    return None if text in choices else "it is none of the choices"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """matcher: llguidance's, before the first token. judge: says what is wrong with a finished output."""
+
+    matcher: Any
+    judge: Callable[[str], str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class MatchedGrammar:
     """A compiled grammar with the tokens that end an output. Sets of tokens are whole numbers, with a bit per token.
@@ -156,14 +185,23 @@ class MatchedGrammar:
     eos: what llguidance takes for end tokens. ends: what ends an output. allowed: the tokens that may be used at all.
     """
 
-    matcher: Any
+    compiled: CompiledGrammar
     pool: ThreadPoolExecutor
+    tokenizer: Any
     eos: int
     ends: int
     allowed: int | None
 
     def start(self) -> MatcherState:
         return MatcherState(self)
+
+    def error(self, token_ids: Sequence[int]) -> str | None:
+        """See `engine.resolved_sampling.Grammar`."""
+        try:
+            text = self.tokenizer.decode_bytes(list(token_ids)).decode()
+        except UnicodeDecodeError:
+            return "it is not UTF-8"
+        return self.compiled.judge(text)
 
 
 class MatcherState:
@@ -175,7 +213,7 @@ class MatcherState:
     def __init__(self, grammar: MatchedGrammar) -> None:
         self.num_read = 0
         self._grammar = grammar
-        self._matcher = grammar.matcher.deep_copy()
+        self._matcher = grammar.compiled.matcher.deep_copy()
         self._last: Future[list[PackedMask]] | None = None
 
     def mask(self, token_ids: Sequence[int], hold_end: bool) -> PendingMask:

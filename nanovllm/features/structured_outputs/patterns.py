@@ -1,0 +1,70 @@
+"""Patterns of JSON schemas, which are ECMA's regular expressions, in the syntax of other libraries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+TOKEN = re.compile(r"\\(?:c[A-Za-z]|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
+CONTROL = {"\\0": "\\x00"}
+SET_OPERATORS = ("&", "-", "~")  # doubled, they are operators in the library's classes and characters in ECMA's
+
+
+def for_library(pattern: str) -> str:
+    """The pattern as Rust's regex syntax writes it. Invalid ones stay invalid."""
+    tokens = TOKEN.findall(pattern)
+    text: list[str] = []
+    inside = False  # a class
+    for index, token in enumerate(tokens):
+        if token.startswith("\\c"):
+            token = f"\\x{ord(token[2]) % 32:02x}"
+        token = CONTROL.get(token, token)
+        if inside and token == "\\b":
+            token = "\\x08"
+        elif inside and (token == "[" or (token in SET_OPERATORS and text[-1] in (token, f"\\{token}"))):
+            token = f"\\{token}"
+        elif not inside and token == "{" and not re.match(r"\{[0-9]+(,[0-9]*)?\}", "".join(tokens[index : index + 20])):
+            token = "\\{"
+        elif not inside and token == "[":
+            inside = True
+            ahead = "".join(tokens[index : index + 3])
+            if ahead.startswith(("[]", "[^]")):
+                token = "[^\\s\\S" if ahead.startswith("[]") else "[\\s\\S"
+                if ahead.startswith("[^]"):
+                    tokens[index + 1] = ""
+        elif inside and token == "]":
+            inside = False
+        text.append(token)
+    return "".join(text)
+
+
+def is_plain(pattern: str) -> bool:
+    """Whether all dialects of regular expressions mean the same by it, for texts without line breaks at their end."""
+    rest = re.sub(r"\\[dDwW.\-/^$*+?()\[\]{}|\\]", "", pattern)
+    unusual = ("\\", "(?", "&&", "--", "~~", "||", "[[", "[]", "[^]", "{,", "[:")
+    return rest.isascii() and not any(mark in rest for mark in unusual)
+
+
+def for_python(pattern: str) -> str:
+    """A pattern that `is_plain`, for Python: there `$` also stands before a last line break."""
+    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda found: r"\Z" if found[0] == "$" else found[0], pattern)
+
+
+def other_names(names: Iterable[str]) -> str:
+    """A pattern for all texts but these."""
+    tree: dict[str, Any] = {}  # of trees; "" marks the end of a name
+    for name in names:
+        branch = tree
+        for character in name:
+            branch = branch.setdefault(character, {})
+        branch[""] = {}
+    return f"^{_others(tree)}$"
+
+
+def _others(tree: dict[str, Any]) -> str:
+    following = [character for character in tree if character]
+    listed = "".join(f"\\x{{{ord(character):x}}}" for character in following)
+    parts = [f"[^{listed}][\\s\\S]*" if listed else "[\\s\\S]+"]
+    parts += [f"\\x{{{ord(character):x}}}{_others(tree[character])}" for character in following]
+    return f"(?:{'|'.join(parts)}){'' if '' in tree else '?'}"

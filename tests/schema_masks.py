@@ -1,0 +1,68 @@
+"""Masks of schemas and grammars over a tokenizer of bytes: which texts they allow, and outputs drawn at random."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from nanovllm.errors import RequestError
+from nanovllm.features.structured_outputs.checks import SchemaCheck
+from nanovllm.features.structured_outputs.grammars import LIMITS
+from nanovllm.features.structured_outputs.prepared import prepare_schema
+
+llguidance = pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+LONGEST = 400  # bytes of an output
+BYTES = llguidance.LLTokenizer("byte")
+ENDS = b'"}]0e'  # bytes that bring an output to its end
+
+
+def compiled(schema: Any, whitespace: str | None = None) -> tuple[Any, SchemaCheck]:
+    """The matcher of a schema before its first byte, and what judges outputs. Raises RequestError."""
+    options: dict[str, Any] = {"whitespace_flexible": whitespace is not None}
+    if whitespace is not None:
+        options["whitespace_pattern"] = whitespace
+    ready = prepare_schema(schema if isinstance(schema, str) else json.dumps(schema), False, options)
+    if ready.kind == "lark":
+        return matcher_of("lark", ready.text), ready.check
+    return start_of(llguidance.LLMatcher.grammar_from_json_schema(ready.text, defaults=options)), ready.check
+
+
+def matcher_of(kind: str, text: str) -> Any:
+    """The matcher of a grammar in Lark's or GBNF's notation, or of a regular expression."""
+    return start_of(llguidance.grammar_from(kind, text))
+
+
+def start_of(grammar: str) -> Any:
+    made = llguidance.LLMatcher(BYTES, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+    if made.is_error():
+        raise RequestError(made.get_error())
+    return made
+
+
+def drawn(start: Any, rng: random.Random) -> bytes | None:
+    """A random output that has ended; None if it has not by then."""
+    matcher, output = start.deep_copy(), bytearray()
+    while len(output) < LONGEST:
+        accepting = matcher.is_accepting()
+        if accepting and (rng.random() < 0.4 or matcher.is_stopped()):
+            return bytes(output)
+        bits = matcher.compute_bitmask()
+        allowed = [token for token in range(256) if bits[token // 8] >> token % 8 & 1]
+        if not allowed:
+            return bytes(output) if accepting else None
+        ending = [token for token in allowed if token in ENDS]
+        hurry = len(output) / LONGEST
+        plain = [token for token in allowed if 32 <= token < 127] or allowed
+        choice = ending if ending and rng.random() < 0.3 + hurry else plain if rng.random() < 0.7 else allowed
+        output.append(rng.choice(choice))
+        if not matcher.consume_token(output[-1]):
+            return None
+    return None
+
+
+def allows(start: Any, text: str) -> bool:
+    matcher, data = start.deep_copy(), list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()

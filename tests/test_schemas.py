@@ -1,0 +1,212 @@
+"""JSON schemas as the grammar library gets them: which texts the masks allow, without a model."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from uuid import UUID
+
+import pytest
+from schema_masks import allows, compiled, drawn
+
+from nanovllm.errors import RequestError
+from nanovllm.features.structured_outputs.checks import SchemaCheck
+from nanovllm.features.structured_outputs.schemas import read_json
+
+pydantic = pytest.importorskip("pydantic", reason="the package pydantic is not installed")
+SNOWFLAKE = 1234567890123456789
+ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGGED = [
+    {"type": "object", "properties": {"k": {"const": name}, name: {"type": "integer"}}, "required": ["k"]}
+    for name in ("x", "y")
+]
+# A schema, texts that match it, and texts that do not.
+CASES: dict[str, tuple[Any, list[str], list[str]]] = {
+    "above 0": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["0.5", "0.00001"],
+        ["0", "-0", "0.0", "0.6"],
+    ),
+    "below 0": ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "-0.0"]),
+    "above 0, below 0.9": ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.9}, ["0.8", '"x"'], ["0", "0.9"]),
+    "nothing between": ({"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 0}, ["null"], ["0"]),
+    "enum": ({"enum": [SNOWFLAKE, "x"]}, [f"{SNOWFLAKE}", '"x"'], ["1234567890123456768", "12"]),
+    "const": ({"const": -SNOWFLAKE}, [f"{-SNOWFLAKE}"], ["-1234567890123456768"]),
+    "in a list": ({"const": [1700000000000000001, "x"]}, ['[1700000000000000001,"x"]'], ['[1700000000000000000,"x"]']),
+    "decimals": ({"const": 123456789.12345679}, ["123456789.12345679"], ["123456789.1234568"]),
+    "int64": (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        [f"{2**63 - 1}", f"{-(2**63)}", "0", "-7"],
+        [f"{2**63}", f"{-(2**63) - 1}", "00", "1.5"],
+    ),
+    "a bound beyond doubles": ({"type": "integer", "maximum": 2**53 + 1}, [f"{2**53 + 1}"], [f"{2**53 + 2}"]),
+    "far bounds": ({"type": "integer", "minimum": 10**19}, [f"{10**19}", f"{10**25}"], [f"{2**63 - 1}", "1"]),
+    "nested": (
+        {
+            "type": "object",
+            "properties": {
+                "id": {"$ref": "#/$defs/id"},
+                "rate": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                "ids": {"type": "array", "items": {"$ref": "#/$defs/id"}, "maxItems": 2},
+            },
+            "required": ["id"],
+            "$defs": {"id": {"anyOf": [{"enum": [SNOWFLAKE]}, {"type": "null"}]}},
+        },
+        [f'{{"id":{SNOWFLAKE},"rate":0.5,"ids":[null,{SNOWFLAKE}]}}', '{"id":null,"ids":[]}'],
+        ['{"id":1}', '{"rate":0.5}', '{"id":null,"rate":0}', '{"id":null,"ids":[null,null,null]}', '{"id":null,"x":1}'],
+    ),
+    "in allOf": (
+        {"allOf": [{"type": "integer", "maximum": 2**63 - 1}, {"minimum": 5}]},
+        ["5", f"{2**62}"],
+        [f"{2**63}", "4"],
+    ),
+    "spellings of a name": (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        ['{"a":1,"b":"x"}', '{"ab":"x","":"y"}'],
+        ['{"\\u0061":"x"}', '{"a":"x"}'],
+    ),
+    "closed": (ONE, ['{"a":1}'], ['{"a":1,"b":2}']),
+    "open": (ONE | {"additionalProperties": True}, ['{"a":1,"b":[]}'], ['{"b":1}']),
+    "without properties": ({"type": "object"}, ['{"a":1}', "{}"], ["1"]),
+    "joined": (
+        {"allOf": [{"$ref": "#/$defs/one"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"one": ONE}},
+        ['{"a":1,"b":null}', '{"a":1}'],
+        ['{"b":null}', '{"a":1,"c":1}'],
+    ),
+    "options": ({"anyOf": [ONE, {"type": "object", "properties": {"b": {}}}]}, ['{"b":1}', "{}"], ['{"a":1,"b":1}']),
+    "tags": ({"oneOf": TAGGED}, ['{"k":"x","x":1}', '{"k":"y"}'], ['{"k":"z"}', '{"k":"x","y":1}']),
+    "tuple of draft 7": ({"items": [{"type": "null"}], "type": "array"}, ["[null,1]", "[]"], ["[1]"]),
+    "draft 4": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
+    "no effect": (
+        {
+            **{"type": ["string", "array"], "format": "no-such", "uniqueItems": False, "minContains": 2, "then": False},
+            **{"deprecated": True, "x-order": 3, "contentEncoding": "base64", "discriminator": {"propertyName": "k"}},
+            **{"unevaluatedItems": True, "propertyNames": True, "dependentRequired": {}, "minItems": 0},
+        },
+        ['"x"', "[1,1]"],
+        ["1"],
+    ),
+    "keys": ({"propertyNames": {"enum": ["a"]}, "type": "object"}, ['{"a":1}', "{}"], ['{"b":1}']),
+    "a class of ECMA's": ({"type": "string", "pattern": "^[[a&&b]$"}, ['"["', '"a"', '"&"'], ['"c"']),
+    "braces": ({"type": "string", "pattern": "^{a,}$"}, ['"{a,}"'], ['"a"']),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_allow_what_the_schema_does(name: str) -> None:
+    schema, right, wrong = CASES[name]
+    start, check = compiled(schema)
+    for text in right:
+        assert allows(start, text), text
+        assert check.error(text) is None
+    for text in wrong:
+        assert not allows(start, text), text
+
+
+@pytest.mark.parametrize(
+    "schema, says",
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems=True cannot be enforced .* items may be equal"),
+        ({"contains": {"type": "integer"}}, "contains=.* cannot be enforced"),
+        ({"if": {"type": "integer"}, "then": {"minimum": 1}}, "if=.* use anyOf"),
+        ({"oneOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object"}]}, "oneOf"),
+        ({"allOf": [{"enum": [SNOWFLAKE, 1]}, {"minimum": 1}]}, "cannot be kept exactly"),
+        ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf=65539 beside others is too large"),
+        ({"type": "foo"}, "no valid JSON schema: 'foo' is not valid"),
+        ({"type": "integer", "minimum": "3"}, "no valid JSON schema: '3' is not of type 'number' at"),
+        (False, "it allows no value"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        compiled(schema)
+
+
+def test_outputs_are_checked_in_bounded_time() -> None:
+    nested: dict[str, Any] = {"$defs": {"n": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/n"}] * 2}}}}
+    assert SchemaCheck(nested | {"$ref": "#/$defs/n"}).error("[" * 60 + "1" + "]" * 60) is None, "given up"
+    slow = SchemaCheck({"pattern": "^(a|aa)+(a|aa)+$"})
+    assert slow.error(json.dumps("a" * 5000 + "b")) != "", "it ends"
+    assert slow.error('"b"') is not None
+    integers = SchemaCheck({"items": {"type": "integer", "multipleOf": 3}})
+    assert integers.error("[9.0, 3e2, 0]") is None and integers.error(f"[{3 * 10**30 + 1}]") is not None
+    twice = SchemaCheck({"properties": {"a": {"type": "integer"}}})
+    assert twice.error('{"a":"x","a":1}') is not None, "a reader may take the first"
+    assert SchemaCheck({"type": "number"}).error("0e99999999999999999999999") is None
+    assert SchemaCheck({"const": 2**60 + 1}).error(f"{2**60 + 1}") is None
+
+
+class Colour(Enum):
+    RED = "red"
+    TWO = 2
+
+
+class Pair(NamedTuple):
+    x: int
+    y: str
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    name: str = pydantic.Field(min_length=1, max_length=3)
+
+
+class Node(pydantic.BaseModel):
+    value: int
+    children: list[Node] = pydantic.Field(default_factory=list)
+
+
+TYPES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (Path, bytes, UUID, datetime, date, time, Decimal, Colour, Pair, Node)},
+    **{kind.__name__: kind for kind in (IPv4Address, IPv6Address)},
+    "timedelta": timedelta,
+    "SecretStr": pydantic.SecretStr,
+    "literal keys": dict[Literal["a", "b"], int],
+    "enum keys": dict[Colour, bool],
+    "UUID keys": dict[UUID, bool],
+    "discriminated": Annotated[Cat | Dog, pydantic.Field(discriminator="kind")],
+    "optional": Cat | None,
+    "gt and lt": Annotated[float, pydantic.Field(gt=0, lt=0.5)],
+    "int64": Annotated[int, pydantic.Field(ge=-(2**63), le=2**63 - 1)],
+    "multiples": Annotated[int, pydantic.Field(gt=0, le=10, multiple_of=3)],
+    "pattern": Annotated[str, pydantic.Field(min_length=1, pattern="^[a-z]+$")],
+    "tuple": tuple[int, str, bool],
+    "list": list[Dog],
+    "map": dict[str, Pair],
+    "literals": Literal[1, "a", True, None],
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_models_of_pydantic(name: str) -> None:
+    """An output that was drawn at random is one of the model's."""
+    model = pydantic.create_model("Model", field=(TYPES[name], ...))
+    start, check = compiled(model.model_json_schema())
+    rng = random.Random(name)
+    outputs = [output for output in (drawn(start, rng) for _ in range(8)) if output is not None]
+    assert outputs
+    for output in outputs:
+        assert check.error(output.decode()) is None
+        if name not in ("timedelta", "Decimal"):  # of which pydantic takes less than its schema says
+            model.model_validate_json(output)
+
+
+def test_sets_are_refused_by_what_they_are() -> None:
+    with pytest.raises(RequestError, match=r"uniqueItems=True .*\(a list, not a set\)"):
+        compiled(pydantic.create_model("Model", field=(frozenset[int], ...)).model_json_schema())
+
+
+def test_numbers_are_read_exactly() -> None:
+    assert read_json("[1.10, 12345678901234567890.5]") == [Decimal("1.10"), Decimal("12345678901234567890.5")]
