@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,15 +151,18 @@ def _adapted(template: str, messages: list[Message]) -> list[Message]:
 
 
 def _forms(sent: list[Message]) -> Iterator[list[Message]]:
-    """As it was sent; with the system's parts as one text; with all parts as one text; with all texts as parts. Each
-    without what has no content, with an empty text there, and with None."""
-    contents: tuple[Callable[[str, Any], Any], ...] = (
+    """As it was sent; with the parts of one role as one text, of two, of all; with all texts as parts. Each without
+    what has no content, with an empty text there, and with None."""
+    roles = ("system", "assistant", "user")
+    joined = [*((role,) for role in roles), *combinations(roles, 2), (*roles, "tool")]
+    contents: list[Callable[[str, Any], Any]] = [
         lambda role, content: content,
-        lambda role, content: _joined(content) if role == "system" else content,
-        lambda role, content: _joined(content),
+        *(partial(_joined_if, each) for each in joined),
         lambda role, content: text(content) if isinstance(content, str) else content,
-    )
-    for form, empty in product(contents, ({}, {"content": ""}, {"content": None})):
+    ]
+    has_parts = any(not isinstance(message.get("content", ""), str) for message in sent)
+    used = contents if has_parts else [contents[0], contents[-1]]
+    for form, empty in product(used, ({}, {"content": ""}, {"content": None})):
         yield [
             {**message, "content": form(message["role"], message["content"])}
             if "content" in message
@@ -167,8 +171,8 @@ def _forms(sent: list[Message]) -> Iterator[list[Message]]:
         ]
 
 
-def _joined(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _joined_if(joined: Collection[str], role: str, content: Any) -> Any:
+    return content if isinstance(content, str) or role not in joined else "\n".join(part["text"] for part in content)
 
 
 def _texts(message: Message) -> list[str]:
