@@ -8,8 +8,11 @@ from typing import Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
+from nanovllm.apps.tool_calls.answers import AnswerReader
+from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line
 from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 
@@ -54,6 +57,8 @@ class Replica:
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)
         self._template_text = settings.chat_template
+        self._formats = Formats(self.llm.engine.tokenizer)
+        self._readers: dict[int, AnswerReader] = {}  # of conversations that run, by the index of the row
 
     @property
     def has_work(self) -> bool:
@@ -83,10 +88,14 @@ class Replica:
             if not error.outputs:
                 raise
             outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
-        return [row_result(int(output.request_id), output) for output in outputs if output.finished]
+        return [self._result(int(output.request_id), output) for output in outputs if output.finished]
+
+    def _result(self, index: int, output: RequestOutput) -> RowResult:
+        return row_result(index, output, self._readers.pop(index, None))
 
     def drop_rows(self) -> None:
         """End all rows without results."""
+        self._readers.clear()
         self._client.close()
         self._client = EngineClient(self.llm.engine)
 
@@ -99,7 +108,7 @@ class Replica:
         params = replace(self._params, **request.params)
         if params.seed is None:
             params = replace(params, seed=hash((self.llm.config.seed, request.index)))
-        token_ids = request.prompt_token_ids
+        token_ids, reader = request.prompt_token_ids, None
         if request.messages is not None:
             options = dict(request.template_options)
             options["template_kwargs"] = options.pop("chat_template_kwargs", None)
@@ -107,5 +116,18 @@ class Replica:
                 options.setdefault("add_generation_prompt", False)
             template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
             token_ids = template.token_ids(request.messages)
+            reader = self._reader(request, params)
+            if reader is not None and reader.shows_special:
+                params = replace(params, skip_special_tokens=False)
         prompt = PromptParts(request.prompt, token_ids, request.cache_salt)
         self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))
+        if reader is not None:
+            self._readers[request.index] = reader
+
+    def _reader(self, request: RowRequest, params: SamplingParams) -> AnswerReader | None:
+        """What reads the answers to a conversation, if they may have more than content."""
+        tools = request.template_options.get("tools") or []
+        form = self._formats.shown(self._template_text).form
+        choice, skips_special = request.tool_choice, params.skip_special_tokens
+        reading = self._formats.reading(form, tools, choice, skips_special=skips_special)
+        return AnswerReader(reading, choice, request.parallel_tool_calls) if reading.finds_parts else None

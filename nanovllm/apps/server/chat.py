@@ -13,8 +13,9 @@ from nanovllm.apps.server.completions import chat_logprobs, prompt_logprobs
 from nanovllm.apps.server.protocol import ChatRequest, NamedTool
 from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prompt
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
-from nanovllm.apps.server.tool_calls import forced_schema, read_tools
-from nanovllm.apps.tool_calls.messages import assembled, new_call_id
+from nanovllm.apps.server.tool_calls import choice_of, forced_schema, read_tools
+from nanovllm.apps.tool_calls.answers import AnswerReader
+from nanovllm.apps.tool_calls.messages import new_call_id
 from nanovllm.apps.tool_calls.pieces import Arguments, Broken, Call, Ended, Piece, Reasoning
 from nanovllm.apps.tool_calls.reader import Parser
 from nanovllm.apps.tool_calls.reading import Reading
@@ -58,21 +59,15 @@ class Messages:
     def __init__(self, body: ChatRequest, reading: Reading) -> None:
         self._body = body
         self._reading = reading
-        self._is_named = isinstance(body.tool_choice, NamedTool)
+        self._reader = AnswerReader(reading, choice_of(body), body.parallel_tool_calls)
         self._choices: dict[int, Choice] = {}  # by index
 
     def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         choices = []
         for completion in output.outputs:
-            parser = self._reading.parser(output.prompt_token_ids)
-            pieces = [*parser.feed(completion.text), *parser.finish()]
-            only_first = self._body.parallel_tool_calls is False
-            keeps_broken = self._is_named or self._body.tool_choice == "required"
-            answer = assembled(pieces, only_first=only_first, keeps_broken=keeps_broken)
-            has_calls = any(call.is_complete for call in answer.calls)
-            message = answer.fields(self._reading.form)
-            choices.append(self._choice(completion, has_calls, {"message": message}))
+            answer = self._reader.read(completion.text, completion.finish_reason, output.prompt_token_ids)
+            choices.append(self._choice(completion, answer.finish_reason, {"message": answer.message}))
         return {"choices": choices, **self._prompt_fields(output)}
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -108,7 +103,10 @@ class Messages:
         common = {"index": completion.index, "logprobs": None, "finish_reason": None}
         deltas = [{**common, "delta": part} for part in parts]
         if last or completion.logprobs or completion.finish_reason is not None or self._body.return_token_ids:
-            deltas.append(self._choice(completion, choice.complete_calls > 0, {"delta": last}))
+            reason = completion.finish_reason
+            if reason == "stop" and choice.complete_calls and not isinstance(self._body.tool_choice, NamedTool):
+                reason = "tool_calls"
+            deltas.append(self._choice(completion, reason, {"delta": last}))
         return deltas
 
     def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -133,10 +131,8 @@ class Messages:
         begun = {"index": choice.calls - 1, "id": new_call_id(self._reading.form), "type": "function"}
         return {"tool_calls": [{**begun, "function": {"name": piece.name, "arguments": ""}}]}
 
-    def _choice(self, completion: CompletionOutput, has_calls: bool, content: dict[str, Any]) -> dict[str, Any]:
-        body, reason = self._body, completion.finish_reason
-        if has_calls and reason == "stop" and not self._is_named:
-            reason = "tool_calls"
+    def _choice(self, completion: CompletionOutput, reason: str | None, content: dict[str, Any]) -> dict[str, Any]:
+        body = self._body
         logprobs = None
         if completion.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)

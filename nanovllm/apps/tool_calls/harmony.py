@@ -85,8 +85,7 @@ class Harmony(Parser):
             return False
         if not is_object:
             self.arguments("{}")
-        yield from reader.spaces()
-        if not (yield from reader.takes(CALL)):
-            yield from reader.takes(END)
         self.end()
+        yield from reader.spaces()
+        yield from self.closing((yield from reader.first_of((CALL, END))) or CALL)
         return True

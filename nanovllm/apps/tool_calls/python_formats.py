@@ -55,7 +55,8 @@ class PythonCalls(Parser):
             self.end()
             yield from reader.spaces()
             is_last = (yield from reader.takes("]")) if in_list else bool((yield from reader.first_of((end,))))
-            if is_last or not (yield from reader.char()):
+            is_cut = reader.ended and end.startswith(reader.text[reader.position :])
+            if is_last or is_cut or not (yield from reader.char()):
                 self._begin = reader.position
                 yield from self.closing(end)
                 return True
