@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_files import add_special, write_byte_level
 from tool_call_texts import ALONE, CALLS, CITY, FILE, TOOLS, called, read
 
 from nanovllm.apps.tool_calls.formats import FORMATS
 from nanovllm.apps.tool_calls.json_formats import ForcedCall, ForcedList
 from nanovllm.apps.tool_calls.messages import assembled
 from nanovllm.apps.tool_calls.pieces import Arguments, Broken, Call, Ended, Piece, Reasoning, merged
+from nanovllm.apps.tool_calls.reading import Formats
+from nanovllm.apps.tool_calls.response_template import ResponseTemplateParser
 from nanovllm.apps.tool_calls.values import property_types, typed
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 QWEN, HERMES = "qwen3_xml", "hermes"
 
@@ -222,3 +227,50 @@ def test_hostile_texts_take_no_time_and_lose_nothing() -> None:
         for text in (f'<tool_call>{{"name": "now", "arguments": {{"a": {deep}', f"[now(a={deep}", "<tool_call>" * 2000):
             assert assembled(read(form, text)).content == text
     assert FILE["properties"]
+
+
+# ---- Transformers' parser
+
+QWEN3_RESPONSE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close_pattern": r"</think>\s*"},
+        "tool_calls": {
+            **{"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"},
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*"},
+    },
+}
+OTHER = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1, 5])
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (f"hm</think>\n\nSee:\n{CALLS['hermes']}\n{OTHER} x", [Reasoning("hm"), "See:\n", *called(), f"{OTHER} x"]),
+        ("hm</think><tool_call>not json</tool_call> y", [Reasoning("hm"), "<tool_call>not json</tool_call> y"]),
+        ("<think>hm</think>a", [Reasoning("<think>hm"), "a"]),
+    ],
+)
+def test_answers_by_a_response_template(text: str, pieces: list[Piece], size: int) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
+    parser = ResponseTemplateParser(QWEN3_RESPONSE, tools, "<|im_start|>assistant\n<think>\n")
+    found = [piece for i in range(0, len(text), size) for piece in parser.feed(text[i : i + size])]
+    assert merged([*found, *parser.finish()]) == pieces
+
+
+def test_a_tokenizer_with_a_response_template(tmp_path: Path) -> None:
+    write_byte_level(tmp_path, chat_template="{{ tools }}")
+    add_special(tmp_path, "<|im_end|>", "<tool_call>")
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"response_template": QWEN3_RESPONSE}))
+    tokenizer = HuggingFaceTokenizer(tmp_path, "llama")
+    formats, tools = Formats(tokenizer), [{"type": "function", "function": {"name": "now"}}]
+    assert formats.shown(None).form == "response_template" and formats.shown("{{ tools }}").form is None
+    reading = formats.reading("response_template", tools)
+    parser = reading.parser(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
+    text = 'a<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert reading.shows_special and [*parser.feed(text), *parser.finish()] == ["a", *called("{}", "now")]

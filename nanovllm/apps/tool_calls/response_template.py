@@ -43,16 +43,21 @@ class ResponseTemplateParser(Parser):
         self._region = 0  # where the region that is open begins, with its mark
 
     def feed(self, text: str) -> list[Piece]:
-        self._fed += text
-        return self._guarded(lambda: self._parser.feed(text))
+        found: list[Piece] = []
+        for letter in text:  # so that what comes before a fault is read, however the text comes
+            self._fed += letter
+            found += self._guarded(letter)
+        return merged(found)
 
     def finish(self) -> list[Piece]:
-        return self._guarded(lambda: self._parser.finalize()[1])
+        return self._guarded(None)
 
-    def _guarded(self, events: Any) -> list[Piece]:
+    def _guarded(self, letter: str | None) -> list[Piece]:
+        """The pieces that the next letter completes, or that the end does."""
         try:
             if self._parser is not None:
-                return merged(piece for event in events() for piece in self._read(event))
+                events = self._parser.finalize()[1] if letter is None else self._parser.feed(letter)
+                return merged(piece for event in events for piece in self._read(event))
         except Exception:  # a value that is not in the form that the template names
             self._parser, self._shown = None, self._region
         rest, self._shown = self._fed[self._shown :], len(self._fed)
@@ -61,25 +66,22 @@ class ResponseTemplateParser(Parser):
     def _read(self, event: Mapping[str, Any]) -> list[Piece]:
         name = event["field"]
         if event["type"] == "region_open":
-            self._region = self._shown
+            self._region, self._shown = self._shown, self._after_mark(name, "open")
         elif event["type"] == "region_chunk":
-            place = self._fed.find(event["text"], self._shown)
-            self._shown = place + len(event["text"]) if place >= 0 else self._shown
-            if name == CALLS:
-                return []
-            return [event["text"] if name == CONTENT else Reasoning(event["text"])]
+            self._shown += len(event["text"])
+            if name != CALLS:
+                return [event["text"] if name == CONTENT else Reasoning(event["text"])]
         else:
-            end = self._end_of(name)
-            written, self._shown = self._fed[self._region : end], end
+            self._shown = self._after_mark(name, "close")
             if name == CALLS:
-                return self._calls(event["value"], written)
+                return self._calls(event["value"], self._fed[self._region : self._shown])
         return []
 
-    def _end_of(self, name: str) -> int:
-        """Where the mark ends that closes a region."""
+    def _after_mark(self, name: str, kind: str) -> int:
+        """Where the mark ends that opens or closes a region, if it is in the answer."""
         field = self._template["fields"][name]
-        marks = field.get("close", [])
-        pattern = field.get("close_pattern") or "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
+        marks = field.get(kind, [])
+        pattern = field.get(f"{kind}_pattern") or "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
         found = re.compile(pattern, re.DOTALL).match(self._fed, self._shown) if pattern else None
         return self._shown if found is None else found.end()
 
