@@ -51,6 +51,16 @@ def write_byte_level(path: Path, *, chat_template: str | None = None) -> None:
     _save(tokenizer, path, chat_template)
 
 
+def add_special(path: Path, *texts: str) -> None:
+    """Add special tokens to a tokenizer that is written."""
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    first = max(token["id"] for token in content["added_tokens"]) + 1
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"] += [{"id": first + i, "content": text, **flags} for i, text in enumerate(texts)]
+    file.write_text(json.dumps(content))
+
+
 def write_byte_fallback(path: Path) -> None:
     """As SentencePiece makes them: a mark instead of each space, none shown in front, bytes for unknown characters."""
     words = ["<unk>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz", "日", "é", "▁a"]

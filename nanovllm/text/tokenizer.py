@@ -31,6 +31,7 @@ CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
         "auto_map": OBJECT | LIST | NULL,
         "model_max_length": rules.number(0, above=True) | NULL,
         "chat_template": TEXT | OBJECT | LIST | NULL,
+        "response_template": OBJECT | NULL,
         "added_tokens_decoder": OBJECT,
         "additional_special_tokens": LIST | NULL,
         "extra_special_tokens": LIST | OBJECT | NULL,
@@ -65,8 +66,9 @@ class HuggingFaceTokenizer:
 
     `token_text` is the text of a single token, also of a special one, with U+FFFD for part of a character. `backend` is
     the object of the tokenizers library, or None for a slow tokenizer. `silent_ids` are the special tokens that the
-    backend leaves out of text. Where the library reads the files as Transformers would, Transformers is not imported
-    before somebody asks for its `tokenizer`.
+    backend leaves out of text. `response_template` says how Transformers reads answers, if the files have one. Where
+    the library reads the files as Transformers would, Transformers is not imported before somebody asks for its
+    `tokenizer`.
     """
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
@@ -74,6 +76,7 @@ class HuggingFaceTokenizer:
         class if the directory's files name none."""
         self._path, self._model_type = Path(model_dir), model_type
         self._facts: dict[tuple[str, str], TemplateFacts] = {}  # by a template's text and the special tokens
+        self.response_template: Mapping[str, Any] | None = None
         if is_gguf(self._path):
             from nanovllm.formats.gguf.tokenizer import load_tokenizer  # imports numpy
 
@@ -81,6 +84,7 @@ class HuggingFaceTokenizer:
         else:
             config = _check_files(self._path)
             _refuse_own_code(self._path, config)
+            self.response_template = config.get("response_template")
             self._fast = load_fast(self._path, model_type)
         backend = self.tokenizer.backend_tokenizer if self._fast is None else self._fast.backend
         self.backend = backend if isinstance(backend, Backend) else None

@@ -8,9 +8,11 @@ from typing import Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
+from nanovllm.apps.tool_calls.answers import AnswerReader
+from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line, quoted
 from nanovllm.outputs import RequestOutput, RequestOutputKind
-from nanovllm.sampling_params import derived_seed
+from nanovllm.sampling_params import SamplingParams, derived_seed
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import CONTENT_FORMATS, PromptParts
 
@@ -59,7 +61,10 @@ class Replica:
         defaults = self.llm.get_default_sampling_params()
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)
-        self._template_text, self._content_format = settings.chat_template, settings.chat_template_content_format
+        self._template_text = settings.chat_template
+        self._content_format = settings.chat_template_content_format
+        self._formats = Formats(self.llm.engine.tokenizer)
+        self._readers: dict[int, AnswerReader] = {}  # of conversations that run, by the index of the row
 
     @property
     def has_work(self) -> bool:
@@ -89,10 +94,14 @@ class Replica:
             if not error.outputs:
                 raise
             outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
-        return [row_result(int(output.request_id), output) for output in outputs if output.finished]
+        return [self._result(int(output.request_id), output) for output in outputs if output.finished]
+
+    def _result(self, index: int, output: RequestOutput) -> RowResult:
+        return row_result(index, output, self._readers.pop(index, None))
 
     def drop_rows(self) -> None:
         """End all rows without results."""
+        self._readers.clear()
         self._client.close()
         self._client = EngineClient(self.llm.engine)
 
@@ -105,16 +114,21 @@ class Replica:
         params = replace(self._params, **request.params)
         if params.seed is None:
             params = replace(params, seed=derived_seed(self.llm.config.seed, "prompt", request.index))
-        text, token_ids = request.prompt, request.prompt_token_ids
+        text, token_ids, reader = request.prompt, request.prompt_token_ids, None
         adds = request.add_special_tokens
         if request.messages is not None:
             (rendered,) = self._template(request).prompts(request.messages)
             text, token_ids = (rendered.text, None) if adds else (None, rendered.token_ids)
+            reader = self._reader(request, params)
+            if reader is not None and reader.shows_special:
+                params = replace(params, skip_special_tokens=False)
         tokenizer = self.llm.engine.tokenizer
         if text is not None and adds is False and tokenizer is not None:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
         prompt = PromptParts(text, token_ids, request.cache_salt)
         self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))
+        if reader is not None:
+            self._readers[request.index] = reader
 
     def _template(self, request: RowRequest) -> ChatTemplate:
         options = dict(request.template_options)
@@ -126,3 +140,11 @@ class Replica:
         if options.get("tools") and not template.shows_tools:
             raise RequestError("tools: the model's chat template does not show tools to the model")
         return template
+
+    def _reader(self, request: RowRequest, params: SamplingParams) -> AnswerReader | None:
+        """What reads the answers to a conversation, if they may have more than content."""
+        tools = request.template_options.get("tools") or []
+        form = self._formats.shown(self._template_text).form
+        choice, skips_special = request.tool_choice, params.skip_special_tokens
+        reading = self._formats.reading(form, tools, choice, skips_special=skips_special)
+        return AnswerReader(reading, choice, request.parallel_tool_calls) if reading.finds_parts else None

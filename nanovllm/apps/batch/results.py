@@ -285,7 +285,13 @@ def _result_types() -> dict[str, pyarrow.DataType]:
         [("token_id", pa.int64()), ("logprob", pa.float64()), ("rank", pa.int64()), ("decoded_token", pa.string())]
     )
     logprobs, text, count = pa.list_(pa.list_(token)), pa.string(), pa.int64()
-    completion = [("index", count), ("text", text), ("token_ids", pa.list_(count)), ("finish_reason", text)]
+    function = pa.struct([("name", text), ("arguments", text)])
+    calls = pa.list_(pa.struct([("id", text), ("type", text), ("function", function)]))
+    message = pa.struct(
+        [("role", text), ("content", text), ("refusal", text), ("reasoning", text), ("tool_calls", calls)]
+    )
+    completion = [("index", count), ("text", text), ("message", message)]
+    completion += [("token_ids", pa.list_(count)), ("finish_reason", text)]
     completion += [("stop_reason", text), ("cumulative_logprob", pa.float64()), ("logprobs", logprobs)]
     usage = [("prompt_tokens", count), ("completion_tokens", count), ("total_tokens", count)]
     usage += [("prompt_tokens_details", pa.struct([("cached_tokens", count)]))]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from nanovllm.apps.batch.openai_rows import body_columns
+from nanovllm.apps.tool_calls.answers import Answer, AnswerReader
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ class RowRequest:
 
     params: sampling parameters that differ from those of the job. template_options: arguments of the chat template.
     add_special_tokens: those of the tokenizer's own; None adds them to texts and not to what a template makes.
+    tool_choice, parallel_tool_calls: of a body, which say how calls are read from the answer.
     """
 
     index: int
@@ -62,6 +64,8 @@ class RowRequest:
     template_options: dict[str, Any] = field(default_factory=dict)
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     def prefix_parts(self) -> Iterator[bytes]:
         """The content that decides which KV blocks two rows can share, from the beginning of the prompt on."""
@@ -128,7 +132,10 @@ class RowFormat:
             beside = [name for name in given if name not in OF_BODIES]
             if beside:
                 raise RequestError(f"{beside[0]} beside a body has no effect: give it in the body")
-            given = body_columns(given, self.model_names, self.has_max_tokens)
+            body = given["body"]
+            request = self._checked(row.index, body_columns(given, self.model_names, self.has_max_tokens))
+            choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls")
+            return replace(request, tool_choice=choice, parallel_tool_calls=parallel)
         return self._checked(row.index, given)
 
     def _checked(self, index: int, given: dict[str, Any]) -> RowRequest:
@@ -197,15 +204,16 @@ def failed_result(index: int, error: str) -> RowResult:
     return RowResult(index, {name: None for name in RESULT_COLUMNS[1:]} | {"error": error})
 
 
-def row_result(index: int, output: RequestOutput) -> RowResult:
-    """The result of a finished request."""
+def row_result(index: int, output: RequestOutput, reader: AnswerReader | None = None) -> RowResult:
+    """The result of a finished request. reader: of the messages that its answers are."""
     failed = any(completion.finish_reason in ("error", "abort") for completion in output.outputs)
-    first = output.outputs[0]
+    answers = [_completion(completion, output, reader) for completion in output.outputs]
+    first = answers[0]
     prompt, generated = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
     columns = {
-        "generated_text": None if failed else first.text,
-        "finish_reason": first.finish_reason,
-        "outputs": [_completion(completion) for completion in output.outputs],
+        "generated_text": None if failed else first["text"],
+        "finish_reason": first["finish_reason"],
+        "outputs": answers,
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "usage": {
             "prompt_tokens": prompt,
@@ -218,12 +226,16 @@ def row_result(index: int, output: RequestOutput) -> RowResult:
     return RowResult(index, columns, prompt, generated, output.metrics)
 
 
-def _completion(completion: CompletionOutput) -> dict[str, Any]:
+def _completion(completion: CompletionOutput, output: RequestOutput, reader: AnswerReader | None) -> dict[str, Any]:
+    answer = Answer(completion.text, completion.finish_reason, None)
+    if reader is not None:
+        answer = reader.read(completion.text, completion.finish_reason, output.prompt_token_ids)
     return {
         "index": completion.index,
-        "text": completion.text,
+        "text": answer.text,
+        "message": answer.message,
         "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": answer.finish_reason,
         "stop_reason": None if completion.stop_reason is None else str(completion.stop_reason),
         "cumulative_logprob": completion.cumulative_logprob,
         "logprobs": _logprobs(completion.logprobs),

@@ -33,6 +33,7 @@ from nanovllm.apps.server.requests import chat_prompt, encode
 from nanovllm.apps.server.responses import ApiError, EventStream, as_api_error, invalid, respond_to_wrong_path
 from nanovllm.apps.server.serving import Serving
 from nanovllm.apps.server.settings import ServerSettings
+from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import RequestError, as_request_error, quoted
 
 Endpoint = Callable[[Serving, Request], Awaitable[Response]]
@@ -49,7 +50,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission |
     defaults = replace(engine.llm.get_default_sampling_params(), max_tokens=limit)
     metrics = ServerMetrics(engine.llm, settings.model_name)
     kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
-    serving = Serving(engine, settings, admission, metrics, kv_events, defaults)
+    serving = Serving(engine, settings, admission, metrics, kv_events, defaults, Formats(engine.llm.engine.tokenizer))
     middleware = [Middleware(AbsoluteTargets), Middleware(Gate, settings=settings, admission=admission)]
     if settings.allowed_origins:
         origins = settings.allowed_origins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -16,7 +16,6 @@ from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
-from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 # Fields that are parameters of the same name and meaning. Those that are None keep the model's default.
 PARAMETERS = {parameter.name for parameter in fields(SamplingParams)} - {"structured_outputs"}
@@ -97,14 +96,6 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
         if request.add_special_tokens and prompt.text is not None:
             return encode(serving.engine.llm, prompt.text, add_special_tokens=True)
         return list(prompt.token_ids or ())
-
-
-def template_text(serving: Serving) -> str:
-    """The text of all chat templates that answers may be made with."""
-    tokenizer = serving.engine.llm.engine.tokenizer
-    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    texts = own.values() if isinstance(own, Mapping) else [own or ""]
-    return serving.settings.chat_template or "\n".join(map(str, texts))
 
 
 # ---- sampling

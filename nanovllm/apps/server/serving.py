@@ -32,6 +32,7 @@ from nanovllm.apps.server.responses import (
     unless_disconnected,
 )
 from nanovllm.apps.server.settings import ServerSettings
+from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import RequestError, one_line, quoted
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -66,6 +67,7 @@ class Serving:
     metrics: ServerMetrics
     kv_events: KVCacheEvents
     defaults: SamplingParams  # those that the checkpoint recommends; max_tokens is None if it recommends none
+    formats: Formats  # of tool calls
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[AnyBody]) -> AnyBody:

@@ -6,11 +6,11 @@ import ssl
 from dataclasses import dataclass, fields
 
 from nanovllm import LoRARequest
+from nanovllm.apps.tool_calls.formats import PARSERS
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, number, one_of, whole
 from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COUNT = whole(1)
 SECONDS = number("must be a number of seconds above 0", lambda seconds: seconds > 0)
@@ -37,8 +37,8 @@ class ServerSettings:
     trust_request_chat_template: bool = argument(False, FLAG, "let requests bring chat templates")
     tool_call_parser: str = argument(
         "auto",
-        one_of(*TOOL_CALL_PARSERS),
-        "format of tool calls: hermes (also Qwen's), llama3_json, none; auto: as the chat template shows",
+        one_of(*PARSERS),
+        "format of tool calls, as vLLM names them; auto: as the chat template writes them; none: calls stay text",
     )
     ui: bool = argument(True, FLAG, "the page at /")
     access_log: bool = argument(False, FLAG, "log the path and status of every request")

@@ -1,0 +1,87 @@
+"""Which format a chat template writes calls in: one is rendered, and the format is the one whose parser reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from nanovllm.apps.tool_calls.formats import FORMATS
+from nanovllm.apps.tool_calls.messages import assembled
+from nanovllm.errors import RequestError
+from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.tokenizer import Tokenizer
+
+LISTED, CALLED = "listed_function", "called_function"
+ARGUMENTS: Mapping[str, Any] = {"place": "North Pole", "days": 31}
+PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "description": "where"},
+        "days": {"type": "integer", "description": "how many"},
+    },
+    "required": ["place"],
+}
+USER = {"role": "user", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Answer."}
+
+
+class Shown(NamedTuple):
+    """What a chat template shows. tools: whether it shows them to the model. form: the name of the format of calls."""
+
+    tools: bool
+    form: str | None
+
+
+def shown_by(tokenizer: Tokenizer | None, template: str | None) -> Shown:
+    """What a template shows, or the tokenizer's own without one; nothing where it cannot be rendered."""
+    prompts = [_rendered(tokenizer, template, messages) for messages in ([USER], [SYSTEM, USER])]
+    shows_tools = any(LISTED in prompt for prompt in prompts)
+    for call in _calls():
+        whole = _rendered(tokenizer, template, [USER, *call], ends=False)
+        if CALLED not in whole:
+            continue
+        answer = whole[_same(prompts[0], whole) :]
+        form = next((name for name in FORMATS if _reads(name, answer)), None)
+        if form is not None:
+            return Shown(shows_tools, form)
+    return Shown(shows_tools, None)
+
+
+def _calls() -> Iterator[list[dict[str, Any]]]:
+    """Messages with a call, as different templates take them."""
+    result = {"role": "tool", "tool_call_id": "call00001", "name": CALLED, "content": "cold"}
+    for arguments in (dict(ARGUMENTS), json.dumps(ARGUMENTS)):
+        function = {"name": CALLED, "arguments": arguments}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        for content in (None, ""):
+            message = {"role": "assistant", "content": content, "tool_calls": calls}
+            yield [message]
+            yield [message, result]
+
+
+def _rendered(
+    tokenizer: Tokenizer | None, template: str | None, messages: list[dict[str, Any]], *, ends: bool = True
+) -> str:
+    """The prompt, empty if the template cannot take the messages. ends: with what begins an answer."""
+    function = {"name": LISTED, "description": "of a place", "parameters": PARAMETERS}
+    tools = [{"type": "function", "function": function}]
+    try:
+        made = ChatTemplate(tokenizer, template, tools=tools, add_generation_prompt=ends)
+        (prompt,) = made.prompts(messages)
+    except RequestError:
+        return ""
+    return prompt.text or ""
+
+
+def _same(one: str, other: str) -> int:
+    """How many characters at the beginning of two texts are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _reads(name: str, text: str) -> bool:
+    """Whether the format's parser reads the one call in the text."""
+    parser = FORMATS[name].make({CALLED: PARAMETERS})
+    calls = assembled([*parser.feed(text), *parser.finish()]).calls
+    return [call.name for call in calls] == [CALLED] and json.loads(calls[0].arguments) == ARGUMENTS
