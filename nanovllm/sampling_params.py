@@ -29,7 +29,8 @@ EMPTY: tuple[Any, ...] = ((), [], None)
 class StructuredOutputsParams:
     """What every output of a request must match: exactly one of five kinds. Invalid values raise RequestError.
 
-    json: a JSON schema, as a dict, as text, or as a pydantic model class, of which the schema is kept.
+    json: a JSON schema, as a dict, as text, or as a pydantic model class, of which the schema is kept. An object with
+        `properties` takes no others, unless the schema speaks of them (additionalProperties, patternProperties).
     json_object: True for any JSON object.
     regex: a regular expression that matches the entire output, in the syntax of Rust's regex library: without
         look-around and backreferences, and with all of Unicode in classes such as \\w.
@@ -37,7 +38,7 @@ class StructuredOutputsParams:
     grammar: a context-free grammar in Lark's or GBNF's (EBNF's) notation.
     disable_any_whitespace: JSON without spaces and line breaks between its parts. whitespace_pattern: a regular
         expression for what may stand between them instead of up to 64 spaces, tabs and line breaks.
-    disable_additional_properties: an object of the JSON schema has no properties but those that the schema names.
+    disable_additional_properties: objects with patternProperties take no other properties either.
     """
 
     json: str | dict[str, Any] | type | None = None

@@ -37,7 +37,7 @@ EDGES = sorted({edge + d for edge in (HASH, 2 * HASH, BLOCK, BLOCK + HASH, 2 * B
 
 @pytest.fixture
 def small_hash_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_HASH_BLOCK_SIZE", HASH)
+    monkeypatch.setattr(prefix_cache, "hash_block_size_of", lambda _: HASH)
 
 
 @pytest.fixture(scope="module")

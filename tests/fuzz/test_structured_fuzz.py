@@ -28,7 +28,9 @@ TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
 
 
 def refusal(error: RequestError) -> str:
-    return re.sub(r"[=:'\"\[{/].*", "", str(error).split("<non-verbose/>")[0], flags=re.S)[:40].strip()
+    return re.sub(
+        r"[=:'\"\[{/].*", "", re.sub(r"^at [0-9()]+: ", "", str(error)).split("<non-verbose/>")[0], flags=re.S
+    )[:40].strip()
 
 
 def exact(text: bytes) -> Any:

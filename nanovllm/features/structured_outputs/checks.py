@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError, one_line, told
 from nanovllm.features.structured_outputs.patterns import for_python, is_plain
 from nanovllm.features.structured_outputs.schemas import read_json
 
-MOST_WORK = 200_000  # keywords and listed values that a check compares: about a second
+MOST_WORK = 50_000  # keywords and listed values that a check compares: about a second
 PATTERN_SECONDS = 0.05
 MOST_EXPONENT = 4000  # of numbers whose multiples are checked
 DIALECTS = (jsonschema.Draft202012Validator, jsonschema.Draft7Validator, jsonschema.Draft4Validator)

@@ -77,8 +77,13 @@ class LLGuidanceCompiler:
             with self._reading:
                 return self._kept(key) or self._compiled(key, options)
         except RequestError as error:
-            value = getattr(params, kind)
-            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {error}") from None
+            value, reason = getattr(params, kind), str(error)
+            if "coerce_one_of" in reason:
+                reason = (
+                    "options of a oneOf may match the same value: use anyOf, or give each a required property with "
+                    "another const"
+                )
+            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {reason}") from None
 
     def close(self) -> None:
         self._process.close()

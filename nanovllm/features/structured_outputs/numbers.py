@@ -133,9 +133,8 @@ def _rounded(value: int | Decimal, up: bool) -> int | Decimal:
     if isinstance(value, int) and abs(value) < WIDEST:
         return _inward(value, up)
     with localcontext(Context(prec=MOST_DIGITS, rounding=ROUND_CEILING if up else ROUND_FLOOR)) as context:
-        limit = Decimal(WIDEST)
-        if abs(value) >= limit:
-            return _inward(int(value) if isinstance(value, int) else int(limit * 2 * (1 if value > 0 else -1)), up)
+        if value >= WIDEST or value <= -WIDEST:
+            return _inward(value if isinstance(value, int) else 2 * WIDEST * (1 if value > 0 else -1), up)
         rounded = context.create_decimal(value)
     if int(rounded.as_tuple().exponent) < -MOST_DECIMALS:
         rounded = rounded.quantize(Decimal(1).scaleb(-MOST_DECIMALS), ROUND_CEILING if up else ROUND_FLOOR)
@@ -143,8 +142,8 @@ def _rounded(value: int | Decimal, up: bool) -> int | Decimal:
 
 
 def _checked(bounds: dict[str, Any]) -> dict[str, Any]:
-    low = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-WIDEST)
-    high = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=WIDEST)
+    low: Any = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-WIDEST)
+    high: Any = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=WIDEST)
     is_open = low == bounds.get("exclusiveMinimum") or high == bounds.get("exclusiveMaximum")
     if low > high or (low == high and is_open) or low > WIDEST or high < -WIDEST:
         raise ValueError("no number within its bounds can be written exactly")

@@ -203,6 +203,8 @@ def _drop_what_has_no_effect(schema: Schema) -> None:
 
 
 def _rewrite(schema: Schema, root: Schema) -> None:
+    if schema.get("format") in ("time", "date-time"):
+        schema.setdefault("pattern", ":[0-5][0-9]:[0-5][0-9]")  # no leap second, which Python's types do not have
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = for_library(schema["pattern"])
     if isinstance(schema.get("patternProperties"), dict):
