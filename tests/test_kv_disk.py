@@ -39,7 +39,7 @@ from test_ordering import order_calls, without_call
 from waiting import eventually
 
 import nanovllm
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
@@ -415,11 +415,24 @@ def test_hits_are_counted_by_tier(model: Path, written: tuple[Path, Any], tmp_pa
     assert counted == (sum(host for _, host, _ in by_tier), 768)
 
 
+def wait_until_written(llm: LLM, records: int) -> None:
+    """The writer works behind the steps, and a request finds what it has reported."""
+    store = llm.engine.scheduler.block_manager.stored.store
+    assert isinstance(store, DiskStore)
+
+    def are_found() -> bool:
+        store.hear()
+        return len(store._index) == records
+
+    assert eventually(are_found)
+
+
 def reading_again(model: Path, directory: Path, way: int) -> RequestOutput:
     """A short prompt is written, forgotten, and read into blocks that others had meanwhile."""
     prompts = [random_prompt(300, VOCAB, seed) for seed in (1, 2, 3)]
     with engine(model, directory, **{**WAYS[way], "num_gpu_blocks": 5}) as llm:
         expected = llm.generate(prompts, PARAMS, use_tqdm=False)
+        wait_until_written(llm, 3)
         llm.reset_prefix_cache()
         found = ask(llm, prompts[0])
     assert numbers(found) == numbers(expected[0])
