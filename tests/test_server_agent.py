@@ -1,4 +1,4 @@
-"""An agent with tools over HTTP, by the official client: three calls in a row, with the templates of four families. Slow."""
+"""An agent with tools over HTTP, by the official client: three calls in a row, templates of four families. Slow."""
 
 from __future__ import annotations
 
