@@ -1,4 +1,4 @@
-"""An agent with tools over HTTP, by the official client: three calls in a row, with the templates of four families."""
+"""An agent with tools over HTTP, by the official client: three calls in a row, templates of four families. Slow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.tool_calls.harmony import MARKS
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
+pytestmark = pytest.mark.slow
 TEMPLATES = Path(__file__).parent / "chat_templates"
 STOP = 390  # a token without text
 CITIES = ("Oslo", "São Paulo", 'say "Rome"')
@@ -105,14 +106,8 @@ def answer_of(client: Any, streams: bool, **body: Any) -> tuple[dict[str, Any], 
     return message, reason, prompt
 
 
-@pytest.mark.parametrize(
-    ("template", "streams"),
-    [
-        pytest.param(template, streams, marks=() if (template, streams) == ("llama3_2", True) else pytest.mark.slow)
-        for template in ("qwen3_5", "glm4_5", "llama3_2", "gpt_oss")
-        for streams in (False, True)
-    ],
-)
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("template", ["qwen3_5", "glm4_5", "llama3_2", "gpt_oss"])
 def test_three_calls_in_a_row(
     template: str, streams: bool, agent_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

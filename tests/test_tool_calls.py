@@ -56,7 +56,7 @@ def test_pieces_do_not_depend_on_how_the_text_comes(data: Any) -> None:
     texts = [CALLS.get(form, CALLS[HERMES]), qwen(text="a\n</parameter> b", count="x"), "plain < [", '{"name": "', "\n"]
     text = "".join(chance.choice(texts) for _ in range(chance.randint(1, 4)))
     for _ in range(chance.randint(0, 2)):  # damage
-        place = chance.randrange(len(text))
+        place = chance.randrange(len(text) + 1)
         text = text[:place] + chance.choice(["", "<", '"', "}", "weather", "\n", "é"]) + text[place + 1 :]
     whole = read(form, text)
     parser, parts, place = FORMATS[form].make(TOOLS), [], 0
