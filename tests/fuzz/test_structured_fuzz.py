@@ -82,10 +82,11 @@ def mutated(value: Any, rng: random.Random) -> Any:
         return rng.choice((*TEXTS, value + "a", value[:-1]))
     if isinstance(value, bool) or value is None:
         return rng.choice((True, False, None))
-    return rng.choice((*WHOLE[:10], value + 1, -value, Decimal("0.5"), Decimal("-2.75"), Decimal("99.99")))
+    shortest = value.normalize() if isinstance(value, Decimal) else value  # the library has no -0.70 from -1 on
+    return rng.choice((*WHOLE[:10], shortest + 1, -shortest, Decimal("0.5"), Decimal("-2.75"), Decimal("99.99")))
 
 
-UNJUDGED = re.compile(r'"(format|oneOf|pattern)"')  # the masks enforce more, or the judge knows less
+UNJUDGED = re.compile(r'"(format|oneOf|pattern)"|-0\.0')  # the masks enforce more, or the judge knows less
 
 
 def test_valid_values_are_allowed() -> None:
