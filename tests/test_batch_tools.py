@@ -15,6 +15,7 @@ from tool_call_texts import CALLS
 
 from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
+from nanovllm.errors import ConfigError
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 STOP = 390
@@ -56,3 +57,18 @@ def test_results_have_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (output,) = run(replica, body={"messages": messages}).columns["outputs"]
     assert output["message"] is None and output["text"] == "plain" and output["finish_reason"] == "stop"
     replica.close()
+
+
+def test_calls_that_cannot_be_read_are_refused_or_left_in_the_text(tmp_path: Path) -> None:
+    shown = "{% for tool in tools or () %}{{ tool.function.name }}{% endfor %}"
+    strange = shown + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = make_model(tmp_path, vocab=400, max_positions=2048, template=strange)
+    arguments = {"device": "cpu", "kvcache_block_size": 64, "num_gpu_blocks": 40}
+    columns = {"body": {"messages": [{"role": "user", "content": "hello"}], "tools": [TOOL]}}
+    for parser, refused in (("auto", True), ("hermes", False), ("none", False)):
+        replica = Replica(ReplicaSettings(model, arguments, {"max_tokens": 2}, tool_call_parser=parser))
+        error = run(replica, **columns).error
+        assert ("--tool-call-parser" in str(error)) is refused, error
+        replica.close()
+    with pytest.raises(ConfigError, match="tool_call_parser='x': must be one of"):
+        ReplicaSettings(model, tool_call_parser="x")

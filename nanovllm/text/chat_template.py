@@ -86,11 +86,6 @@ class ChatTemplate:
             for path, conversation in conversations(messages)
         ]
 
-    @property
-    def shows_tools(self) -> bool:
-        """Whether tools that are given to the template reach the prompt."""
-        return self._tokenizer.template_facts(self._arguments["chat_template"]).shows_tools
-
     def token_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt of one conversation as token ids."""
         (prompt,) = self.prompts(list(messages))

@@ -75,11 +75,6 @@ class TemplateFacts:
         return others is None and re.search(r"\breasoning\b", self._template) is not None
 
     @cached_property
-    def shows_tools(self) -> bool:
-        """Whether the prompt has the names of tools."""
-        return str(TOOL["name"]) in (self._render([QUESTION], with_tools=True) or "")
-
-    @cached_property
     def no_answer(self) -> Mapping[str, Any]:
         """The fields that stand for no content in an answer without calls: none, or an empty text if it needs one."""
         without: Mapping[str, Any] = {}
@@ -130,11 +125,11 @@ class TemplateFacts:
         answer = {"role": "tool", "tool_call_id": CALL_ID, "name": TOOL["name"], "content": "An answer."}
         return [QUESTION, {"role": "assistant", **content, "tool_calls": [call]}, answer]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], with_tools: bool = False) -> str | None:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """The text; None if the template cannot take the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
 
-        with_tools = with_tools or any("tool_calls" in message for message in messages)
+        with_tools = any("tool_calls" in message for message in messages)
         tools = [{"type": "function", "function": dict(TOOL)}] if with_tools else None
         options = {**self._variables, "chat_template": self._template, "tools": tools, "add_generation_prompt": True}
         try:

@@ -43,15 +43,15 @@ class LLMPredictor:
         prompt_column: str = "prompt",
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
+        tool_call_parser: str = "auto",
         **engine_arguments: Any,
     ) -> None:
-        """sampling_params: of rows that do not give their own. chat_template: the text of one. Others: as of LLM.chat
-        and LLM."""
+        """sampling_params: of rows that do not give their own. chat_template: the text of one. tool_call_parser: as
+        the server's. Others: as of LLM.chat and LLM."""
         check_pyarrow()
         self._sampling = dict(sampling_params or {})
-        self._replica = Replica(
-            ReplicaSettings(model, engine_arguments, self._sampling, chat_template, chat_template_content_format)
-        )
+        chat = chat_template, chat_template_content_format, tool_call_parser
+        self._replica = Replica(ReplicaSettings(model, engine_arguments, self._sampling, *chat))
         config = self._replica.llm.config
         names = config.served_model_name or ()
         self._format = RowFormat(

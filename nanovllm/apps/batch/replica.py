@@ -9,6 +9,8 @@ from typing import Any
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
 from nanovllm.apps.tool_calls.answers import AnswerReader
+from nanovllm.apps.tool_calls.detection import check_shown
+from nanovllm.apps.tool_calls.formats import PARSERS
 from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line, quoted
 from nanovllm.outputs import RequestOutput, RequestOutputKind
@@ -24,7 +26,7 @@ class ReplicaSettings:
     """What every replica of a job is made from: plain data.
 
     sampling: parameters of rows that do not give their own. chat_template: the text of one, instead of the tokenizer's.
-    chat_template_content_format: see `ChatTemplate`.
+    chat_template_content_format: see `ChatTemplate`. tool_call_parser: how calls are read, see `Formats`.
     """
 
     model: str
@@ -32,6 +34,7 @@ class ReplicaSettings:
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_template_content_format: str = "auto"
+    tool_call_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if self.engine_arguments.get("enable_lora"):
@@ -40,9 +43,9 @@ class ReplicaSettings:
             raise ConfigError(
                 "distributed_executor_backend='external_launcher': a replica starts its ranks; leave it out"
             )
-        if self.chat_template_content_format not in CONTENT_FORMATS:
-            value, known = quoted(self.chat_template_content_format), ", ".join(map(repr, CONTENT_FORMATS))
-            raise ConfigError(f"chat_template_content_format={value}: must be one of {known}")
+        for name, known in (("chat_template_content_format", CONTENT_FORMATS), ("tool_call_parser", PARSERS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name}={quoted(value)}: must be one of {', '.join(map(repr, known))}")
         if "output_kind" in self.sampling:
             raise ConfigError("output_kind: a row has one result, when it has ended; leave it out")
 
@@ -63,7 +66,7 @@ class Replica:
         self._client = EngineClient(self.llm.engine)
         self._template_text = settings.chat_template
         self._content_format = settings.chat_template_content_format
-        self._formats = Formats(self.llm.engine.tokenizer)
+        self._formats = Formats(self.llm.engine.tokenizer, settings.tool_call_parser)
         self._readers: dict[int, AnswerReader] = {}  # of conversations that run, by the index of the row
 
     @property
@@ -136,15 +139,14 @@ class Replica:
         if options.get("continue_final_message"):
             options.setdefault("add_generation_prompt", False)
         options["content_format"] = self._content_format
-        template = ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
-        if options.get("tools") and not template.shows_tools:
-            raise RequestError("tools: the model's chat template does not show tools to the model")
-        return template
+        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
 
     def _reader(self, request: RowRequest, params: SamplingParams) -> AnswerReader | None:
         """What reads the answers to a conversation, if they may have more than content."""
         tools = request.template_options.get("tools") or []
-        form = self._formats.shown(self._template_text).form
+        shown = self._formats.shown(self._template_text)
         choice, skips_special = request.tool_choice, params.skip_special_tokens
-        reading = self._formats.reading(form, tools, choice, skips_special=skips_special)
+        if tools:
+            check_shown(shown, choice)
+        reading = self._formats.reading(shown.form, tools, choice, skips_special=skips_special)
         return AnswerReader(reading, choice, request.parallel_tool_calls) if reading.finds_parts else None

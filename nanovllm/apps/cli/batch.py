@@ -32,6 +32,7 @@ from nanovllm.apps.cli.arguments import (
 from nanovllm.apps.cli.boundary import Interrupt, say
 from nanovllm.apps.cli.engine import kv_line, status_line
 from nanovllm.apps.cli.main import INTERRUPTED
+from nanovllm.apps.tool_calls.formats import PARSER_HELP, PARSERS
 from nanovllm.config import EngineConfig
 from nanovllm.data.progress import WatchSteps
 from nanovllm.errors import ConfigError, EngineError
@@ -70,6 +71,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="compute the rows that an earlier run has not written to DIR")
     add("--prompt-column", default="prompt", metavar="NAME", help="column that is the prompt (default: prompt)")
     add_chat_flags(parser, prompts=True)
+    add("--tool-call-parser", choices=PARSERS, default="auto", metavar="NAME", help=PARSER_HELP)
     add_progress_flag(parser)
     _add_cluster_flags(parser.add_argument_group("replicas"))
     add_sampling_flags(parser)
@@ -106,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
     config = checked_config(args)
     _check_cluster_flags(args, config)
     settings = ReplicaSettings(
-        _absolute(args.model), _engine_arguments(args), sampling, template, args.chat_template_content_format
+        _absolute(args.model),
+        _engine_arguments(args),
+        sampling,
+        template,
+        args.chat_template_content_format,
+        args.tool_call_parser,
     )
     row_format = RowFormat(
         prompt_column=args.prompt_column,
@@ -168,6 +175,7 @@ def _job(inputs: Inputs, settings: ReplicaSettings, row_format: RowFormat) -> di
         "sampling parameters": json.loads(json.dumps(settings.sampling, default=str)),
         "--chat-template": settings.chat_template,
         "--chat-template-content-format": settings.chat_template_content_format,
+        "--tool-call-parser": settings.tool_call_parser,
         "options for rows": asdict(row_format),
     }
 

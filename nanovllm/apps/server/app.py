@@ -50,7 +50,8 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission |
     defaults = replace(engine.llm.get_default_sampling_params(), max_tokens=limit)
     metrics = ServerMetrics(engine.llm, settings.model_name)
     kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
-    serving = Serving(engine, settings, admission, metrics, kv_events, defaults, Formats(engine.llm.engine.tokenizer))
+    formats = Formats(engine.llm.engine.tokenizer, settings.tool_call_parser)
+    serving = Serving(engine, settings, admission, metrics, kv_events, defaults, formats)
     middleware = [Middleware(AbsoluteTargets), Middleware(Gate, settings=settings, admission=admission)]
     if settings.allowed_origins:
         origins = settings.allowed_origins

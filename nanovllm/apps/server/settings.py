@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass, fields
 
 from nanovllm import LoRARequest
-from nanovllm.apps.tool_calls.formats import PARSERS
+from nanovllm.apps.tool_calls.formats import PARSER_HELP, PARSERS
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, number, one_of, whole
 from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
@@ -35,11 +35,7 @@ class ServerSettings:
     port: int = argument(8000, whole(0, most=65535), "0 takes a free one")
     chat_template_content_format: str = argument("auto", one_of(*CONTENT_FORMATS), CONTENT_FORMAT_HELP)
     trust_request_chat_template: bool = argument(False, FLAG, "let requests bring chat templates")
-    tool_call_parser: str = argument(
-        "auto",
-        one_of(*PARSERS),
-        "format of tool calls, as vLLM names them; auto: as the chat template writes them; none: calls stay text",
-    )
+    tool_call_parser: str = argument("auto", one_of(*PARSERS), PARSER_HELP)
     ui: bool = argument(True, FLAG, "the page at /")
     access_log: bool = argument(False, FLAG, "log the path and status of every request")
     ssl_keyfile: str | None = argument(None, TEXT_OR_NONE, "private key for TLS, a file in PEM")

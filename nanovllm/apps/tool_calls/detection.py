@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from nanovllm.apps.tool_calls.formats import FORMATS
+from nanovllm.apps.tool_calls.formats import FORMATS, PARSERS
 from nanovllm.apps.tool_calls.messages import assembled
 from nanovllm.errors import RequestError
 from nanovllm.text.chat_template import ChatTemplate
@@ -46,6 +46,24 @@ def shown_by(tokenizer: Tokenizer | None, template: str | None) -> Shown:
         if form is not None:
             return Shown(shows_tools, form)
     return Shown(shows_tools, None)
+
+
+def check_shown(shown: Shown, choice: Any) -> None:
+    """Raise RequestError for tools that the model would not see, and for those whose calls could not be read.
+
+    shown: its form is "none" where calls are to stay text. choice: the request's `tool_choice`.
+    """
+    if not shown.tools:
+        raise RequestError(
+            "tools: the model's chat template does not show tools to the model; give one that does with "
+            "--chat-template FILE"
+        )
+    if shown.form is None and choice in (None, "auto"):
+        known = ", ".join(PARSERS[1:-1])
+        raise RequestError(
+            "tools: the chat template writes calls in no format that is read here; name the format that the model "
+            f"writes with --tool-call-parser ({known}), or none to get calls as text"
+        )
 
 
 def _calls() -> Iterator[list[dict[str, Any]]]:

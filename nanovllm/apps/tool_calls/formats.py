@@ -53,3 +53,4 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     }
 )
 PARSERS = ("auto", *FORMATS, "none")  # what --tool-call-parser may be
+PARSER_HELP = "format of tool calls, as vLLM names them; auto: as the chat template writes them; none: calls stay text"

@@ -22,10 +22,13 @@ HARMONY = "openai"
 
 
 class Formats:
-    """What a tokenizer's chat templates show. Each template is looked at once."""
+    """What a tokenizer's chat templates show. Each template is looked at once.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    chosen: the name of the format that calls are read in, one of `PARSERS`; "auto" is the one that a template writes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, chosen: str = "auto") -> None:
+        self._tokenizer, self._chosen = tokenizer, chosen
         self._shown: dict[str | None, Shown] = {}  # by the template's text; None is the tokenizer's own
 
     def shown(self, template: str | None) -> Shown:
@@ -57,6 +60,8 @@ class Formats:
 
     def _look_at(self, template: str | None) -> Shown:
         shown = shown_by(self._tokenizer, template)
+        if self._chosen != "auto":
+            return shown._replace(form=self._chosen)
         own = self._tokenizer.response_template if isinstance(self._tokenizer, HuggingFaceTokenizer) else None
         return shown._replace(form=FORM) if template is None and has_calls(own) else shown
 
