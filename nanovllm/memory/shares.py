@@ -51,10 +51,7 @@ def _smaller_blocks(config: EngineConfig, layout: KVLayout, num_bytes: int) -> K
     while layout.block_size >= 2 * MIN_BLOCK_SIZE:
         if (fewest_blocks(config, layout) + RESIDENT_BLOCKS) * layout.block_bytes <= num_bytes:
             break
-        smaller = layout.with_block_size(layout.block_size // 2)
-        if smaller.block_size == layout.block_size:  # the least that gives the blocks of all KV groups the same bytes
-            break
-        layout = smaller
+        layout = layout.with_block_size(layout.block_size // 2)
     return layout
 
 
