@@ -136,6 +136,12 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', called("{}", "now")),
     (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', called('{"a": 1}', "now")),
     (HERMES, '<tool_call>{"name": "now", "arguments": null}</tool_call>', called("{}", "now")),
+    (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', called("{}", "now")),
+    (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"},{"name": "now"}</tool_call>',
+        [*called('{"a": "\\ud800"}', "now"), *called("{}", "now")],
+    ),
     (HERMES, '<tool_call>{"name": "now", "arguments": 3}</tool_call>', None),  # type: ignore[list-item]
     (HERMES, "<tool_call>not json</tool_call>x", None),  # type: ignore[list-item]
     (
@@ -151,6 +157,9 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
         [*called("{}", "now"), *called("{}", "now")],
     ),
     ("llama3_json", f"<|python_tag|>{CALLS['llama3_json']}; {CALLS['llama3_json']}", [*called(), *called()]),
+    ("llama3_json", f" [{CALLS['llama3_json']}, {CALLS['llama3_json']}]", [*called(), *called()]),
+    ("llama3_json", f"{CALLS['llama3_json']}, {CALLS['llama3_json']}", [*called(), *called()]),
+    ("llama3_json", "[a link](https://x.y)", None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "weather", "age": 36}', None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "weather"}', None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "Ada", "parameters": {"x": 1}}', None),  # type: ignore[list-item]
@@ -201,6 +210,8 @@ def test_channels_of_harmony() -> None:
     assert read("openai", preamble) == ["Let me see.", *called()]
     other_order = f" to=functions.weather<|channel|>commentary json<|message|>{CITY}"
     assert read("openai", other_order) == called()
+    assert read("openai", f"<|channel|>analysis to=functions.weather code<|message|>{CITY}<|call|>") == called()
+    assert read("openai", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>") == [Reasoning("1 + 1")]
     assert read("openai", "plain, as where the prompt has the header") == ["plain, as where the prompt has the header"]
     assert read("openai", "<|channel|>final") == ["final"]
     builtin = "<|channel|>commentary to=python code<|message|>1 + 1<|call|>"
