@@ -179,6 +179,17 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
     ),
     (QWEN, "<function=now>\n</function>\n</tool_call>", called("{}", "now")),
     (QWEN, "<tool_call><function=now></tool_call>", called("{}", "now")),
+    (  # tags that models leave out
+        QWEN,
+        f"{qwen(city='Paris').replace('</parameter>', '<parameter=days>3</parameter>').replace('write', 'weather')} ",
+        called(),
+    ),
+    (QWEN, qwen(text="a").replace("</parameter>\n", ""), called('{"text": "a"}', "write")),
+    (
+        QWEN,
+        qwen(text="a\n</function>\n</tool_call>\n<parameter=x>"),
+        called('{"text": "a\\n</function>\\n</tool_call>\\n<parameter=x>"}', "write"),
+    ),
 ]
 
 
