@@ -274,6 +274,7 @@ OTHER = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
     [
         (f"hm</think>\n\nSee:\n{CALLS['hermes']}\n{OTHER} x", [Reasoning("hm"), "See:\n", *called(), f"{OTHER} x"]),
         ("hm</think><tool_call>not json</tool_call> y", [Reasoning("hm"), "<tool_call>not json</tool_call> y"]),
+        ('</think><tool_call>{"name": "now", "arguments": null}</tool_call>', called("{}", "now")),
         ("<think>hm</think>a", [Reasoning("<think>hm"), "a"]),
     ],
 )
