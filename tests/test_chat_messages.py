@@ -185,6 +185,9 @@ def test_messages_that_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
     for messages, sentence in BAD:
         with pytest.raises(RequestError, match=sentence):
             ChatTemplate(tokenizer, CONTENT).prompts(messages)
+    for name in ("messages", "tools"):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs='{name}': must hold variables of the template"):
+            ChatTemplate(tokenizer, CONTENT, template_kwargs={name: []})
     assert "documents=5: must be a list" in refusal(lambda: ChatTemplate(tokenizer, CONTENT, documents=5), RequestError)  # type: ignore[arg-type]
 
 

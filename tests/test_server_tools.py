@@ -69,6 +69,11 @@ def test_the_format_is_what_the_template_writes(name: str, tokenizer: HuggingFac
             "{% endfor %}",
             (True, "hermes"),
         ),
+        (  # an answer that begins with <think> or a call, as QwQ's
+            "{{ tools }}{% for m in messages if m.tool_calls %}A:<tool_call>{{ m.tool_calls[0].function | tojson }}"
+            "{% endfor %}{% if add_generation_prompt %}A:<think>{% endif %}",
+            (True, "hermes"),
+        ),
         ("{{ tools }}{{ raise_exception('never') }}", (False, None)),
         ("{{ no jinja", (False, None)),
     ],

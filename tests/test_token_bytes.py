@@ -148,6 +148,18 @@ def test_tokens_begin_where_their_text_does(tokenizer: HuggingFaceTokenizer, pro
     assert numbers["tokens"] == [f"token_id:{token}" for token in ids]
 
 
+def test_tokens_after_a_character_that_stays_incomplete(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    ids = list(b"a\xdcb\xf0\x9f\xdc\x98=")
+    assert tokenizer.decode(ids) == "a\ufffdb\ufffd\u0718="
+    for found in (
+        pieces_of(LegacyLogprobs(tokenizer, 0, False), tokenizer, ids[:5], ids[5:]),
+        echoed(tokenizer, None, ids, [])["logprobs"],
+    ):
+        assert found["text_offset"] == [0, 1, 2, 3, 3, 4, 4, 5]
+
+
 def echoed(tokenizer: HuggingFaceTokenizer, prompt: str | None, before: list[int], after: list[int]) -> Any:
     """The answer that echoes a prompt, and goes on with `after`."""
     body = CompletionRequest(prompt="", echo=True, logprobs=0)

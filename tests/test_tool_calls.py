@@ -136,6 +136,12 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', called("{}", "now")),
     (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', called('{"a": 1}', "now")),
     (HERMES, '<tool_call>{"name": "now", "arguments": null}</tool_call>', called("{}", "now")),
+    (HERMES, '<tool_call>{"name": "now", "arguments": ""}</tool_call>', called("{}", "now")),
+    (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"},{"name": "now"}</tool_call>',
+        [*called('{"a": "\\ud800"}', "now"), *called("{}", "now")],
+    ),
     (HERMES, '<tool_call>{"name": "now", "arguments": 3}</tool_call>', None),  # type: ignore[list-item]
     (HERMES, "<tool_call>not json</tool_call>x", None),  # type: ignore[list-item]
     (
@@ -151,6 +157,9 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
         [*called("{}", "now"), *called("{}", "now")],
     ),
     ("llama3_json", f"<|python_tag|>{CALLS['llama3_json']}; {CALLS['llama3_json']}", [*called(), *called()]),
+    ("llama3_json", f" [{CALLS['llama3_json']}, {CALLS['llama3_json']}]", [*called(), *called()]),
+    ("llama3_json", f"{CALLS['llama3_json']}, {CALLS['llama3_json']}", [*called(), *called()]),
+    ("llama3_json", "[a link](https://x.y)", None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "weather", "age": 36}', None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "weather"}', None),  # type: ignore[list-item]
     ("llama3_json", '{"name": "Ada", "parameters": {"x": 1}}', None),  # type: ignore[list-item]
@@ -170,6 +179,17 @@ OTHERS: list[tuple[str, str, list[Piece]]] = [
     ),
     (QWEN, "<function=now>\n</function>\n</tool_call>", called("{}", "now")),
     (QWEN, "<tool_call><function=now></tool_call>", called("{}", "now")),
+    (  # tags that models leave out
+        QWEN,
+        f"{qwen(city='Paris').replace('</parameter>', '<parameter=days>3</parameter>').replace('write', 'weather')} ",
+        called(),
+    ),
+    (QWEN, qwen(text="a").replace("</parameter>\n", ""), called('{"text": "a"}', "write")),
+    (
+        QWEN,
+        qwen(text="a\n</function>\n</tool_call>\n<parameter=x>"),
+        called('{"text": "a\\n</function>\\n</tool_call>\\n<parameter=x>"}', "write"),
+    ),
 ]
 
 
@@ -201,6 +221,8 @@ def test_channels_of_harmony() -> None:
     assert read("openai", preamble) == ["Let me see.", *called()]
     other_order = f" to=functions.weather<|channel|>commentary json<|message|>{CITY}"
     assert read("openai", other_order) == called()
+    assert read("openai", f"<|channel|>analysis to=functions.weather code<|message|>{CITY}<|call|>") == called()
+    assert read("openai", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>") == [Reasoning("1 + 1")]
     assert read("openai", "plain, as where the prompt has the header") == ["plain, as where the prompt has the header"]
     assert read("openai", "<|channel|>final") == ["final"]
     builtin = "<|channel|>commentary to=python code<|message|>1 + 1<|call|>"
@@ -252,6 +274,7 @@ OTHER = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
     [
         (f"hm</think>\n\nSee:\n{CALLS['hermes']}\n{OTHER} x", [Reasoning("hm"), "See:\n", *called(), f"{OTHER} x"]),
         ("hm</think><tool_call>not json</tool_call> y", [Reasoning("hm"), "<tool_call>not json</tool_call> y"]),
+        ('</think><tool_call>{"name": "now", "arguments": null}</tool_call>', called("{}", "now")),
         ("<think>hm</think>a", [Reasoning("<think>hm"), "a"]),
     ],
 )

@@ -14,7 +14,8 @@ from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 # Arguments of Transformers' apply_chat_template, which no template may take for variables of its own.
 NOT_VARIABLES = frozenset(
     {
-        *("conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("messages", "conversation", "conversations", "tools", "chat_template"),
+        *("add_generation_prompt", "continue_final_message"),
         *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
     }

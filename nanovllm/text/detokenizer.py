@@ -30,14 +30,20 @@ class Detokenizer:
             self._silent = tokenizer.silent_ids if skip_special_tokens else frozenset()
             self._decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         self._num_released = 0  # characters
+        self._character = 0  # where the last character begins, in characters
         self._held: list[int] = []
         self._context = self._end_of([token for token in prompt_token_ids[-2 * MAX_HELD :] if self._has_text(token)])
 
-    @property
-    def position(self) -> int:
-        """Characters of the text before the next token, without an incomplete one, of which that token may be part."""
+    def position_of(self, token_id: int, data: bytes | None) -> int:
+        """Characters of the text before a token with these bytes, if they are known. Call it before each `step`.
+
+        A token that goes on with a character begins where that does.
+        """
         held = self._text(len(self._held)) if self._held else ""
-        return self._num_released + len(held.rstrip(PART_OF_CHARACTER))
+        if data and not 0x80 <= data[0] < 0xC0 and self._has_text(token_id):  # it begins a character
+            self._character = self._num_released + len(held)
+            return self._character
+        return max(self._character, self._num_released + len(held.rstrip(PART_OF_CHARACTER)))
 
     @property
     def is_at_start(self) -> bool:

@@ -118,6 +118,11 @@ class Place(NamedTuple):
     is_first: bool
 
 
+def _next_place(detokenizer: Detokenizer, names: TokenNames, token_id: int) -> Place:
+    """The place of the next token in the text of the detokenizer."""
+    return Place(detokenizer.position_of(token_id, names.data(token_id)), detokenizer.is_at_start)
+
+
 class Echo(NamedTuple):
     """A prompt that an answer begins with."""
 
@@ -129,8 +134,9 @@ class Echo(NamedTuple):
 def _places(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[Place]:
     """The places of a prompt's tokens in its text as it was given, which may differ from the text of its tokens."""
     detokenizer, places, pieces = Detokenizer(tokenizer, (), skip_special_tokens), [], []
+    names = TokenNames(tokenizer, False)
     for token_id in token_ids:
-        places.append(Place(detokenizer.position, detokenizer.is_at_start))
+        places.append(_next_place(detokenizer, names, token_id))
         pieces.append(detokenizer.step(token_id))
     if "".join([*pieces, detokenizer.flush()]) == text:
         return places
@@ -182,9 +188,9 @@ class LegacyLogprobs:
         detokenizer = self._detokenizer
         if detokenizer is None:
             return Place(self._begin, False)
-        place = Place(self._begin + detokenizer.position, detokenizer.is_at_start)
+        place = _next_place(detokenizer, self._names, token_id)
         detokenizer.step(token_id)
-        return place
+        return place._replace(offset=self._begin + place.offset)
 
     def _shown(
         self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None], places: Sequence[Place]

@@ -37,12 +37,14 @@ def shown_by(tokenizer: Tokenizer | None, template: str | None) -> Shown:
     """What a template shows, or the tokenizer's own without one; nothing where it cannot be rendered."""
     prompts = [_rendered(tokenizer, template, messages) for messages in ([USER], [SYSTEM, USER])]
     shows_tools = any(LISTED in prompt for prompt in prompts)
+    # Where an answer may begin: `<think>` at the end of a prompt begins like `<tool_call>`.
+    starts = (prompts[0], _rendered(tokenizer, template, [USER], ends=False))
     for call in _calls():
         whole = _rendered(tokenizer, template, [USER, *call], ends=False)
         if CALLED not in whole:
             continue
-        answer = whole[_same(prompts[0], whole) :]
-        form = next((name for name in FORMATS if _reads(name, answer)), None)
+        answers = [whole[_same(start, whole) :] for start in starts]
+        form = next((name for answer in answers for name in FORMATS if _reads(name, answer)), None)
         if form is not None:
             return Shown(shows_tools, form)
     return Shown(shows_tools, None)

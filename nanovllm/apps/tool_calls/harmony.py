@@ -50,12 +50,13 @@ class Harmony(Parser):
     def _message(self, begin: int, header: str) -> Steps[None]:
         channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
         is_thinking = channel is not None and channel[1] == "analysis"
-        if recipient is not None and not is_thinking:
+        if recipient is not None:  # models call tools from every channel
             name = recipient[1].removeprefix("functions.")
             if name in self.tools:
                 yield from self.attempt(header, self._call(name))
                 return
-            self.content(header)
+            if not is_thinking:
+                self.content(header)
         kind = "reasoning" if is_thinking else "content"
         write = self._think if is_thinking else self.content
         if self._is_begun[kind]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.apps.tool_calls.reader import WHITESPACE, Parser, Reader, Steps, Tools
-from nanovllm.apps.tool_calls.values import escaped, loaded
+from nanovllm.apps.tool_calls.values import encodable, escaped, loaded
 
 PART = re.compile(r'[^"\\{}\[\]\x00-\x1f]+|[\s\S]')
 ARGUMENTS = ("arguments", "parameters")
@@ -117,16 +117,16 @@ class JsonCalls(Parser):
             return False
         text = texts[0] if texts else "{}"
         if text.startswith('"'):  # some models write the arguments as JSON text
-            text = str(loaded(text))
-        text = "{}" if text == "null" else text
-        if not _is_json(text) or not text.strip().startswith("{"):
+            text = encodable(str(loaded(text))).strip()
+        text = "{}" if text in ("null", "") else text
+        if not _is_json(text) or not text.startswith("{"):
             return False
         self.call(found["name"])
-        self.arguments(text.strip())
+        self.arguments(text)
         return True
 
-    def json_calls(self, separator: str = "") -> Steps[bool]:
-        """Take objects one after another, or a list of them, and make calls of them."""
+    def json_calls(self) -> Steps[bool]:
+        """Take objects, with or without commas or semicolons between them, or a list; make calls of them."""
         reader = self.reader
         yield from reader.spaces()
         if (yield from reader.takes("[")):
@@ -136,7 +136,8 @@ class JsonCalls(Parser):
                 return False
             self.end()
             yield from reader.spaces()
-            yield from reader.takes(separator)
+            separator = yield from reader.first_of((",", ";"))
+            reader.position += len(separator)
             yield from reader.spaces()
             next_one = yield from reader.char()
             if next_one != "{":
@@ -183,7 +184,7 @@ class Phi4Mini(MarkedJson):
 
 
 class Llama3Json(JsonCalls):
-    """An answer that begins with `{"name": ..., "parameters": {...}}`; semicolons separate calls.
+    """An answer that begins with `{"name": ..., "parameters": {...}}`, or with a list of such objects.
 
     A `<|python_tag|>` may stand before them, also after other text.
     """
@@ -194,14 +195,13 @@ class Llama3Json(JsonCalls):
 
     def opening(self) -> Steps[None]:
         yield from self.reader.spaces()
-        if (yield from self.reader.char()) == "{":
+        if (yield from self.reader.first_of(("{", "["))):
             yield from self.attempt(self.reader.text[: self.reader.position], self.calls())
         else:
             self.reader.position = 0
 
     def calls(self) -> Steps[bool]:
-        yield from self.reader.spaces()
-        return (yield from self.reader.char()) == "{" and (yield from self.json_calls(separator=";"))
+        return (yield from self.json_calls())
 
 
 class Mistral(JsonCalls):

@@ -91,6 +91,7 @@ class ResponseTemplateParser(Parser):
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, Mapping) else {}
             name, arguments = function.get("name"), function.get("arguments")
+            arguments = {} if arguments in (None, "") else arguments
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
             if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):

@@ -14,8 +14,12 @@ KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", flo
 
 
 def dumped(value: Any) -> str:
-    """Strict JSON, or ValueError. What JSON escapes and is no character, half of a surrogate pair, stays an escape."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Strict JSON, or ValueError."""
+    return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def encodable(text: str) -> str:
+    """JSON in which half of a surrogate pair, which JSON escapes and which is no character, is an escape again."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nanovllm.apps.tool_calls.reader import Parser, Steps, Tools
@@ -15,7 +15,7 @@ class Tags:
 
     Spaces may stand between the tags. Without name_end a name ends at a line end or the next tag, and without call_end
     a call ends where all calls end. has_lines: a line end after the tag before a value and one before the tag behind
-    it are none of the value. may_lack_begin: models leave the first tag out.
+    it are none of the value, and models leave the tag behind it out. may_lack_begin: they leave the first tag out.
     """
 
     begin: str
@@ -117,29 +117,49 @@ class XmlCalls(Parser):
         types = property_types(self.tools[name], key)
         if types == {"string"}:
             self.arguments(f'{before}{dumped(key)}: "')
-            is_complete = yield from self._value(lambda text: self.arguments(escaped(text)))
+            is_complete = yield from self._value(name, lambda text: self.arguments(escaped(text)))
             if is_complete:
                 self.arguments('"')
             return is_complete
         parts.clear()
-        is_complete = yield from self._value(parts.append)
+        is_complete = yield from self._value(name, parts.append)
         if is_complete:
             self.arguments(f"{before}{dumped(key)}: {typed(''.join(parts), types)}")
         return is_complete
 
-    def _value(self, write: Callable[[str], None]) -> Steps[bool]:
+    def _value(self, name: str, write: Callable[[str], None]) -> Steps[bool]:
         """Take a value and the tag behind it, which counts only where another tag or the end follows."""
         tags, reader = self._tags, self.reader
+        ends, without_end = [tags.value_end], tuple[str, ...]()
         if tags.has_lines:
             yield from reader.takes("\n")
-        ends = (f"\n{tags.value_end}", tags.value_end) if tags.has_lines else (tags.value_end,)
-        while mark := (yield from reader.copy_until(ends, write)):
+            ends = [f"\n{tags.value_end}", tags.value_end]
+            without_end = (*self._next_keys(name), f"\n{tags.call_end}")
+        while mark := (yield from reader.copy_until((*ends, *without_end), write)):
             position = reader.position
-            yield from reader.spaces()
-            follows = yield from reader.first_of((tags.key, tags.call_end, tags.end))
-            is_end = bool(follows) or reader.position >= len(reader.text)
-            reader.position = position
+            if mark in ends:
+                yield from reader.spaces()
+                follows = yield from reader.first_of((tags.key, tags.call_end, tags.end))
+                is_end = bool(follows) or reader.position >= len(reader.text)
+            else:
+                is_end = mark != without_end[-1] or (yield from self._all_ends())
+            reader.position = position - (len(mark) if is_end and mark in without_end else 0)
             if is_end:
                 return True
             write(mark)
         return False
+
+    def _next_keys(self, name: str) -> tuple[str, ...]:
+        """The lines that begin the tool's arguments."""
+        properties = self.tools[name].get("properties")
+        names = properties if isinstance(properties, Mapping) else ()
+        return tuple(f"\n{self._tags.key}{each}{self._tags.key_end}" for each in names)
+
+    def _all_ends(self) -> Steps[bool]:
+        """Take the tag behind all calls. Returns whether it comes next, and the text ends there or calls again."""
+        tags, reader = self._tags, self.reader
+        yield from reader.spaces()
+        if not (yield from reader.takes(tags.end)):
+            return False
+        yield from reader.spaces()
+        return bool((yield from reader.first_of((tags.begin,)))) or not (yield from reader.char())
