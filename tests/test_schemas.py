@@ -94,6 +94,38 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
     ),
     "keys": ({"propertyNames": {"enum": ["a"]}, "type": "object"}, ['{"a":1}', "{}"], ['{"b":1}']),
     "a class of ECMA's": ({"type": "string", "pattern": "^[[a&&b]$"}, ['"["', '"a"', '"&"'], ['"c"']),
+    "a class without quotes": ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\n"', '"é"'], ['"\\""', '"a\\"b"']),
+    "a class without backslashes": ({"type": "string", "pattern": "^[\\x00-!#-[]+$"}, ['"A"'], ['"\\\\"']),
+    "names with quotes": (
+        {"type": "object", "properties": {'a"': {"type": "null"}}, "additionalProperties": {"type": "string"}},
+        ['{"a\\"":null,"a":"x","":""}'],
+        ['{"a\\"":"x"}'],
+    ),
+    "constants of a oneOf": (
+        {"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", True]}]},
+        ["1", '"a"', "true"],
+        ["3", "false"],
+    ),
+    "a type of nothing": (
+        {"type": "object", "properties": {"a": {"not": {}}, "b": {"anyOf": [{"not": {}}, {"type": "null"}]}}},
+        ['{"b":null}', "{}"],
+        ['{"a":1}', '{"b":1}'],
+    ),
+    "notes of null": ({"type": "null", "title": None, "description": None, "examples": "x"}, ["null"], ["1"]),
+    "another draft than it says": (
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "items": [{"type": "null"}]},
+        ["[null]"],
+        ["[1]"],
+    ),
+    "a tag that no option requires": (
+        {
+            "oneOf": [{"$ref": f"#/$defs/{name}"} for name in "xy"],
+            "discriminator": {"propertyName": "k"},
+            "$defs": {each["properties"]["k"]["const"]: each | {"required": []} for each in TAGGED},
+        },
+        ['{"k":"x"}', '{"k":"y","y":1}'],
+        ["{}", '{"k":"z"}'],
+    ),
     "braces": ({"type": "string", "pattern": "^{a,}$"}, ['"{a,}"'], ['"a"']),
 }
 
@@ -163,6 +195,19 @@ class Dog(pydantic.BaseModel):
     name: str = pydantic.Field(min_length=1, max_length=3)
 
 
+class Lion(pydantic.BaseModel):
+    kind: Literal["lion"] = "lion"
+    mane: Literal["long"] = "long"
+
+
+class Tiger(pydantic.BaseModel):
+    kind: Literal["lion"] = "lion"
+    mane: Literal["none"] = "none"
+
+
+Wild = Annotated[Lion | Tiger, pydantic.Field(discriminator="mane")]
+
+
 class Node(pydantic.BaseModel):
     value: int
     children: list[Node] = pydantic.Field(default_factory=list)
@@ -177,6 +222,7 @@ TYPES: dict[str, Any] = {
     "enum keys": dict[Colour, bool],
     "UUID keys": dict[UUID, bool],
     "discriminated": Annotated[Cat | Dog, pydantic.Field(discriminator="kind")],
+    "discriminated twice": Annotated[Wild | Cat, pydantic.Field(discriminator="kind")],
     "optional": Cat | None,
     "gt and lt": Annotated[float, pydantic.Field(gt=0, lt=0.5)],
     "int64": Annotated[int, pydantic.Field(ge=-(2**63), le=2**63 - 1)],

@@ -31,7 +31,8 @@ class SchemaCheck:
     """Validates outputs by jsonschema. schema: with numbers as `schemas.read_json` gives them.
 
     Patterns are judged where every dialect means the same by them, in bounded time; formats are not. dialect: the one
-    that `$schema` names, or the newest that the schema is valid in. Raises RequestError for an invalid schema.
+    that `$schema` names, or else the newest, of those in which the schema is valid. Raises RequestError for an invalid
+    schema.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -88,7 +89,7 @@ def _dialect(schema: Any) -> Any:
     named = schema.get("$schema") if isinstance(schema, dict) else None
     known = validators.validator_for({"$schema": named}, default=None) if isinstance(named, str) else None
     errors = []
-    for dialect in DIALECTS if known is None else (known,):
+    for dialect in (*([] if known is None else [known]), *DIALECTS):
         error = _schema_error(dialect, schema)
         if error is None:
             return dialect

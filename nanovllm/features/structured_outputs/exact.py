@@ -16,10 +16,7 @@ from nanovllm.features.structured_outputs.schemas import is_whole, reached, reso
 
 Schema = dict[str, Any]
 CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))'
-NOTES = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
-    *("$comment", "$defs", "definitions", "$schema", "$id"),
-}
+NOTES = {"discriminator", "$defs", "definitions", "$schema", "$id"}
 OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},

@@ -8,7 +8,13 @@ from typing import Any
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs.checks import SchemaCheck
 from nanovllm.features.structured_outputs.exact import Composer, NotComposedError, json_copy, needs_rules
-from nanovllm.features.structured_outputs.schemas import read_json, simplified, with_exact_bounds, write_json
+from nanovllm.features.structured_outputs.schemas import (
+    read_json,
+    simplified,
+    with_exact_bounds,
+    without_annotations,
+    write_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,9 @@ def prepare_schema(text: str, close_all: bool, options: dict[str, Any]) -> Prepa
     Raises RequestError for a schema that is invalid, or that cannot be enforced.
     """
     try:
-        check = SchemaCheck(read_json(text))
-        schema = simplified(read_json(text), close_all)
+        given = without_annotations(read_json(text))
+        check = SchemaCheck(json_copy(given))
+        schema = simplified(given, close_all)
         schema.pop("$schema", None)
         named = check.dialect.META_SCHEMA.get("$schema", check.dialect.META_SCHEMA.get("id"))
         schema = {"$schema": named} | schema
