@@ -111,6 +111,14 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
         ['{"b":null}', "{}"],
         ['{"a":1}', '{"b":1}'],
     ),
+    "a reference with a bound, in another": (
+        {
+            "$ref": "#/$defs/rate",
+            "$defs": {"rate": {"$ref": "#/$defs/n", "exclusiveMinimum": 0, "maximum": 0.5}, "n": {"type": "number"}},
+        },
+        ["0.5"],
+        ["0", "0.6"],
+    ),
     "notes of null": ({"type": "null", "title": None, "description": None, "examples": "x"}, ["null"], ["1"]),
     "another draft than it says": (
         {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "items": [{"type": "null"}]},
@@ -153,8 +161,16 @@ def test_masks_allow_what_the_schema_does(name: str) -> None:
         ({"type": "foo"}, "no valid JSON schema: 'foo' is not valid"),
         ({"type": "integer", "minimum": "3"}, "no valid JSON schema: '3' is not of type 'number' at"),
         (False, "it allows no value"),
+        ({"enum": [{}] * 10_001}, "it has 10,002 objects: give at most 10,000"),
+        (
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {f"{i}": {"$ref": f"#/$defs/{(i + 1) % 400}", "properties": {}} for i in range(400)},
+            },
+            "too many of its parts speak of the same objects",
+        ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):

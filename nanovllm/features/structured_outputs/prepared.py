@@ -16,6 +16,8 @@ from nanovllm.features.structured_outputs.schemas import (
     write_json,
 )
 
+MOST_PARTS = 10_000  # objects of a schema, which take about a millisecond each
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedSchema:
@@ -31,6 +33,8 @@ def prepare_schema(text: str, close_all: bool, options: dict[str, Any]) -> Prepa
 
     Raises RequestError for a schema that is invalid, or that cannot be enforced.
     """
+    if (parts := text.count("{")) > MOST_PARTS:
+        raise RequestError(f"it has {parts:,} objects: give at most {MOST_PARTS:,}")
     try:
         given = without_annotations(read_json(text))
         check = SchemaCheck(json_copy(given))

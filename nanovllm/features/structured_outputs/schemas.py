@@ -129,7 +129,7 @@ def parts_of(schema: Schema) -> list[Any]:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """What a chain of references in the document ends at; None if it is not found there."""
+    """What a reference in the document leads to, past others that say nothing else; None if it is not found there."""
     for _ in range(100):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
@@ -138,18 +138,19 @@ def resolved(schema: Any, root: Schema) -> Any:
             return None
         target: Any = root
         for step in reference[2:].split("/") if len(reference) > 1 else ():
-            step = _unquoted(step)
+            step = unquoted(step)
             try:
                 target = target[int(step) if isinstance(target, list) else step]
             except (LookupError, ValueError, TypeError):
                 return None
-        if len(schema) > 1 and target is not schema and "$ref" not in (target if isinstance(target, dict) else ()):
+        if not isinstance(target, dict) or target.keys() != {"$ref"}:
             return target
         schema = target
     return None
 
 
-def _unquoted(step: str) -> str:
+def unquoted(step: str) -> str:
+    """A name in a reference, as it stands in the schema."""
     from urllib.parse import unquote
 
     return unquote(step).replace("~1", "/").replace("~0", "~")
