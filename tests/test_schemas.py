@@ -119,6 +119,16 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
         ["0.5"],
         ["0", "0.6"],
     ),
+    "look-around in an option": (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}]},
+        ["1.5"],
+        ['"."'],
+    ),
+    "a name that is not escaped": (
+        {"$ref": "#/$defs/List<int> of[x]", "$defs": {"List<int> of[x]": {"type": "integer"}}},
+        ["1"],
+        ['"x"'],
+    ),
     "notes of null": ({"type": "null", "title": None, "description": None, "examples": "x"}, ["null"], ["1"]),
     "another draft than it says": (
         {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "items": [{"type": "null"}]},

@@ -12,6 +12,7 @@ from decimal import Decimal
 from functools import partial
 from math import lcm
 from typing import Any
+from urllib.parse import quote, unquote
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.features.structured_outputs.closing import close_objects
@@ -151,8 +152,6 @@ def resolved(schema: Any, root: Schema) -> Any:
 
 def unquoted(step: str) -> str:
     """A name in a reference, as it stands in the schema."""
-    from urllib.parse import unquote
-
     return unquote(step).replace("~1", "/").replace("~0", "~")
 
 
@@ -232,8 +231,18 @@ def _rewrite(schema: Schema, root: Schema) -> None:
         schema["pattern"] = for_library(schema["pattern"])
     if isinstance(schema.get("patternProperties"), dict):
         schema["patternProperties"] = {for_library(name): part for name, part in schema["patternProperties"].items()}
+    if isinstance(schema.get("$ref"), str):  # some generators do not escape brackets and spaces
+        schema["$ref"] = quote(schema["$ref"], safe="#/%:?&=~$!*'()+,;@")
+    if "anyOf" in schema:  # a pattern with look-around is not needed where there is another option, as for Decimal
+        schema["anyOf"] = [each for each in schema["anyOf"] if not _looks_around(each, root)] or schema["anyOf"]
     if schema.get("oneOf") and "anyOf" not in schema:
         _rewrite_one_of(schema, root)
+
+
+def _looks_around(option: Any, root: Schema) -> bool:
+    part = resolved(option, root)
+    pattern = part.get("pattern") if isinstance(part, dict) else None
+    return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 
 
 def _rewrite_one_of(schema: Schema, root: Schema) -> None:
