@@ -96,6 +96,7 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
     "a class of ECMA's": ({"type": "string", "pattern": "^[[a&&b]$"}, ['"["', '"a"', '"&"'], ['"c"']),
     "a class without quotes": ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\n"', '"é"'], ['"\\""', '"a\\"b"']),
     "a class without backslashes": ({"type": "string", "pattern": "^[\\x00-!#-[]+$"}, ['"A"'], ['"\\\\"']),
+    "a class without dashes": ({"type": "string", "pattern": '^[^-"]$'}, ['"a"', '"!"'], ['"-"', '"\\""']),
     "names with quotes": (
         {"type": "object", "properties": {'a"': {"type": "null"}}, "additionalProperties": {"type": "string"}},
         ['{"a\\"":null,"a":"x","":""}'],

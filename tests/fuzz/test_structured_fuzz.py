@@ -134,7 +134,7 @@ class Expression:
             text = self.rng.choice(("a", "b", "ab", "é", "0", "-", " "))
             return re.escape(text), json.dumps(text, ensure_ascii=False), json.dumps(text, ensure_ascii=False)
         if kind < 3:
-            some = self.rng.choice(("[a-c]", "[0-9]", "[^a]", "[ab0-]", '[^"]'))
+            some = self.rng.choice(("[a-c]", "[0-9]", "[^a]", "[ab0-]", '[^"]', "[^-a]"))
             return some, f"/{some}/", some
         parts = [self.make(depth - 1) for _ in range(self.rng.randint(2, 3))]
         if kind == 3:

@@ -38,6 +38,7 @@ def for_library(pattern: str) -> str:
                 token = "[^\\s\\S" if ahead.startswith("[]") else "[\\s\\S"
             elif ahead.startswith("[^"):
                 token = NEGATED
+                tokens[index + 2 : index + 3] = ["\\-"] if ahead == "[^-" else tokens[index + 2 : index + 3]
             if ahead.startswith("[^"):
                 tokens[index + 1] = ""
         elif inside and token == "]":
