@@ -172,6 +172,7 @@ def test_masks_allow_what_the_schema_does(name: str) -> None:
         ({"type": "foo"}, "no valid JSON schema: 'foo' is not valid"),
         ({"type": "integer", "minimum": "3"}, "no valid JSON schema: '3' is not of type 'number' at"),
         (False, "it allows no value"),
+        ({"$ref": "#/components/A", "components": {"A": {"required": True}}}, "no valid JSON schema: True is not of"),
         ({"enum": [{}] * 10_001}, "it has 10,002 objects: give at most 10,000"),
         (
             {

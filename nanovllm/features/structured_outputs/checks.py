@@ -48,6 +48,12 @@ class SchemaCheck:
         made = validators.extend(self.dialect, functions, type_checker=checker)
         self._validator = made(schema, registry=Registry())  # nothing is fetched
 
+    def check_schema(self, part: Any) -> None:
+        """Raise RequestError for a part that is no schema of the dialect."""
+        error = _schema_error(self.dialect, part)
+        if error is not None:
+            raise RequestError(f"it is no valid JSON schema: {error}")
+
     def error(self, text: str) -> str | None:
         """What is wrong with an output; None if it matches, or if it is too large to say."""
         try:

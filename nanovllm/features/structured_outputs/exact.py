@@ -85,7 +85,7 @@ class Composer:
 
     def grammar(self) -> str:
         """Raises NotComposedError."""
-        if any(not _is_of_definitions(part["$ref"]) for part in reached(self._root, self._root) if "$ref" in part):
+        if any(not is_of_definitions(part["$ref"]) for part in reached(self._root, self._root) if "$ref" in part):
             raise NotComposedError("$ref")
         start = self._value(self._root)
         space = self._options.get("whitespace_pattern")
@@ -230,7 +230,7 @@ def json_copy(value: Any) -> Any:
     return [json_copy(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_of_definitions(reference: str) -> bool:
+def is_of_definitions(reference: str) -> bool:
     return reference.startswith(("#/$defs/", "#/definitions/"))
 
 

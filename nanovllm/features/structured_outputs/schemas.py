@@ -170,7 +170,8 @@ def _check_enforced(schema: Schema, root: Schema) -> None:
         if schema.get(name) in (True, {}):
             del schema[name]
     for name in ("dependentRequired", "dependentSchemas", "dependencies"):
-        if not any(schema.get(name, {}).values()):
+        needed = schema.get(name)
+        if not isinstance(needed, dict) or not any(needed.values()):  # no object: the dialect does not know the name
             schema.pop(name, None)
     if schema.get("unevaluatedProperties") is False and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
         del schema["unevaluatedProperties"]
@@ -255,7 +256,10 @@ def _rewrite_one_of(schema: Schema, root: Schema) -> None:
     if len(groups) > 1 and not _told_apart(groups):
         if not all(isinstance(leaf, dict) and leaf.get("type") == "object" for leaf in leaves):
             return
-        tag = schema.get("discriminator", {}).get("propertyName")
+        tag = schema.get("discriminator")
+        tag = tag.get("propertyName") if isinstance(tag, dict) else tag  # a text in Swagger 2
+        if not isinstance(tag, str):
+            tag = ""
         names = set.intersection(*({*leaf.get("required", ()), tag} for leaf in leaves))
         found = [
             name
