@@ -130,6 +130,7 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
         ["1"],
         ['"x"'],
     ),
+    "an anchor": ({"$ref": "#x", "$defs": {"q": {"$anchor": "x", "type": "integer"}}}, ["1"], ['"x"']),
     "notes of null": ({"type": "null", "title": None, "description": None, "examples": "x"}, ["null"], ["1"]),
     "another draft than it says": (
         {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "items": [{"type": "null"}]},

@@ -50,7 +50,8 @@ def prepare_schema(text: str, close_all: bool, options: dict[str, Any]) -> Prepa
         named = [part for part in reached(given, given) if not is_of_definitions(str(part.get("$ref", "#/$defs/")))]
         targets = {id(target): target for target in (resolved(part, given) for part in named) if target is not given}
         for target in targets.values():
-            check.check_schema(target)
+            if target is not None:  # an anchor or an id, which the library resolves
+                check.check_schema(target)
         schema = simplified(given, close_all)
         schema.pop("$schema", None)
         named = check.dialect.META_SCHEMA.get("$schema", check.dialect.META_SCHEMA.get("id"))
