@@ -94,6 +94,58 @@ CASES: dict[str, tuple[Any, list[str], list[str]]] = {
     ),
     "keys": ({"propertyNames": {"enum": ["a"]}, "type": "object"}, ['{"a":1}', "{}"], ['{"b":1}']),
     "a class of ECMA's": ({"type": "string", "pattern": "^[[a&&b]$"}, ['"["', '"a"', '"&"'], ['"c"']),
+    "a class without quotes": ({"type": "string", "pattern": '^[^"]*$'}, ['"a\\n"', '"é"'], ['"\\""', '"a\\"b"']),
+    "a class without backslashes": ({"type": "string", "pattern": "^[\\x00-!#-[]+$"}, ['"A"'], ['"\\\\"']),
+    "a class without dashes": ({"type": "string", "pattern": '^[^-"]$'}, ['"a"', '"!"'], ['"-"', '"\\""']),
+    "names with quotes": (
+        {"type": "object", "properties": {'a"': {"type": "null"}}, "additionalProperties": {"type": "string"}},
+        ['{"a\\"":null,"a":"x","":""}'],
+        ['{"a\\"":"x"}'],
+    ),
+    "constants of a oneOf": (
+        {"oneOf": [{"const": 1}, {"const": 2}, {"enum": ["a", True]}]},
+        ["1", '"a"', "true"],
+        ["3", "false"],
+    ),
+    "a type of nothing": (
+        {"type": "object", "properties": {"a": {"not": {}}, "b": {"anyOf": [{"not": {}}, {"type": "null"}]}}},
+        ['{"b":null}', "{}"],
+        ['{"a":1}', '{"b":1}'],
+    ),
+    "a reference with a bound, in another": (
+        {
+            "$ref": "#/$defs/rate",
+            "$defs": {"rate": {"$ref": "#/$defs/n", "exclusiveMinimum": 0, "maximum": 0.5}, "n": {"type": "number"}},
+        },
+        ["0.5"],
+        ["0", "0.6"],
+    ),
+    "look-around in an option": (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}]},
+        ["1.5"],
+        ['"."'],
+    ),
+    "a name that is not escaped": (
+        {"$ref": "#/$defs/List<int> of[x]", "$defs": {"List<int> of[x]": {"type": "integer"}}},
+        ["1"],
+        ['"x"'],
+    ),
+    "an anchor": ({"$ref": "#x", "$defs": {"q": {"$anchor": "x", "type": "integer"}}}, ["1"], ['"x"']),
+    "notes of null": ({"type": "null", "title": None, "description": None, "examples": "x"}, ["null"], ["1"]),
+    "another draft than it says": (
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "items": [{"type": "null"}]},
+        ["[null]"],
+        ["[1]"],
+    ),
+    "a tag that no option requires": (
+        {
+            "oneOf": [{"$ref": f"#/$defs/{name}"} for name in "xy"],
+            "discriminator": {"propertyName": "k"},
+            "$defs": {each["properties"]["k"]["const"]: each | {"required": []} for each in TAGGED},
+        },
+        ['{"k":"x"}', '{"k":"y","y":1}'],
+        ["{}", '{"k":"z"}'],
+    ),
     "braces": ({"type": "string", "pattern": "^{a,}$"}, ['"{a,}"'], ['"a"']),
 }
 
@@ -121,8 +173,17 @@ def test_masks_allow_what_the_schema_does(name: str) -> None:
         ({"type": "foo"}, "no valid JSON schema: 'foo' is not valid"),
         ({"type": "integer", "minimum": "3"}, "no valid JSON schema: '3' is not of type 'number' at"),
         (False, "it allows no value"),
+        ({"$ref": "#/components/A", "components": {"A": {"required": True}}}, "no valid JSON schema: True is not of"),
+        ({"enum": [{}] * 10_001}, "it has 10,002 objects: give at most 10,000"),
+        (
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {f"{i}": {"$ref": f"#/$defs/{(i + 1) % 400}", "properties": {}} for i in range(400)},
+            },
+            "too many of its parts speak of the same objects",
+        ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
@@ -163,6 +224,19 @@ class Dog(pydantic.BaseModel):
     name: str = pydantic.Field(min_length=1, max_length=3)
 
 
+class Lion(pydantic.BaseModel):
+    kind: Literal["lion"] = "lion"
+    mane: Literal["long"] = "long"
+
+
+class Tiger(pydantic.BaseModel):
+    kind: Literal["lion"] = "lion"
+    mane: Literal["none"] = "none"
+
+
+Wild = Annotated[Lion | Tiger, pydantic.Field(discriminator="mane")]
+
+
 class Node(pydantic.BaseModel):
     value: int
     children: list[Node] = pydantic.Field(default_factory=list)
@@ -177,6 +251,7 @@ TYPES: dict[str, Any] = {
     "enum keys": dict[Colour, bool],
     "UUID keys": dict[UUID, bool],
     "discriminated": Annotated[Cat | Dog, pydantic.Field(discriminator="kind")],
+    "discriminated twice": Annotated[Wild | Cat, pydantic.Field(discriminator="kind")],
     "optional": Cat | None,
     "gt and lt": Annotated[float, pydantic.Field(gt=0, lt=0.5)],
     "int64": Annotated[int, pydantic.Field(ge=-(2**63), le=2**63 - 1)],

@@ -134,7 +134,7 @@ class Expression:
             text = self.rng.choice(("a", "b", "ab", "é", "0", "-", " "))
             return re.escape(text), json.dumps(text, ensure_ascii=False), json.dumps(text, ensure_ascii=False)
         if kind < 3:
-            some = self.rng.choice(("[a-c]", "[0-9]", "[^a]", "[ab0-]"))
+            some = self.rng.choice(("[a-c]", "[0-9]", "[^a]", "[ab0-]", '[^"]', "[^-a]"))
             return some, f"/{some}/", some
         parts = [self.make(depth - 1) for _ in range(self.rng.randint(2, 3))]
         if kind == 3:
@@ -161,7 +161,7 @@ def test_outputs_of_patterns_and_grammars_match() -> None:
         rng = random.Random(seed + 2_000_000)
         pattern, lark, gbnf = Expression(rng).make(3)
         judge = re.compile(pattern)
-        texts = ["".join(rng.choice("ab0-é 1\n") for _ in range(rng.randrange(6))) for _ in range(20)]
+        texts = ["".join(rng.choice('ab0-é 1"\n') for _ in range(rng.randrange(6))) for _ in range(20)]
         kinds = (("regex", pattern), ("grammar", f"start: {lark}"), ("grammar", f"root ::= {gbnf}"))
         for kind, text in kinds:
             try:
@@ -200,7 +200,7 @@ def test_outputs_of_patterns_in_schemas_match() -> None:
                 if not judge.search(json.loads(output)):
                     wrong.append((pattern, output))
         for _ in range(20):
-            text = "".join(rng.choice("ab0-é 1") for _ in range(rng.randrange(6)))
+            text = "".join(rng.choice('ab0-é 1"') for _ in range(rng.randrange(6)))
             counts["texts compared"] += 1
             if allows(start, json.dumps(text, ensure_ascii=False)) != bool(judge.search(text)):
                 wrong.append((pattern, text))

@@ -31,7 +31,8 @@ class SchemaCheck:
     """Validates outputs by jsonschema. schema: with numbers as `schemas.read_json` gives them.
 
     Patterns are judged where every dialect means the same by them, in bounded time; formats are not. dialect: the one
-    that `$schema` names, or the newest that the schema is valid in. Raises RequestError for an invalid schema.
+    that `$schema` names, or else the newest, of those in which the schema is valid. Raises RequestError for an invalid
+    schema.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -46,6 +47,12 @@ class SchemaCheck:
         checker = self.dialect.TYPE_CHECKER.redefine("integer", _is_integer)
         made = validators.extend(self.dialect, functions, type_checker=checker)
         self._validator = made(schema, registry=Registry())  # nothing is fetched
+
+    def check_schema(self, part: Any) -> None:
+        """Raise RequestError for a part that is no schema of the dialect."""
+        error = _schema_error(self.dialect, part)
+        if error is not None:
+            raise RequestError(f"it is no valid JSON schema: {error}")
 
     def error(self, text: str) -> str | None:
         """What is wrong with an output; None if it matches, or if it is too large to say."""
@@ -88,7 +95,7 @@ def _dialect(schema: Any) -> Any:
     named = schema.get("$schema") if isinstance(schema, dict) else None
     known = validators.validator_for({"$schema": named}, default=None) if isinstance(named, str) else None
     errors = []
-    for dialect in DIALECTS if known is None else (known,):
+    for dialect in (*([] if known is None else [known]), *DIALECTS):
         error = _schema_error(dialect, schema)
         if error is None:
             return dialect

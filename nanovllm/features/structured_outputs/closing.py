@@ -9,8 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+from nanovllm.errors import RequestError
+
 Schema = dict[str, Any]
 SPEAKS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+MOST_JOINED = 50_000  # parts that are looked at to see what speaks of one object: about a second
 TOGETHER = ("allOf", "anyOf", "oneOf")
 
 
@@ -21,16 +24,20 @@ def close_objects(
 
     parts: of the schema, all that can be reached. resolve: follows references. Where several parts speak of the same
     object, as with allOf, the object takes what any of them names. close_all: patternProperties keep none open.
-    kept_open: ids of parts that stay as they are.
+    kept_open: ids of parts that stay as they are. Raises RequestError where too many parts refer to each other.
     """
     speaks = tuple(name for name in SPEAKS if not (close_all and name == "patternProperties"))
     joined: set[int] = set()
+    looked = 0
     together: set[int] = set()  # those, and the parts that join them
     for part in parts:
         if _speaks_with_others(part):
             ids = [id(other) for other in _same_object(part, resolve)]
             joined.update(ids[1:])
             together.update(ids)
+            looked += len(ids)
+            if looked > MOST_JOINED:
+                raise RequestError("too many of its parts speak of the same objects: use fewer references and allOf")
     for part in parts:
         if id(part) in joined or id(part) in kept_open:
             continue

@@ -12,14 +12,19 @@ from typing import Any
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.features.structured_outputs.numbers import EXACT, all_exact, whole_bounds, whole_pattern
-from nanovllm.features.structured_outputs.schemas import is_whole, reached, resolved, with_exact_bounds, write_json
+from nanovllm.features.structured_outputs.schemas import (
+    is_whole,
+    parts_of,
+    reached,
+    resolved,
+    unquoted,
+    with_exact_bounds,
+    write_json,
+)
 
 Schema = dict[str, Any]
 CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))'
-NOTES = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
-    *("$comment", "$defs", "definitions", "$schema", "$id"),
-}
+NOTES = {"discriminator", "$defs", "definitions", "$schema", "$id"}
 OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
@@ -49,6 +54,24 @@ def _is_inexact(part: Schema) -> bool:
     return any(bound is not None and abs(bound) > EXACT for bound in whole_bounds(part))
 
 
+def _leading(root: Schema) -> set[int]:
+    """The ids of the parts that have such a number, or lead to one."""
+    parents: dict[int, list[Schema]] = {}
+    waiting = []
+    for part in reached(root, root):
+        if _is_inexact(part):
+            waiting.append(part)
+        for child in (*parts_of(part), resolved(part, root)):
+            parents.setdefault(id(child), []).append(part)
+    found: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found:
+            found.add(id(part))
+            waiting += parents.get(id(part), ())
+    return found
+
+
 class Composer:
     """Writes the grammar of one schema. options: of the library's JSON. is_valid: of an instance and a part."""
 
@@ -57,11 +80,12 @@ class Composer:
         self._options = options
         self._is_valid = is_valid
         self._rules: list[str] = []
+        self._leading = _leading(root)
         self._names: dict[int, str] = {}  # of the rules that stand for targets of references
 
     def grammar(self) -> str:
         """Raises NotComposedError."""
-        if any(not _is_of_definitions(part["$ref"]) for part in reached(self._root, self._root) if "$ref" in part):
+        if any(not is_of_definitions(part["$ref"]) for part in reached(self._root, self._root) if "$ref" in part):
             raise NotComposedError("$ref")
         start = self._value(self._root)
         space = self._options.get("whitespace_pattern")
@@ -70,7 +94,7 @@ class Composer:
 
     def _value(self, schema: Any) -> str:
         """What stands for a value of this schema: a rule's name or an expression in brackets."""
-        if not isinstance(schema, dict) or not any(_is_inexact(part) for part in reached(schema, self._root)):
+        if id(schema) not in self._leading:
             return self._library(schema)
         effective = schema.keys() - NOTES
         if not all_exact([schema.get("const"), schema.get("enum")]):
@@ -90,7 +114,7 @@ class Composer:
 
     def _typed(self, schema: Schema, kind: str) -> str:
         own = {name: part for name, part in schema.items() if name in OF_TYPE[kind]} | {"type": kind}
-        if not any(_is_inexact(part) for part in reached(own, self._root)):
+        if not _is_inexact(own) and not any(id(part) in self._leading for part in parts_of(own)):
             return self._library(own)
         if kind == "integer":
             return self._terminal(f"/{whole_pattern(*whole_bounds(own))}/")
@@ -176,16 +200,10 @@ class Composer:
         if not isinstance(schema, dict):
             schema = {} if schema is not False else {"enum": []}
         kept = {name: part for name, part in schema.items() if name not in ("$defs", "definitions", "$schema")}
-        used = {id(part) for part in reached(schema, self._root)}
-        for group in ("$defs", "definitions"):
-            definitions = self._root.get(group, {})
-            found = {
-                name: part
-                for name, part in definitions.items()
-                if any(id(p) in used for p in reached(part, self._root))
-            }
-            if found:
-                kept[group] = found
+        references = [part["$ref"].split("/") for part in reached(schema, self._root) if "$ref" in part]
+        for _, group, name, *_ in references:  # all are of definitions
+            name = unquoted(name)
+            kept.setdefault(group, {})[name] = self._root[group][name]
         kept = with_exact_bounds(json_copy(kept))
         return self._rule(f"%json {write_json(kept | {'x-guidance': self._options})}")
 
@@ -212,7 +230,7 @@ def json_copy(value: Any) -> Any:
     return [json_copy(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_of_definitions(reference: str) -> bool:
+def is_of_definitions(reference: str) -> bool:
     return reference.startswith(("#/$defs/", "#/definitions/"))
 
 

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-TOKEN = re.compile(r"\\(?:c[A-Za-z]|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
+TOKEN = re.compile(r"\\(?:c[A-Za-z]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
 CONTROL = {"\\0": "\\x00"}
+# The library takes quotes and backslashes for a class with all control characters, so none of them keeps NUL.
+NEGATED = "[^\\x00"
+NULS = ("\\x00", "\\u0000", "\\u{0}", "\0")
 SET_OPERATORS = ("&", "-", "~")  # doubled, they are operators in the library's classes and characters in ECMA's
 
 
@@ -26,13 +29,18 @@ def for_library(pattern: str) -> str:
             token = f"\\{token}"
         elif not inside and token == "{" and not re.match(r"\{[0-9]+(,[0-9]*)?\}", "".join(tokens[index : index + 20])):
             token = "\\{"
+        elif inside and token in NULS and tokens[index + 1 : index + 2] == ["-"]:
+            token = "\\x01"
         elif not inside and token == "[":
             inside = True
             ahead = "".join(tokens[index : index + 3])
             if ahead.startswith(("[]", "[^]")):
                 token = "[^\\s\\S" if ahead.startswith("[]") else "[\\s\\S"
-                if ahead.startswith("[^]"):
-                    tokens[index + 1] = ""
+            elif ahead.startswith("[^"):
+                token = NEGATED
+                tokens[index + 2 : index + 3] = ["\\-"] if ahead == "[^-" else tokens[index + 2 : index + 3]
+            if ahead.startswith("[^"):
+                tokens[index + 1] = ""
         elif inside and token == "]":
             inside = False
         text.append(token)
@@ -65,6 +73,6 @@ def other_names(names: Iterable[str]) -> str:
 def _others(tree: dict[str, Any]) -> str:
     following = [character for character in tree if character]
     listed = "".join(f"\\x{{{ord(character):x}}}" for character in following)
-    parts = [f"[^{listed}][\\s\\S]*" if listed else "[\\s\\S]+"]
+    parts = [f"{NEGATED}{listed}][\\s\\S]*" if listed else "[\\s\\S]+"]
     parts += [f"\\x{{{ord(character):x}}}{_others(tree[character])}" for character in following]
     return f"(?:{'|'.join(parts)}){'' if '' in tree else '?'}"

@@ -7,8 +7,24 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs.checks import SchemaCheck
-from nanovllm.features.structured_outputs.exact import Composer, NotComposedError, json_copy, needs_rules
-from nanovllm.features.structured_outputs.schemas import read_json, simplified, with_exact_bounds, write_json
+from nanovllm.features.structured_outputs.exact import (
+    Composer,
+    NotComposedError,
+    is_of_definitions,
+    json_copy,
+    needs_rules,
+)
+from nanovllm.features.structured_outputs.schemas import (
+    reached,
+    read_json,
+    resolved,
+    simplified,
+    with_exact_bounds,
+    without_annotations,
+    write_json,
+)
+
+MOST_PARTS = 10_000  # objects of a schema, which take about a millisecond each
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +41,18 @@ def prepare_schema(text: str, close_all: bool, options: dict[str, Any]) -> Prepa
 
     Raises RequestError for a schema that is invalid, or that cannot be enforced.
     """
+    if (parts := text.count("{")) > MOST_PARTS:
+        raise RequestError(f"it has {parts:,} objects: give at most {MOST_PARTS:,}")
     try:
-        check = SchemaCheck(read_json(text))
-        schema = simplified(read_json(text), close_all)
+        given = without_annotations(read_json(text))
+        check = SchemaCheck(json_copy(given))
+        # The dialect does not know that those are schemas which stand elsewhere, such as OpenAPI's components.
+        named = [part for part in reached(given, given) if not is_of_definitions(str(part.get("$ref", "#/$defs/")))]
+        targets = {id(target): target for target in (resolved(part, given) for part in named) if target is not given}
+        for target in targets.values():
+            if target is not None:  # an anchor or an id, which the library resolves
+                check.check_schema(target)
+        schema = simplified(given, close_all)
         schema.pop("$schema", None)
         named = check.dialect.META_SCHEMA.get("$schema", check.dialect.META_SCHEMA.get("id"))
         schema = {"$schema": named} | schema

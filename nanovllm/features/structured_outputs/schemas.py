@@ -12,6 +12,7 @@ from decimal import Decimal
 from functools import partial
 from math import lcm
 from typing import Any
+from urllib.parse import quote, unquote
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.features.structured_outputs.closing import close_objects
@@ -24,6 +25,17 @@ MOST_NAMES = 2000  # characters of names that a pattern for others excludes
 # Those that the library knows.
 FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
 UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "example",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
 PARTS = ("additionalProperties", "items", "additionalItems")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties")
@@ -62,6 +74,14 @@ def write_json(value: Any) -> str:
     if isinstance(value, Decimal):
         return format(value, "f") if abs(value.adjusted()) < MOST_INT_DIGITS else str(value)
     return json.dumps(value, ensure_ascii=False)
+
+
+def without_annotations(root: Any) -> Any:
+    """The schema without what has no effect on any value, whatever it is: generators write null for "none"."""
+    for part in reached(root, root):
+        for name in part.keys() & ANNOTATIONS:
+            del part[name]
+    return root
 
 
 def simplified(root: Any, close_all: bool) -> Any:
@@ -110,7 +130,7 @@ def parts_of(schema: Schema) -> list[Any]:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """What a chain of references in the document ends at; None if it is not found there."""
+    """What a reference in the document leads to, past others that say nothing else; None if it is not found there."""
     for _ in range(100):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
@@ -119,27 +139,29 @@ def resolved(schema: Any, root: Schema) -> Any:
             return None
         target: Any = root
         for step in reference[2:].split("/") if len(reference) > 1 else ():
-            step = _unquoted(step)
+            step = unquoted(step)
             try:
                 target = target[int(step) if isinstance(target, list) else step]
             except (LookupError, ValueError, TypeError):
                 return None
-        if len(schema) > 1 and target is not schema and "$ref" not in (target if isinstance(target, dict) else ()):
+        if not isinstance(target, dict) or target.keys() != {"$ref"}:
             return target
         schema = target
     return None
 
 
-def _unquoted(step: str) -> str:
-    from urllib.parse import unquote
-
+def unquoted(step: str) -> str:
+    """A name in a reference, as it stands in the schema."""
     return unquote(step).replace("~1", "/").replace("~0", "~")
 
 
 def _check_enforced(schema: Schema, root: Schema) -> None:
     """Raise RequestError for a keyword that has an effect and that no mask can enforce."""
-    if "not" in schema and schema["not"] is False:
+    if schema.get("not", 0) is False:
         del schema["not"]
+    elif schema.get("not") in (True, {}):
+        schema.clear()
+        schema["enum"] = []
     if schema.get("uniqueItems") is not True or schema.get("maxItems", 2) < 2:
         schema.pop("uniqueItems", None)
     if "then" not in schema and "else" not in schema:
@@ -148,7 +170,8 @@ def _check_enforced(schema: Schema, root: Schema) -> None:
         if schema.get(name) in (True, {}):
             del schema[name]
     for name in ("dependentRequired", "dependentSchemas", "dependencies"):
-        if not any(schema.get(name, {}).values()):
+        needed = schema.get(name)
+        if not isinstance(needed, dict) or not any(needed.values()):  # no object: the dialect does not know the name
             schema.pop(name, None)
     if schema.get("unevaluatedProperties") is False and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
         del schema["unevaluatedProperties"]
@@ -209,37 +232,91 @@ def _rewrite(schema: Schema, root: Schema) -> None:
         schema["pattern"] = for_library(schema["pattern"])
     if isinstance(schema.get("patternProperties"), dict):
         schema["patternProperties"] = {for_library(name): part for name, part in schema["patternProperties"].items()}
-    options = schema.get("oneOf")
-    if options and "anyOf" not in schema and _are_disjoint([resolved(option, root) for option in options]):
-        schema["anyOf"] = schema.pop("oneOf")
+    if isinstance(schema.get("$ref"), str):  # some generators do not escape brackets and spaces
+        schema["$ref"] = quote(schema["$ref"], safe="#/%:?&=~$!*'()+,;@")
+    if "anyOf" in schema:  # a pattern with look-around is not needed where there is another option, as for Decimal
+        schema["anyOf"] = [each for each in schema["anyOf"] if not _looks_around(each, root)] or schema["anyOf"]
+    if schema.get("oneOf") and "anyOf" not in schema:
+        _rewrite_one_of(schema, root)
 
 
-def _are_disjoint(options: list[Any]) -> bool:
-    """Whether every two of them are of other types, or objects with other values of a property that both require."""
-    if len(options) == 1:
-        return True
-    if not all(isinstance(option, dict) and isinstance(option.get("type"), str) for option in options):
-        return False
-    kinds = ["number" if option["type"] == "integer" else option["type"] for option in options]
-    if len(set(kinds)) == len(kinds):
-        return True
-    if set(kinds) != {"object"}:
-        return False
-    shared = set.intersection(*({name for name in option.get("required", ())} for option in options))
-    return any(_tells_apart([option.get("properties", {}).get(name) for option in options]) for name in shared)
+def _looks_around(option: Any, root: Schema) -> bool:
+    part = resolved(option, root)
+    pattern = part.get("pattern") if isinstance(part, dict) else None
+    return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 
 
-def _tells_apart(values: list[Any]) -> bool:
-    """Whether the schemas of one property list values, none of them twice, or have different types."""
-    types = [value.get("type") if isinstance(value, dict) else None for value in values]
-    if all(isinstance(kind, str) and kind != "integer" for kind in types) and len(set(types)) == len(types):
-        return True
-    listed: list[str] = []
-    for value in values:
-        if not isinstance(value, dict) or not value.keys() & {"const", "enum"}:
-            return False
-        listed += value["enum"] if "enum" in value else [value["const"]]
-    return all(isinstance(value, str) for value in listed) and len(set(listed)) == len(listed)
+def _rewrite_one_of(schema: Schema, root: Schema) -> None:
+    """anyOf in place of oneOf, where no value matches two of its options.
+
+    Options that are told apart by their discriminator require it: pydantic lists none that has a default.
+    """
+    groups = [_leaves(option, root) for option in schema["oneOf"]]
+    leaves = [leaf for group in groups for leaf in group]
+    if len(groups) > 1 and not _told_apart(groups):
+        if not all(isinstance(leaf, dict) and leaf.get("type") == "object" for leaf in leaves):
+            return
+        tag = schema.get("discriminator")
+        tag = tag.get("propertyName") if isinstance(tag, dict) else tag  # a text in Swagger 2
+        if not isinstance(tag, str):
+            tag = ""
+        names = set.intersection(*({*leaf.get("required", ()), tag} for leaf in leaves))
+        found = [
+            name
+            for name in names
+            if _told_apart([[leaf.get("properties", {}).get(name) for leaf in g] for g in groups])
+        ]
+        if not found:
+            return
+        if found == [tag]:  # copies: a definition may be used elsewhere too
+            schema["oneOf"] = [_requiring(tag, option, root) for option in schema["oneOf"]]
+    schema["anyOf"] = schema.pop("oneOf")
+
+
+def _nested(part: Any) -> str | None:
+    """The keyword of the options that an option consists of."""
+    if not isinstance(part, dict) or part.keys() & {"type", "properties", "allOf", "$ref"}:
+        return None
+    return next((name for name in ("oneOf", "anyOf") if name in part), None)
+
+
+def _leaves(option: Any, root: Schema) -> list[Any]:
+    """The options of an option that consists of options, or itself."""
+    part = resolved(option, root)
+    name = _nested(part)
+    return [part] if name is None else [leaf for each in part[name] for leaf in _leaves(each, root)]
+
+
+def _requiring(tag: str, option: Any, root: Schema) -> Schema:
+    """A copy of an option whose leaves require the property `tag`."""
+    part = resolved(option, root)
+    name = _nested(part)
+    if name is not None:
+        return part | {name: [_requiring(tag, each, root) for each in part[name]]}
+    return part | {"required": sorted({*part.get("required", ()), tag})}
+
+
+def _told_apart(groups: list[list[Any]]) -> bool:
+    """Whether the schemas of a group allow other types, or list other constants, than those of every other group."""
+    for told in (_types, _constants):
+        found = [told(value) if isinstance(value, dict) else None for group in groups for value in group]
+        if None not in found:
+            joined = [{each for value in group for each in told(value) or ()} for group in groups]
+            if len(set().union(*joined)) == sum(map(len, joined)):
+                return True
+    return False
+
+
+def _types(schema: Schema) -> set[Any] | None:
+    types = schema.get("type")
+    types = [types] if isinstance(types, str) else types
+    return None if types is None else {"number" if kind == "integer" else kind for kind in types}
+
+
+def _constants(schema: Schema) -> set[Any] | None:
+    values = schema["enum"] if "enum" in schema else [schema.get("const", {})]
+    simple = all(value is None or isinstance(value, str | int) for value in values)
+    return {(type(value), value) for value in values} if simple else None
 
 
 def _check_multiples(root: Schema) -> None:
