@@ -25,6 +25,7 @@ from nanovllm.device import create_device
 from nanovllm.features.planner import measure
 from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.features.planner.predict import Link, Rates
+from nanovllm.features.planner.units import show_seconds
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
@@ -195,6 +196,11 @@ def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.Captur
     assert report["prompt_len"] == report["longest_prompt"]["tokens"] == 40_960
     assert report["longest_prompt"]["limit"] == "positions" and report["engine"]["enable_cpu_offload"]
     assert report["request"]["output_len"] == 1, "the longest sequence ends there"
+    main(["plan", *model, "--host-mem", "16GB", "--gpu-mem", "5GB", "--gpu", "RTX 4090"])
+    page = capsys.readouterr().out
+    assert "1 token of output instead of 128, since no longer sequence fits" in page
+    copied = re.findall("copying .*", page)[-1]
+    assert copied.startswith("copying 2.4 GB in and 114.7 KB out"), "a step of decode moves what is on the host"
     small = run_json(capsys, *model, "--gpu-mem", "4GB")
     assert small["longest_prompt"]["limit"] == "KV memory" and not small["engine"]["enable_cpu_offload"]
 
@@ -202,6 +208,10 @@ def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.Captur
 # ---- by name, with what is in the way, and the command to run
 
 QWEN_YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}}
+
+
+def test_times_are_in_a_unit_that_is_read_easily() -> None:
+    assert [show_seconds(seconds) for seconds in (0.0015, 1, 120, 35_160)] == ["1.50 ms", "1.00 s", "2.0 min", "9.8 h"]
 
 
 def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,8 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     assert len(block_reads) == sum(moves.block_reads for step, moves in steps if step.num_chunks == 1)
     if output_len > 1 and not request.no_cpu_attention:
         assert request.cpu_attention_bytes == request.decode_transfers.cpu_attention_bytes / (output_len - 1)
+    if output_len > 1:
+        assert request.step_transfers.h2d_bytes == request.decode_transfers.h2d_bytes // (output_len - 1)
     assert cpu_attention or not stats.transfers.cpu_attention_blocks
     prefills = [step for step, _ in steps if step.begin < prompt_len]
     assert request.layer_by_layer == sum(step.end - step.begin for step in prefills if step.num_chunks > 1)

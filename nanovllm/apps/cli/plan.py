@@ -133,7 +133,8 @@ def _config_of(name: str) -> str:
     if known is not None and not Path(name).exists():
         return known
     if not Path(name).exists() and "/" not in name:
-        raise ConfigError(unknown_name_message("model", name, CONFIGS))
+        says = unknown_name_message("model", name, CONFIGS)
+        raise ConfigError(f"{says}; a directory with a config.json and a name on the hub, OWNER/NAME, are taken too")
     return name
 
 

@@ -155,7 +155,7 @@ class _Search:
         self._obstacles.append(
             Obstacle(f"The prompt has {tokens:,} tokens, and max_model_len={limit:,} is given.", remedies)
         )
-        self._asked = self._argue(change)
+        self._asked = self._argue({"max_model_len": None})  # a cache that is too small is the next obstacle
         self._as_if.append(f"with max_model_len={change['max_model_len']:,}")
 
     # ---- a device that is too small
@@ -215,8 +215,9 @@ class _Search:
     def _with_room(self, plan: Plan, tokens: int) -> tuple[Plan, int]:
         """A plan that holds the prompt, or the longest that this one holds."""
         sizing, longest = plan.sizing, plan.kv.max_model_len
-        remedies = [Remedy("other arguments", change) for change in sizing.changes_for(tokens)]
-        size, given = sizing.host_memory_for(tokens), self._asked.host_memory
+        with_output = max(tokens, min(tokens + self._asked.output_len, sizing.model_max_len))
+        remedies = [Remedy("other arguments", change) for change in sizing.changes_for(with_output)]
+        size, given = sizing.host_memory_for(with_output), self._asked.host_memory
         if size is not None and size > (given or 0):
             says = f"{size // GB} GB of host memory for what the device does not hold"
             remedies.insert(0, Remedy(says, machine=f"--enable-cpu-offload --host-mem {size // GB}GB"))

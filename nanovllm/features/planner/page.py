@@ -86,7 +86,7 @@ def _network(spec: DecoderSpec) -> str:
 
 def _output(request: RequestPlan, wanted: int) -> str:
     tokens = f"{request.output_len:,} token{'s' * (request.output_len != 1)} of output"
-    return f"{tokens} (not {wanted:,}: there the longest sequence ends)" if request.output_len < wanted else tokens
+    return f"{tokens} instead of {wanted:,}, since no longer sequence fits" if request.output_len < wanted else tokens
 
 
 def _obstacles(obstacles: Sequence[Obstacle], as_flags: AsFlags) -> list[str]:
@@ -188,15 +188,16 @@ def _kept(plan: Plan) -> str:
 
 
 def _time(plan: Plan, request: RequestPlan) -> list[str]:
-    rates, steps, decode = plan.rates, max(1, request.output_len - 1), request.decode
+    rates, decode, moved = plan.rates, request.decode, request.step_transfers
     bound = not (rates.step_seconds or rates.layer_seconds or rates.block_read_seconds)
     says = "at peak rates, so that real runs take longer" if bound else "estimated from measured or given rates"
     known = _rates(plan)
     rows = [f"Time {says}: {known}" if known else "Time"]
     prefill = request.prefill.seconds
     speed = request.prompt_len / prefill if prefill else 0.0
-    rows += _phase("prefill", request.prefill, prefill, f"{speed:,.0f}", bound, request.prefill_transfers)
-    speed, moved = 1 / decode.seconds if decode.seconds else 0.0, _of_a_step(request.decode_transfers, steps)
+    shown = f"{speed:,.1f}" if speed < 10 else f"{speed:,.0f}"
+    rows += _phase("prefill", request.prefill, prefill, shown, bound, request.prefill_transfers)
+    speed = 1 / decode.seconds if decode.seconds else 0.0
     rows += _phase("decode of a token", decode, decode.seconds, f"{speed:,.1f}", bound, moved)
     rows += _cpu_attention(plan, request)
     if (drafts := request.drafts) is not None and drafts.step.seconds:
@@ -244,11 +245,6 @@ def _work(phase: Prediction, moved: TransferCount) -> str:
     text = f"{first}; meanwhile {', '.join(others)}" if others else first
     fixed = phase.terms.get(FIXED)
     return f"{text}; besides, {WORK[FIXED]} of {show_seconds(fixed)}" if fixed else text
-
-
-def _of_a_step(moved: TransferCount, steps: int) -> TransferCount:
-    """The bytes of one of `steps` steps, on average."""
-    return TransferCount(h2d_bytes=moved.h2d_bytes // steps, d2h_bytes=moved.d2h_bytes // steps)
 
 
 def _cpu_attention(plan: Plan, request: RequestPlan) -> list[str]:

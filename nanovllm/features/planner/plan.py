@@ -48,6 +48,7 @@ class RequestPlan:
     most_kv_bytes: int  # of the blocks that it holds in any step, after which those behind windows are freed
     prefill_transfers: TransferCount
     decode_transfers: TransferCount  # of all output tokens after the first
+    step_transfers: TransferCount  # of one decode step, on average; its bytes alone
     prefill: Prediction
     decode: Prediction  # of one token, on average
     layer_by_layer: int  # tokens of the prompt that are prefilled layer by layer
@@ -154,6 +155,7 @@ class Plan:
             most_kv_bytes=planned.most_blocks * self.sizing.layout.block_bytes,
             prefill_transfers=sum((moves.transfers for _, moves in steps), TransferCount()),
             decode_transfers=sum((moves.transfers for _, moves in decodes), TransferCount()),
+            step_transfers=_mean_bytes([moves.transfers for _, moves in shown]),
             prefill=total([model.prefill(step, step.end == prompt_len, moves) for step, moves in steps]),
             layer_by_layer=sum(step.end - step.begin for step, _ in steps if step.num_chunks > 1),
             decode=_mean_decode(model, shown),
@@ -217,6 +219,12 @@ class PlannedSteps:
     kv_bytes: int
     resident_bytes: int
     most_blocks: int  # in any step
+
+
+def _mean_bytes(moved: Sequence[TransferCount]) -> TransferCount:
+    """The bytes that a step copies, on average."""
+    summed = sum(moved, TransferCount())
+    return TransferCount(h2d_bytes=summed.h2d_bytes // len(moved), d2h_bytes=summed.d2h_bytes // len(moved))
 
 
 def _mean_decode(model: StepModel, steps: Sequence[PlannedStep]) -> Prediction:

@@ -60,6 +60,8 @@ def show_rate(rate: float, unit: str) -> str:
 
 
 def show_seconds(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
     if seconds >= 120:
         return f"{seconds / 60:,.1f} min"
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
