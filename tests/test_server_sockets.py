@@ -21,7 +21,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def port(engine: AsyncLLM) -> Iterator[int]:
-    with listening(engine, api_keys=("key",)) as (_, port):
+    with listening(engine, api_keys=("key",), tool_call_parser="hermes") as (_, port):
         yield port
 
 

@@ -360,7 +360,7 @@ class Generation:
         if self._num_default_cut:
             cut = of(self._num_default_cut, self._meter.finished)
             say(f"{cut} cut at the default of {SamplingParams.max_tokens} tokens: --max-tokens 200 allows more")
-        if self._num_plain_cut and getattr(self._llm.get_tokenizer(), "chat_template", None):
+        if self._num_plain_cut and getattr(self._llm.engine.tokenizer, "chat_template", None):
             say("the model has a chat template, and plain text was completed: --chat asks it as a user would")
 
     def _interrupted(self) -> int:
