@@ -362,7 +362,8 @@ def test_cpu_attention_waits_for_stores_in_a_step_without_loads(
 
 def stress_resident(model_dir: Path) -> int:
     """Groups that copy on write and are swapped out and in. Returns how many accesses were checked."""
-    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=12, max_model_len=80) as llm:
+    arguments = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 12, "max_model_len": 80, "swap_space": "64M"}
+    with LLM(model_dir, dtype="float32", **arguments) as llm:
         prompts = [random_prompt(length, VOCAB, seed=1) for length in (20, 33, 25)]
         llm.generate(prompts, [several(2, 30, index) for index in range(3)], use_tqdm=False)
         assert llm.engine.scheduler.preemption.stats.swapped > 0
