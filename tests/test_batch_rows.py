@@ -91,6 +91,7 @@ def test_chat_bodies() -> None:
     assert found.params == {"max_tokens": 9, "logprobs": 2, "temperature": 0}
     assert body({"messages": HELLO}).params == {"max_tokens": None}  # as OpenAI's: no limit
     assert body({"messages": HELLO}, has_max_tokens=True).params == {}
+    assert body({"messages": HELLO, "top_logprobs": 0}, has_max_tokens=True).params == {}
     structured = body({"messages": HELLO, "response_format": {"type": "json_object"}})
     assert structured.params["structured_outputs"] == {"json_object": True}
 

@@ -100,6 +100,7 @@ TOLD: list[tuple[str, list[Any], str]] = [
         '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool',
     ),
     ("qwen2_5", CASES["a call without arguments"].messages, '"arguments": {}}'),
+    ("qwen2_5", [USER, {**CALLING, "tool_calls": [call("null")]}, RESULT], '"arguments": {}}'),
     ("deepseek_r1_distill", CASES["a call without arguments"].messages, "get_weather\n```json\n{}\n```"),
     ("deepseek_r1_distill", CASES["a call"].messages, '```json\n{"city": "Z\\u00fcrich", "days": 2}\n```'),
     ("qwen2_5", [USER, {"role": "assistant"}, USER], "<|im_start|>assistant\n<|im_end|>"),

@@ -171,7 +171,9 @@ def _arguments(path: str, given: Any, as_text: bool) -> Json | str:
         try:
             read = json.loads(given)
         except (ValueError, RecursionError):
-            read = None
+            read = given
+        if read is None:  # some clients write "null" for no arguments
+            read = given = {}
     if not isinstance(read, Mapping):
         raise _wrong(path, f"must be a JSON object as text, or an object, got {quoted(given)}")
     if not as_text:

@@ -100,7 +100,7 @@ def _chat_columns(given: Mapping[str, Any], columns: dict[str, Any], has_max_tok
     wants_logprobs = given.get("logprobs", False)
     if not isinstance(wants_logprobs, bool):
         raise RequestError(f"logprobs={quoted(wants_logprobs)}: must be true or false; top_logprobs is their number")
-    if "top_logprobs" in given and not wants_logprobs:
+    if given.get("top_logprobs") and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs=true")
     if wants_logprobs:
         columns["logprobs"] = given.get("top_logprobs", 0)

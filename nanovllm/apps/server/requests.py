@@ -113,7 +113,7 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
 
 def chat_params(request: ChatRequest, defaults: SamplingParams, **forced: Any) -> SamplingParams:
     """The parameters of a chat completion; `forced` come from its tools. Raises RequestError and ApiError."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
     given: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
