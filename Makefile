@@ -59,7 +59,7 @@ test-full: venv
 # Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.
 # PART="smoke copies" runs only these parts, MINUTES limits the command, COMMIT names the commit in a copy of the tree
 # without git. DRY=1 runs the same parts on the CPU with tiny sizes.
-MINUTES ?= 9
+# FIRST=1 and SECOND=1 are the two prepared runs; EARLIER names the report of the first one. benchmarks/GPU.md
 ifdef DRY
 OUTPUT_DIR ?= build/gpu-check
 gpu-check: venv
@@ -69,7 +69,8 @@ OUTPUT_DIR ?= benchmarks/results
 gpu-check:
 	$(if $(COMMIT),NANOVLLM_COMMIT=$(COMMIT)) $(PYTHON) -m benchmarks.gpu_check $(CHECK_OPTIONS)
 endif
-CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) --minutes $(MINUTES) $(if $(PART),--only $(PART))
+CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PART),--only $(PART)) \
+	$(if $(FIRST),--first) $(if $(SECOND),--second) $(if $(EARLIER),--earlier $(EARLIER))
 
 # The CUDA path without a GPU: torch's CUDA build over an emulated one, in an environment of its own (about 0.6 GB to
 # download). EMULATED_TORCH=2.11.0 takes that version of torch, PARTS="smoke" some of the parts. docs/cuda-emulation.md

@@ -65,7 +65,7 @@ def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     with (
-        open_shape(args.model, args.num_layers, args.dtype, args.load_format) as shape,
+        open_shape(args.model, args.num_layers, args.dtype, args.load_format, args.stored) as shape,
         TemporaryDirectory(prefix="nanovllm-bench-") as directory,
     ):
         return run_all(args, shape, Path(directory) / "trace.json")

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench_vllm.py: error: vLLM cannot be imported ({error}): {HOW_TO_GET_IT}", file=sys.stderr)
         return 2
 
-    with open_shape(args.model, args.num_layers, args.dtype, args.load_format) as shape:
+    with open_shape(args.model, args.num_layers, args.dtype, args.load_format, args.stored) as shape:
 
         def open_engine() -> Engine:
             llm = open_vllm(args, shape)

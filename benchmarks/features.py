@@ -34,12 +34,16 @@ from benchmarks.tiny import random_tensor, write_adapter
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.kvcache.base import KVStats
-from nanovllm.models.decoder import Decoder
+from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.mtp_spec import mtp_spec, mtp_tensors
 from nanovllm.ops.triton_support import multiplies_fp8
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 512
 PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
+DRAFTED_LEN = 24
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP_HEAD = {"method": "mtp", "num_speculative_tokens": 3}
 # Of the mean difference of a log-probability: arithmetic in bf16, inputs in fp8, K and V in 8 bits, and rows for which
 # bf16 chooses other experts. Those of other weights differ by about 1.
 BOUND, FP8_BOUND, KV_BOUND, EXPERTS_BOUND = 0.05, 0.2, 0.1, 0.2
@@ -74,6 +78,11 @@ class Features:
             found[f"GGUF, {kind}"] = partial(self.gguf, kind)
         found["experts"] = self.experts
         found["experts, gptq"] = self.quantized_experts
+        for family in ("gpt_oss", "qwen3_5_text", "gemma4_text"):
+            found[f"family {family}"] = partial(self.family, family)
+        found["drafts, n-grams"] = partial(self.drafts, NGRAM)
+        found["drafts, MTP"] = partial(self.drafts, MTP_HEAD)
+        found["KV from disk"] = self.kv_from_disk
         for kv_cache_dtype in ("int8", "fp8_e4m3"):
             found[f"KV cache, {kv_cache_dtype}"] = partial(self.kv_cache, kv_cache_dtype)
         return found | {"adapters": self.adapters}
@@ -100,6 +109,48 @@ class Features:
 
     def quantized_experts(self) -> str:
         return self.quantized(write_checkpoint(self.directory / "more-experts", "qwen3_moe"), "gptq", {}, EXPERTS_BOUND)
+
+    def family(self, model_type: str) -> str:
+        path = self._checkpoint(model_type)
+        bound = EXPERTS_BOUND if model_type == "gpt_oss" else BOUND
+        return self.near_the_cpu(path, bound)
+
+    def drafts(self, speculative_config: dict[str, Any]) -> str:
+        """Tokens with drafts beside those without; on the CPU they are equal, on a GPU products of one and of several
+        rows round otherwise."""
+        path = self.plain if speculative_config is NGRAM else self._checkpoint("qwen3_5_text")
+        prompt = self.prompt[:20] * 8
+        found: list[list[int]] = []
+        drafted = 0
+        for arguments in ({}, {"speculative_config": speculative_config, "max_num_seqs": 2}):
+            with self.open(path, **arguments) as llm:
+                (output,) = generate(llm, [prompt], DRAFTED_LEN)
+                found.append(list(output.outputs[0].token_ids))
+                drafted = output.metrics.drafted_tokens
+        plain, with_drafts = found
+        assert drafted > 0, "nothing was drafted"
+        same = next((i for i, pair in enumerate(zip(*found, strict=True)) if pair[0] != pair[1]), len(plain))
+        least = len(plain) if self.device == "cpu" else 1
+        assert same >= least, f"with drafts {with_drafts}, without {plain}"
+        return f"{drafted} tokens drafted, the first {same} of {len(plain)} equal"
+
+    def kv_from_disk(self) -> str:
+        """An engine finds the KV that one before it wrote, and has its tokens."""
+        found: list[list[int]] = []
+        cached = 0
+        for _ in range(2):
+            stored = {"kv_cache_dir": str(self.directory / "kv"), "enable_prefix_caching": True}
+            with self.open(self.plain, **stored) as llm:
+                (output,) = generate(llm, [self.prompt], OUTPUT_LEN)
+                found.append(list(output.outputs[0].token_ids))
+                cached = output.num_cached_tokens
+        assert found[0] == found[1], f"computed {found[0]}, read {found[1]}"
+        assert cached, "nothing was found on disk"
+        return f"{cached} of {PROMPT_LEN} tokens read, equal tokens"
+
+    def _checkpoint(self, model_type: str) -> Path:
+        path = self.directory / model_type
+        return path if path.is_dir() else write_checkpoint(path, model_type)
 
     # ---- KV cache and adapters
 
@@ -178,23 +229,64 @@ def difference(found: Tensor, expected: Tensor, bound: float) -> str:
 # ---- files
 
 
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+}
+WINDOWS = ["sliding_attention", "full_attention"]
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "experts_per_token": 2, "intermediate_size": 128,
+        "layer_types": WINDOWS, "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
+        "tie_word_embeddings": False, "quantization_config": {
+            "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                                                 "model.embed_tokens", "lm_head"],
+        },
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "attn_output_gate": True,
+        "partial_rotary_factor": 0.25, "mtp_num_hidden_layers": 1,
+    },
+    "gemma4_text": {
+        "layer_types": WINDOWS, "sliding_window": 128, "global_head_dim": 128, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0,
+    },
+}  # fmt: skip
+
+
 def write_checkpoint(directory: Path, model_type: str) -> Path:
-    """A random checkpoint in float32."""
+    """A random checkpoint in float32, but for what is stored in fewer bits."""
     config = {
-        "architectures": ["Qwen3ForCausalLM" if model_type == "qwen3" else "Qwen3MoeForCausalLM"],
+        "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-        "torch_dtype": "float32",
+        "torch_dtype": "float32", **OF_FAMILY.get(model_type, {}),
     }  # fmt: skip
-    if model_type == "qwen3_moe":
-        config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    slots = Decoder(load_decoder_spec(directory), torch.float32, torch.device("meta")).slots()
-    save_file({name: random_tensor(slot.shape, generator) for name, slot in slots}, directory / "model.safetensors")
+    spec = load_decoder_spec(directory)
+    tensors = dict(spec.tensors())
+    if config.get("mtp_num_hidden_layers"):
+        tensors |= dict(mtp_tensors(mtp_spec(spec)))
+    drawn = {name: _drawn(name, tensor, generator) for name, tensor in tensors.items()}
+    save_file(drawn, directory / "model.safetensors")
     return directory
+
+
+def _drawn(name: str, tensor: CheckpointTensor, generator: torch.Generator) -> Tensor:
+    """A tensor of a random checkpoint. Bytes are those of mxfp4: any values, and scales of about their size."""
+    if name.endswith(".blocks"):
+        return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=generator)
+    if name.endswith(".scales"):
+        return torch.randint(121, 124, tensor.shape, dtype=torch.uint8, generator=generator)
+    return random_tensor(tensor.shape, generator)
 
 
 def write_gguf(checkpoint: Path, path: Path, kind: str) -> Path:

@@ -98,11 +98,39 @@ def _idle_share(parts: Parts) -> float:
     return float(gaps["idle_s"] / gaps["span_s"])
 
 
+def _resident(parts: Parts, part: str, prompt: int = 0) -> Any:
+    """A prompt length of bench.py."""
+    return _figures(parts, part)["results"][prompt]
+
+
+def _decode_ms(parts: Parts) -> float:
+    return float(_resident(parts, "decode-kernels")["rates"]["tpot_s"]["median"]) * 1e3
+
+
+def _read_share(part: str) -> Callable[[Parts], float]:
+    """What a decode step must read, by its time, of what the device reads at most."""
+    return lambda parts: _resident(parts, part)["decode_gb_s"] / _figures(parts, part)["peaks"]["read_gb_s"]
+
+
+def _prefill_of_bf16(part: str) -> Callable[[Parts], float]:
+    """Prefill of 4,096 tokens beside the same network in bf16."""
+
+    def rate(parts: Parts, name: str, prompt: int) -> float:
+        return float(_resident(parts, name, prompt)["rates"]["prefill_tok_s"]["median"])
+
+    return lambda parts: rate(parts, part, 0) / rate(parts, "decode-kernels", 1)
+
+
+def _narrow_kv_prefill(parts: Parts) -> float:
+    return float(_only(parts, "kv-8-bits-32k")["ratios"]["offload, KV in the model's dtype"]["prefill"]["median"])
+
+
 def _recall(parts: Parts) -> float:
     right, asked = re.findall(r"(\d+) of (\d+) answers are right", parts["recall-128k"]["output"])[-1]
     return int(right) / int(asked)
 
 
+Q4 = "llama-3.1-8b-q4_k_m"
 RULES = (
     Rule("strided copy / contiguous", "copies", 0.97, _strided_share),
     Rule("merge at 16K tokens, times PyTorch's", "kernels", 4.3, _merge_times),
@@ -110,8 +138,14 @@ RULES = (
     Rule("prefill at 128K, offloaded / resident", "offload-128k", 0.97, _prefill_ratio("offload-128k")),
     Rule("prefill at 32K / matrix rate", "offload-32k", 0.60, _matrix_share),
     Rule("streamed decode at 32K / link", "offload-32k", 0.85, _link_share),
-    Rule("decode at 32K with CPU attention / streamed", "cpu-attention-32k", 1.3, _cpu_attention_gain),
+    Rule("decode at 32K with CPU attention / streamed", "cpu-attention-32k", 2.0, _cpu_attention_gain),
     Rule("streamed decode at 32K, KV in 8 / 16 bits", "kv-8-bits-32k", 1.7, _narrow_kv_gain),
+    Rule("prefill at 32K, KV in 8 / 16 bits", "kv-8-bits-32k", 0.95, _narrow_kv_prefill),
+    Rule("resident decode at 2K, ms", "decode-kernels", 4.6, _decode_ms, at_most=True),
+    Rule("prefill at 4K, Q4_K_M / bf16", Q4, 0.85, _prefill_of_bf16(Q4)),
+    Rule("decode in Q4_K_M / reading", Q4, 0.6, _read_share(Q4)),
+    Rule("decode of gpt-oss-20b / reading", "gpt-oss-20b", 0.5, _read_share("gpt-oss-20b")),
+    Rule("decode of Qwen3.5-9B / reading", "qwen3.5-9b", 0.7, _read_share("qwen3.5-9b")),
     Rule("GPU idle between kernels of prefill", "offload-32k", 0.05, _idle_share, at_most=True),
     Rule("recall at 128K", "recall-128k", 1.0, _recall),
 )

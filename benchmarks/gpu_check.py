@@ -1,6 +1,10 @@
 """All measurements that need a GPU in one command, the most important ones first.
 
-    python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 9] [--dry]
+    python -m benchmarks.gpu_check --output-dir DIR [--first | --second --earlier FILE | --only PART ...]
+                                   [--skip PART ...] [--minutes 9] [--dry]
+
+--first and --second are the two runs that fill a quarter of an hour: the first measures what has not been measured, and
+the second begins with what failed in it and goes on with what is off by default.
 
 Needs neither network nor git and installs nothing. Each part runs in a separate process with a time limit, so that its
 failure does not stop the others. A part that hangs prints its stacks before it is ended. DIR/gpu-check.json is
@@ -25,7 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,6 +70,7 @@ class Part:
     dry: tuple[str, ...] = ()
     figures: bool = True  # takes --output-json
     on_gpu: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()  # switches
 
     def arguments(self, dry: bool, model: Path, figures: Path) -> list[str]:
         """Of Python."""
@@ -74,19 +79,34 @@ class Part:
         return [str(model) if option == MODEL else option for option in [*options, *written]]
 
 
-def offload(name: str, prompt_len: int, seconds: int, likely: int, *options: str) -> Part:
+def offload(name: str, prompt_len: int, seconds: int, likely: int, *options: str, decode_steps: int = 0) -> Part:
     """A prompt on the device and offloaded, in turns."""
-    runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1", "--decode-steps", "0")
-    command = ("bench_offload.py", *LLAMA, *runs, "--against", "on-device", *options)
-    return Part(name, command, seconds, likely, (*TINY_RUN, "--prompt-len", "600"))
+    runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1")
+    command = ("bench_offload.py", *LLAMA, *runs, "--decode-steps", str(decode_steps), "--against", "on-device")
+    return Part(name, (*command, *options), seconds, likely, (*TINY_RUN, "--prompt-len", "600"))
+
+
+def model(name: str, stored: str | None = None, *options: str) -> Part:
+    """A published size with random weights, resident: prefill, decode, and the kernels of decode steps."""
+    form = ("--stored", stored) if stored else ()
+    work = ("--prompt-len", "4096", "--output-len", "33", "--repeats", "1", "--kernel-steps", "8", *options)
+    command = ("bench.py", "--device", "cuda", "--model", name, *form, *work)
+    dry = (*TINY_RUN, "--prompt-len", "64", "--num-prompts", "1", "--kernel-steps", "2")
+    return Part(f"{name}-{stored}" if stored else name, command, 90, 25, dry)
+
+
+def library(name: str) -> tuple[tuple[str, str], ...]:
+    """The switch for the library of prefill."""
+    return (("NANOVLLM_PREFILL_LIBRARY", name),)
 
 
 PARTS = (
     Part("facts", ("-m", "benchmarks.gpu_facts"), 40),
-    Part("build", ("setup.py", "build_ext", "--inplace"), 180, 30, ("--help",), figures=False),
-    Part("smoke", ("-m", "benchmarks.smoke", "--device", "cuda"), 150, 40, ("--device", "cpu")),
-    offload("offload-32k", PROMPT_32K, 150, 60, "--no-cpu-attention"),
-    offload("cpu-attention-32k", PROMPT_32K, 150, 60),
+    Part("build", ("setup.py", "build_ext", "--inplace"), 180, 70, ("--help",), figures=False),
+    Part("probe", ("-m", "benchmarks.probe", "--device", "cuda"), 90, 40, ("--device", "cpu", "--dry")),
+    Part("smoke", ("-m", "benchmarks.smoke", "--device", "cuda"), 150, 25, ("--device", "cpu")),
+    offload("offload-32k", PROMPT_32K, 150, 30, "--no-cpu-attention"),
+    offload("cpu-attention-32k", PROMPT_32K, 150, 40, decode_steps=4),
     Part(
         "copies",
         ("-m", "benchmarks.copy_bandwidth", "--device", "cuda"),
@@ -107,15 +127,15 @@ PARTS = (
     ),
     offload("offload-128k", PROMPT_128K, 300, 120, "--no-cpu-attention"),
     offload("kv-8-bits-32k", PROMPT_32K, 150, 60, "--no-cpu-attention", *EIGHT_BITS),
-    Part("features", ("-m", "benchmarks.features", "--device", "cuda"), 240, 90, ("--device", "cpu")),
-    Part("products", ("-m", "benchmarks.products"), 90, 30, ("--dry",)),
+    Part("features", ("-m", "benchmarks.features", "--device", "cuda"), 240, 30, ("--device", "cpu")),
+    Part("products", ("-m", "benchmarks.products"), 90, 15, ("--dry",)),
     Part("sweep", ("-m", "benchmarks.sweep", "--keep"), 300, 120, ("--dry",)),
     Part(
         "tests",
         ("-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
          "--durations=15", *(("-n", "8") if XDIST else ())),
         420,
-        120,
+        60,
         (*(("-n", "0") if XDIST else ()), "tests/test_sgdma.py"),
         on_gpu=CUDA_TESTS,
         figures=False,
@@ -127,6 +147,35 @@ PARTS = (
         50,
         (*TINY_RUN, "--prompt-len", "64"),
     ),
+    Part(
+        "decode-kernels",
+        ("bench.py", *LLAMA, "--prompt-len", "2048", "4096", "--output-len", "33", "--repeats", "1",
+         "--kernel-steps", "16"),
+        60,
+        20,
+        (*TINY_RUN, "--prompt-len", "64", "80", "--kernel-steps", "2"),
+    ),
+    Part(
+        "prompts-64",
+        ("bench.py", *LLAMA, "--prompt-len", "512", "--num-prompts", "64", "--output-len", "33", "--repeats", "1",
+         "--kernel-steps", "16"),
+        60,
+        20,
+        (*TINY_RUN, "--prompt-len", "64", "--num-prompts", "3", "--kernel-steps", "2"),
+    ),
+    replace(offload("offload-32k-own", PROMPT_32K, 90, 30, "--no-cpu-attention"), environment=library("triton")),
+    replace(
+        offload("offload-32k-16k-segments", PROMPT_32K, 90, 30, "--no-cpu-attention"),
+        environment=library("cudnn:16384"),
+    ),
+    replace(
+        offload("cpu-attention-32k-polled", PROMPT_32K, 90, 30, decode_steps=4),
+        environment=(("NANOVLLM_POLLED_CALLS", "1"),),
+    ),
+    model("gpt-oss-20b"),
+    model("qwen3.6-35b-a3b", "int4"),
+    model("llama-3.1-8b", "q4_k_m"),
+    model("qwen3.5-9b"),
     Part("ranks", ("-m", "benchmarks.ranks", "--device", "cuda", "--model", "llama-3.1-8b"), 120, 60,
          ("--device", "cpu", "--model", MODEL, "--dtype", "float32", "--prompt-len", "20", "--output-len", "5")),
     Part(
@@ -137,6 +186,16 @@ PARTS = (
         (*TINY, "--blocks", "2", "--repeats", "1"),
     ),
 )  # fmt: skip
+
+# What has not been measured yet, in at most 8 minutes.
+FIRST = (
+    "build", "probe", "smoke", "offload-32k", "cpu-attention-32k", "decode-kernels", "prompts-64", "features",
+    "products", "gpt-oss-20b", "qwen3.6-35b-a3b-int4", "llama-3.1-8b-q4_k_m", "qwen3.5-9b", "tests",
+)  # fmt: skip
+# What is chosen otherwise by default: prefill on the own kernel and on longer segments, CPU attention by polling.
+SECOND = ("offload-32k-own", "offload-32k-16k-segments", "cpu-attention-32k-polled", "kernels")
+FIRST_MINUTES, SECOND_MINUTES, ALL_MINUTES = 8.0, 4.0, 9.0
+ALWAYS = ("build",)  # for a machine that is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +250,7 @@ class Check:
         self._say(f"---- {part.name}, at most {seconds:.0f} s: {' '.join(command[1:])}\n")
         start = time.monotonic()
         with self._log.open("a") as log:
-            process = self._start(command)
+            process = self._start(command, dict(part.environment))
             output = Output(process, log)
             note = wait_for(process, seconds)
             output.finish()
@@ -204,8 +263,14 @@ class Check:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Outcome(part.name, status, taken, note, figures, output.kept(), self.facts.get("commit"), date)
 
-    def _start(self, command: list[str]) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    def _start(self, command: list[str], switches: dict[str, str]) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            **switches,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         if self.dry:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "NANOVLLM_DRY_RUN": "1"}
         else:
@@ -324,13 +389,27 @@ def readable(found: Sequence[gpu_bars.Bar]) -> list[gpu_bars.Bar]:
     return [bar for bar in found if bar.value is not None]
 
 
+def chosen(args: argparse.Namespace) -> list[Part]:
+    """The parts that the options name, in the order in which they run."""
+    by_name = {part.name: part for part in PARTS}
+    if args.first:
+        return [by_name[name] for name in FIRST]
+    if not args.second:
+        return [part for part in PARTS if not args.only or part.name in args.only]
+    report = read_json(args.earlier or args.output_dir / "gpu-check.json") or {"parts": []}
+    failed = [outcome["part"] for outcome in report["parts"] if outcome["status"] != 0]
+    names = [*ALWAYS, *(name for name in failed if name in by_name), *SECOND]
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
 def run(args: argparse.Namespace) -> int:
     if not args.dry and not torch.cuda.is_available():
         print("gpu-check: torch sees no CUDA device, and this check is of nothing else.", file=sys.stderr)
         return 2
-    names = set(args.only or [part.name for part in PARTS]) - set(args.skip)
+    parts = [part for part in chosen(args) if part.name not in args.skip]
+    minutes = args.minutes or (FIRST_MINUTES if args.first else SECOND_MINUTES if args.second else ALL_MINUTES)
     check = Check(args.output_dir, args.dry, facts_now(args.dry))
-    outcomes = check.run([part for part in PARTS if part.name in names], args.minutes, args)
+    outcomes = check.run(parts, minutes, args)
     check.facts = facts_now(args.dry)  # now with the extension
     check.write(outcomes, args)
     found = gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"]))
@@ -342,16 +421,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> Parser:
     parser = Parser(prog="python -m benchmarks.gpu_check", description="Everything that only a GPU can show.")
     names = [part.name for part in PARTS]
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, help="where the report goes; made if it is not there")
-    add("--only", nargs="+", choices=names, help="run these parts only, in the order of the table")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--first", action="store_true", help="what has not been measured, in 8 minutes")
+    which.add_argument("--second", action="store_true", help="what failed before, then what is off by default, in 4")
+    which.add_argument("--only", nargs="+", choices=names, help="run these parts only, in the order of the table")
+    add("--earlier", type=Path, help="report of the first run, for --second (default: the one in --output-dir)")
     add("--skip", nargs="+", choices=names, default=[], help="leave these parts out")
-    add("--minutes", type=positive, default=9, help="for all parts together (default: %(default)s)")
+    told = f"for all parts together (default: {FIRST_MINUTES:g}, {SECOND_MINUTES:g} or {ALL_MINUTES:g})"
+    add("--minutes", type=positive, help=told)
     add("--dry", action="store_true", help="the same parts on the CPU with tiny sizes")
-    return run(parser.parse_args(argv))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from nanovllm.apps.cli.arguments import positive as positive
 from nanovllm.config import DEVICES, DTYPES
 from nanovllm.errors import ConfigError, ModelError, RequestError
 
+STORED_FORMS = ("int4", "fp8", "q4_k_m")  # of `stored_shapes`
+
 
 class Parser(argparse.ArgumentParser):
     """Reports errors without usage lines."""
@@ -43,6 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
     told = "dummy: random weights; auto: those of the checkpoint in --model, with all its layers (default: %(default)s)"
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy", help=told)
+    form = "form in which random weights are stored (default: as the config says)"
+    parser.add_argument("--stored", choices=STORED_FORMS, help=form)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, block_size: int | None, max_batched: int) -> None:

@@ -21,7 +21,9 @@ from benchmarks.report import (
     write_json,
 )
 from benchmarks.shapes import Shape
-from benchmarks.timing import Rates, RunTiming, repeat
+from benchmarks.timing import DecodeKernels, Rates, RunTiming, repeat
+
+SHOWN_KERNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Engine:
     run: Callable[[list[list[int]]], RunTiming]
     kv_device_bytes: int | None  # allocated, if the engine reports it
     kv_host_bytes: int | None  # the same; on a GPU all of it is pinned
+    kernels: Callable[[list[list[int]]], DecodeKernels] | None = None  # of some decode steps, if they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Result:
     kv_bytes: int  # of all sequences
     prefill_gflop_s: float
     decode_gb_s: float | None
+    kernels: DecodeKernels | None  # of decode steps
 
 
 def measure(args: argparse.Namespace, shape: Shape, engine: Engine, prompt_len: int) -> Result:
@@ -77,6 +81,7 @@ def measure(args: argparse.Namespace, shape: Shape, engine: Engine, prompt_len: 
         kv_bytes=args.num_prompts * (prompt_len + args.output_len - 1) * shape.kv_token_bytes,
         prefill_gflop_s=shape.prefill_operations(prompt_len) / prompt_len * rates.prefill_tok_s.median / 1e9,
         decode_gb_s=decode_gb_s,
+        kernels=engine.kernels(prompts) if engine.kernels is not None else None,
     )
 
 
@@ -94,7 +99,19 @@ def show(result: Result, peaks: Peaks) -> None:
         rate = result.decode_gb_s
         print_row("decode reads", f"{rate:,.1f} GB/s", share(rate, "read_gb_s", "torch.sum"))
     print_row("KV cache", mib(result.kv_bytes))
+    if result.kernels is not None:
+        show_kernels(result.kernels)
     print()
+
+
+def show_kernels(found: DecodeKernels) -> None:
+    """Print what ran in a decode step, the longest first."""
+    total = sum(kernel.seconds for kernel in found.kernels)
+    calls = sum(kernel.calls for kernel in found.kernels)
+    of_step = f"of {found.step_s * 1e3:,.3f} ms a step with the profiler"
+    print_row(f"{calls:,.0f} kernels a decode step", f"{total * 1e3:,.3f} ms", of_step)
+    for kernel in found.kernels[:SHOWN_KERNELS]:
+        print_row(kernel.name[:29], f"{kernel.seconds * 1e6:,.1f} us", f"{kernel.calls:g} calls")
 
 
 def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], open_engine: Callable[[], Engine]) -> None:

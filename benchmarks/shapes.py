@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import nanovllm
+from benchmarks.stored_shapes import quantized_config, write_gguf_header
 from nanovllm.errors import ConfigError
 from nanovllm.features.planner.network import Network
 from nanovllm.formats.hub import is_gguf
@@ -42,6 +43,7 @@ class Shape:
     spec: DecoderSpec
     dtype: torch.dtype
     load_format: str = "dummy"  # the engine's argument
+    stored: str | None = None  # one of STORED_FORMS, if weights are not in the form that the config says
 
     @property
     def network(self) -> Network:
@@ -88,6 +90,7 @@ class Shape:
             "dtype": str(self.dtype).removeprefix("torch."),
             "weight_bytes": self.weight_bytes,
             "load_format": self.load_format,
+            "stored": self.stored,
         }
 
     def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
@@ -97,12 +100,14 @@ class Shape:
 
 
 @contextmanager
-def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str = "dummy") -> Iterator[Shape]:
+def open_shape(
+    model: str, num_layers: int | None, dtype: str, load_format: str = "dummy", stored: str | None = None
+) -> Iterator[Shape]:
     """The shape called `model`, or that of the directory `model`, in a temporary directory.
 
     num_layers: keep this many layers; None for all. dtype: a torch dtype's name, or "auto" for the config's.
-    load_format: "dummy", or "auto" for the directory `model` itself, with its weights. Raises ConfigError or
-    ModelError.
+    load_format: "dummy", or "auto" for the directory `model` itself, with its weights. stored: one of STORED_FORMS, in
+    which random weights are stored; None for the config's. Raises ConfigError or ModelError.
     """
     if load_format == "auto":
         yield _checkpoint(model, num_layers, dtype)
@@ -114,7 +119,17 @@ def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str 
         path = Path(directory)
         (path / "config.json").write_text(json.dumps(config))
         spec = load_decoder_spec(path)
-        yield Shape(Path(model).name, path, spec, _dtype(dtype, spec))
+        if stored is None:
+            yield Shape(Path(model).name, path, spec, _dtype(dtype, spec))
+            return
+        kept = _dtype(dtype, spec)
+        if stored == "q4_k_m":
+            path /= f"{Path(model).name}.gguf"
+            write_gguf_header(spec, path)
+        else:
+            config["quantization_config"] = quantized_config(spec, stored)
+            (path / "config.json").write_text(json.dumps(config))
+        yield Shape(Path(model).name, path, load_decoder_spec(path), kept, stored=stored)
 
 
 def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:

@@ -6,6 +6,7 @@ Traces are files of `LLM(trace=...)`, or of torch's profiler for the gaps betwee
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import DecodeKernels, KernelTime
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.busy import union_seconds
 from nanovllm.device.trace import COMPUTE
 from nanovllm.errors import ConfigError
 
 Interval = tuple[float, float]
+WARM_STEPS = 2  # of decode, before those that are profiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
 
 
-# ---- between kernels
+# ---- kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,40 @@ def kernel_gaps(llm: LLM, prompt: list[int], output_len: int) -> dict[str, Gaps 
             llm.engine.step()
 
     return {name: _gaps_of(phase) for name, phase in (("prefill", prefill), ("decode", decode))}
+
+
+def kernel_output(steps: int) -> int:
+    """Output tokens of a request with so many profiled steps."""
+    return steps + WARM_STEPS + 2
+
+
+def decode_kernels(llm: LLM, prompts: Sequence[list[int]], steps: int) -> DecodeKernels:
+    """All prompts are prefilled; then so many decode steps of all of them run under torch's profiler."""
+    params = SamplingParams(temperature=0.0, max_tokens=kernel_output(steps), ignore_eos=True)
+    waiting = {f"kernels-{index}" for index in range(len(prompts))}
+    for name, prompt in zip(sorted(waiting), prompts, strict=True):
+        llm.engine.add_request(name, None, params, prompt)
+    while waiting:
+        waiting -= {output.request_id for output in llm.engine.step() if output.outputs[0].token_ids}
+    for _ in range(WARM_STEPS):
+        llm.engine.step()
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        start = time.perf_counter()
+        for _ in range(steps):
+            llm.engine.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - start
+    for name in [f"kernels-{index}" for index in range(len(prompts))]:
+        llm.engine.abort_request(name)
+    found = []
+    for event in profiler.key_averages():
+        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        found.append(KernelTime(event.key, event.count / steps, micros / 1e6 / steps))
+    found.sort(key=lambda kernel: -kernel.seconds)
+    return DecodeKernels(steps, len(prompts), taken / steps, found)
 
 
 def _gaps_of(phase: Callable[[], None]) -> Gaps | None:

@@ -111,3 +111,22 @@ def repeat(run: Callable[[], RunTiming], warmup: int, repeats: int) -> list[RunT
     for _ in range(warmup):
         run()
     return [run() for _ in range(repeats)]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kernel of a GPU in decode steps, or one operator of the CPU."""
+
+    name: str
+    calls: float  # a step
+    seconds: float  # a step
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernels:
+    """What ran in decode steps, the longest first, and how long the host took for a step."""
+
+    steps: int
+    prompts: int
+    step_s: float  # with the profiler on
+    kernels: list[KernelTime]

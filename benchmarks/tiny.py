@@ -20,8 +20,8 @@ def write_tiny_config(directory: Path) -> Path:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": 256,  # a multiple of the blocks of Q4_K
+        "intermediate_size": 512,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -77,3 +77,18 @@ def test_the_facts_are_written_before_torch_is_imported(tmp_path: Path) -> None:
     facts = json.loads(path.read_text())
     assert set(facts) == {"host", "memory", "tools", "packages"}
     assert facts["memory"]["MemTotal"] > 0 and facts["packages"]["pytest"]
+
+
+def test_the_second_run_begins_with_what_failed_in_the_first(check: ModuleType, tmp_path: Path) -> None:
+    """Every part of both runs is a part, and the first fits its minutes if all goes as expected."""
+    parts = {part.name: part for part in check.PARTS}
+    assert len(parts) == len(check.PARTS)
+    assert set(check.FIRST) <= set(parts) and set(check.SECOND) <= set(parts)
+    assert sum(parts[name].likely for name in check.FIRST) <= 60 * check.FIRST_MINUTES
+    report = tmp_path / "gpu-check.json"
+    report.write_text(json.dumps({"parts": [{"part": "smoke", "status": 0}, {"part": "features", "status": 1},
+                                            {"part": "tests", "status": None}]}))  # fmt: skip
+    args = check.parser().parse_args(["--output-dir", str(tmp_path), "--second"])
+    names = [part.name for part in check.chosen(args)]
+    assert names[:3] == ["build", "features", "tests"]
+    assert set(names) == {"build", "features", "tests", *check.SECOND}
