@@ -114,7 +114,7 @@ PARTS = (
         15,
         ("--device", "cpu", "--mib", "1", "--row-bytes", "4096", "--repeats", "2"),
     ),
-    Part("kernels", ("-m", "benchmarks.kernels"), 100, 40, ("--dry",)),
+    Part("kernels", ("-m", "benchmarks.kernels"), 160, 70, ("--dry",)),
     Part(
         "recall-128k",
         ("-m", "nanovllm.apps.demo", "--recall-only", "--device", "cuda", "--prompt-tokens", "131072",

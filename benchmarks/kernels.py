@@ -1,4 +1,4 @@
-"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, prefill.
+"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, prefill, segments.
 
     python -m benchmarks.kernels [--dry] [--output-json FILE]
 
@@ -11,6 +11,7 @@ interpreter.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import traceback
@@ -26,8 +27,11 @@ from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends
+from nanovllm.ops.kv_quantization import LARGEST, dtype_name, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
+from nanovllm.ops.prefill_libraries import LIBRARIES, difference_from_fp64, installed
 from nanovllm.ops.row_kernels import store_kv
+from nanovllm.ops.segment_attention import Library, SegmentAttention
 from nanovllm.ops.timing import call_seconds
 from nanovllm.ops.triton_support import triton_runs
 
@@ -44,6 +48,8 @@ class Sizes:
     store_tokens: int = 16384
     decode: tuple[tuple[int, int, int], ...] = ((1, 32768, 4096), (8, 32768, 4096), (64, 4096, 256))  # see `decode`
     prefill: tuple[tuple[int, int, int], ...] = ((16384, 16384, 4096), (4096, 32768, 4096))  # see `prefill`
+    segments: tuple[int, ...] = (4096, 8192, 16384)  # tokens, see `segments`
+    segment_contexts: tuple[int, ...] = (16384, 65536)  # of 16,384 rows each
     matrix: int = 8192
     copy_bytes: int = 1 << 30
     repeats: int = 20
@@ -60,6 +66,8 @@ class Sizes:
             store_tokens=20,
             decode=((2, 40, 16),),
             prefill=((70, 70, 64),),
+            segments=(64,),
+            segment_contexts=(128,),
             matrix=8,
             copy_bytes=64,
             repeats=1,
@@ -192,6 +200,60 @@ def prefill(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBack
     return [*figures, {"backend": "scaled_dot_product_attention", "rows": rows, "context": rows, "tflop_s": rate}]
 
 
+def segments(sizes: Sizes, device: torch.device) -> list[Figure]:
+    """A chunk through each library in segments of several lengths, and through the Triton kernel; KV in 16 and 8 bits.
+
+    error: the largest of output and LSE against fp64, of the library alone at this length; repeats: whether a second
+    call has the same bits.
+    """
+    from nanovllm.ops.triton_attention import TritonAttention
+
+    own, shape = TritonAttention(), (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    figures: list[Figure] = []
+    block_size, most = min(256, *sizes.segments), min(2 * sizes.segments[-1], 16384)
+    ways: list[tuple[AttentionBackend, Figure]] = [(own, {"backend": own.name})]
+    for segment, library in itertools.product(sizes.segments, libraries(device)):
+        facts: Figure = {"backend": library.name, "segment": segment}
+        try:
+            facts["error"] = difference_from_fp64(library, device, shape, sizes.dtype, segment)
+        except Exception as error:  # a library built for another torch or GPU may fail in any way
+            print_row(f"segments of {segment}", "failed", f"{library.name}: {error}")
+            figures.append(facts | {"failed": f"{type(error).__name__}: {error}"})
+        else:
+            ways.append((SegmentAttention(library, own, [shape], most, segment), facts))
+    for context, stored in itertools.product(sizes.segment_contexts, (None, *LARGEST)):
+        rows = min(context, most)
+        q, pool, table, state = problem(sizes, device, 1, rows, context, block_size)
+        pool = pool if stored is None else quantize_rows_torch(pool, stored)
+        for backend, facts in ways:
+            took = _attend_seconds(backend, q, pool, table, state, sizes, device)
+            rate = operations(sizes, rows, context) / took / 1e12
+            again = [AttentionState.empty(q) for _ in range(2)]
+            for each in again:
+                backend.attend(q, pool, table, each, sizes.head_dim**-0.5, None)
+            repeats = torch.equal(again[0].out, again[1].out) and torch.equal(again[0].lse, again[1].lse)
+            kv = "16 bits" if stored is None else dtype_name(stored)
+            print_row(f"{rows} of {context}, {kv}", f"{rate:,.1f} TFLOP/s", backend.name)
+            figures.append(facts | {"rows": rows, "context": context, "kv": kv, "tflop_s": rate, "repeats": repeats})
+    return figures
+
+
+def libraries(device: torch.device) -> list[Library]:
+    """Those that are installed; in a dry run without a GPU, the definition in torch."""
+    if device.type != "cuda":
+        return [Library("torch", _dense)]
+    return [library for name, of_name in LIBRARIES.items() if installed(name) for library in of_name]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """See `segment_attention.DenseAttention`."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[0], 0) for x in (k, v))
+    scores = torch.einsum("thd,hsd->hts", q.float(), k) * scale
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu(1 + k.shape[1] - len(q)), float("-inf"))
+    return torch.einsum("hts,hsd->thd", scores.softmax(-1), v).to(q.dtype), scores.logsumexp(-1)
+
+
 def operations(sizes: Sizes, rows: int, context: int) -> float:
     """Operations of causal attention: two products over the keys that each of the last `rows` positions sees."""
     visible = rows * (context - rows) + rows * (rows + 1) / 2
@@ -234,6 +296,7 @@ def measure(
         "store_kv": lambda: store(sizes, device),
         "decode": lambda: decode(sizes, device, backends),
         "prefill": lambda: prefill(sizes, device, backends),
+        "segments": lambda: segments(sizes, device),
     }
     found: Figure = {}
     for name, part in parts.items():

@@ -10,6 +10,7 @@ kernels run in the interpreter if TRITON_INTERPRET=1 is set. Exit status 1 if a 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from nanovllm.device import create_device
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
+from nanovllm.ops.prefill_libraries import LIBRARIES, VARIABLE, installed
+from nanovllm.ops.segment_attention import SegmentAttention
 
 HEAD_DIM, PROMPT_LEN, OUTPUT_LEN, BLOCK = 64, 300, 6, 64
 
@@ -63,6 +67,7 @@ class Smoke:
             "engine, LoRA adapters": lambda: self.adapters(resident),
             "engine, offloaded": lambda: self.engine(few | {"cpu_attention": False}),
             "engine, CPU attention": lambda: self.engine(few | {"cpu_attention": True}, merged_last=True),
+            "engine, segments": lambda: self.segments(resident, few | {"cpu_attention": False}),
         }
         return found
 
@@ -109,7 +114,11 @@ class Smoke:
 
     def backends(self) -> list[AttentionBackend]:
         if self.device == "cuda":
-            return cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
+            found = cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
+            libraries = [each for name in LIBRARIES if installed(name) for each in LIBRARIES[name]]
+            return found + [
+                SegmentAttention(each, found[0], [(4, 2, HEAD_DIM)], 2 * BLOCK, BLOCK) for each in libraries
+            ]
         from nanovllm.ops.cpu_attention import NativeAttention
 
         return [NativeAttention()]
@@ -132,6 +141,18 @@ class Smoke:
         same = sum(ours == first for ours, first in zip(tokens, self.tokens, strict=True))
         assert same == OUTPUT_LEN or (merged_last and self.device == "cuda"), f"{tokens}, expected {self.tokens}"
         return f"{same} of {OUTPUT_LEN} tokens equal, {moved.h2d_copies} loads, {moved.d2h_copies} stores"
+
+    def segments(self, resident: dict[str, Any], offloaded: dict[str, Any]) -> str:
+        """With segments of one block, where there is a library: the same tokens resident and offloaded."""
+        without, notes = self.tokens, []
+        for name in filter(installed, LIBRARIES):
+            self.tokens = None
+            with patch.dict(os.environ, {VARIABLE: f"{name}:{BLOCK}"}):
+                self.engine(resident)
+                self.engine(offloaded)
+            notes.append(f"{name}, {'the same tokens as' if self.tokens == without else 'other tokens than'} without")
+        self.tokens = without
+        return "; ".join(notes) or "no library is installed"
 
     def adapters(self, placement: dict[str, Any]) -> str:
         """Beside a request with an adapter, one with an adapter of zeros has the tokens of the model alone."""

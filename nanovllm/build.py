@@ -49,6 +49,7 @@ from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import is_chunk_invariant
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
 from nanovllm.ops.kv_quantization import stored_dtype
+from nanovllm.ops.prefill_libraries import faster_prefill
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import SpeculativeConfig, speculative_config
 from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -141,6 +142,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         logger.info("CPU kernels: %s", cpu_kernel_choice())
     model = _load_model(config, spec, dtype, device, group)
     config = with_device_bytes(config, model.spec, dtype.itemsize)
+    backend = _faster_prefill(config, model, device, backend)
     _keep_batch_invariance(config, model, backend)
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
     _log_sizes(sizing, plan, model, device, kv_dtype)
@@ -324,6 +326,21 @@ def _load_model(
             f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "
             "free device memory or use device='cpu'"
         ) from error
+
+
+def _faster_prefill(
+    config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend
+) -> AttentionBackend:
+    """The backend with a library for whole segments, if one is right for this rank's heads and a step takes a segment.
+
+    On the compute stream, and on the thread of the steps.
+    """
+    rows = min(config.max_num_batched_tokens, config.max_model_len or model.spec.max_model_len)
+    with device.compute():
+        found = faster_prefill(backend, device.torch_device, model.spec.unwindowed_heads, model.dtype, rows)
+    if found is not backend:
+        logger.info("prefill attention: %s", found.name)
+    return found
 
 
 def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: AttentionBackend) -> None:

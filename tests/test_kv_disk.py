@@ -108,17 +108,18 @@ def test_libraries_of_a_gpu_are_in_the_key(tmp_path: Path, monkeypatch: pytest.M
     assert library_versions() == [("flash-attn-3", "3.0"), ("triton", "3.6")]
     described = SimpleNamespace(
         kv_cache=SimpleNamespace(
-            pools=SimpleNamespace(layout=MagicMock(groups=[]), resident=SimpleNamespace(dtype=torch.float16))
+            pools=SimpleNamespace(layout=MagicMock(groups=[]), resident=SimpleNamespace(dtype=torch.float16)),
+            backend=SimpleNamespace(name="cuDNN on segments of 8,192 tokens, else Triton"),
         ),
         device=SimpleNamespace(torch_device=torch.device("cuda")),
-        spec=SimpleNamespace(hardest_head_dim=64),
+        spec=SimpleNamespace(),
         dtype=torch.float16,
     )
-    monkeypatch.setattr(engine_module, "select_backend", lambda *_: SimpleNamespace(name="Triton"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     facts = engine_module._facts(EngineConfig(model=str(tmp_path)), described)  # type: ignore[arg-type]
     assert facts["libraries"] == (torch.version.cuda, library_versions())
+    assert facts["attention"][0].startswith("cuDNN"), "bits depend on the library"
 
 
 def test_another_model_of_the_same_shape_finds_nothing(model: Path, tmp_path: Path) -> None:

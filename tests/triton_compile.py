@@ -36,6 +36,7 @@ from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMe
 from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
 from nanovllm.ops.kernel_config import prefill_config
 from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
+from nanovllm.ops.merge import MAX_PARTS
 from nanovllm.ops.packed_weights import PackedWeight
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
@@ -43,6 +44,7 @@ from nanovllm.ops.triton_kv import quantize_rows_triton
 from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
+from nanovllm.ops.triton_segments import gather_, merge_segments_
 
 Launches = dict[str, Callable[[], object]]
 BLOCK, HEADS, KV_HEADS = 4096, 8, 2
@@ -158,6 +160,10 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             decode_(q, pool, table, state, 0.1, None)
             prefill_(q, pool, table, state, 0.1, None)
             merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None])
+            sides = [(q, state.lse.clone())] * 2
+            merge_segments_(state.out, state.lse, sides)
+            merge_segments_(state.out[1:], state.lse[:, 1:], [(o[1:], side[:, 1:]) for o, side in sides])
+            gather_(pool, torch.zeros(few + many, 3, dtype=torch.int32), q.new_empty(1, 2, KV_HEADS, 640, head_dim))
             merge_parts_triton(
                 state.out[1:], state.lse[:, 1:], state.out[1:], state.lse[:, 1:], q[None, 1:], state.lse[None, :, 1:]
             )
@@ -193,6 +199,7 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
     norm_weight = torch.empty(HEADS + KV_HEADS, head_dim, dtype=dtype)
     slots, scores, tokens = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1000), torch.arange(1000)
     return {
+        **segments(pool, bytes_pool, q, state),
         "merge": lambda: merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None]),
         "store_kv": lambda: triton_rows.store_kv(pool, k, v, slots),
         "store_kv, 8 bits": lambda: triton_rows.store_kv(bytes_pool, rounded, rounded, slots),
@@ -207,6 +214,26 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "gelu_tanh_and_mul": lambda: triton_rows.gelu_tanh_and_mul(x),
         "clamped_swiglu": lambda: triton_rows.clamped_swiglu(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
+    }
+
+
+def segments(pool: Tensor, bytes_pool: Tensor, q: Tensor, state: AttentionState) -> Launches:
+    """Keys gathered from blocks of every dtype, and merges of one part, of some and of most."""
+    head_dim = q.shape[2]
+    keys, entries = q.new_empty(1, 2, KV_HEADS, 2 * BLOCK, head_dim), torch.zeros(2, 3, dtype=torch.int32)
+    wide = q.new_empty(1, 2, HEADS, 2 * BLOCK, head_dim)
+    launches: Launches = {
+        f"gather, {dtype_name(kv)} KV": lambda kv=kv: gather_(bytes_pool.view(kv), entries, keys) for kv in LARGEST
+    }
+    launches |= {
+        f"merge of {parts} segments": lambda parts=parts: merge_segments_(
+            state.out, state.lse, [(q, state.lse)] * parts
+        )
+        for parts in (1, 4, MAX_PARTS)
+    }
+    return launches | {
+        "gather": lambda: gather_(pool, entries, keys),
+        "gather, expanded heads": lambda: gather_(pool, entries, wide),
     }
 
 

@@ -97,6 +97,11 @@ class KVCacheBase(ABC):
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
 
+    @property
+    def backend(self) -> AttentionBackend:
+        """What attends on the device."""
+        return self._backend
+
     @abstractmethod
     def begin_step(
         self,

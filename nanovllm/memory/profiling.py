@@ -31,11 +31,12 @@ from nanovllm.models.create import create_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.backends import peak_context
 from nanovllm.ops.kv_quantization import stored_dtype
 
 
 class ScratchKVCache:
-    """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
+    """A KV cache of a single block, used as every block of one sequence with max_num_batched_tokens new tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
         spec, tokens = model.spec, config.max_num_batched_tokens
@@ -45,10 +46,11 @@ class ScratchKVCache:
         self._groups = layout.groups
         dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
         self._pools = layout.views(torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device))
-        self._tables = [
-            AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, [0] * group.num_blocks(tokens))])
-            for group in layout.groups
-        ]
+        self._tables = []
+        for group in layout.groups:
+            context = peak_context(backend) if group.window is None else 0
+            blocks = [0] * group.num_blocks(context + tokens)
+            self._tables.append(AttentionMetadata([SequenceMetadata.full(0, tokens, context, blocks)]))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`; does not store k and v."""

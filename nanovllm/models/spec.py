@@ -208,6 +208,13 @@ class DecoderSpec:
         sizes = {self.head_dim, *(head_dim for _, head_dim in self.kv_heads)}
         return max(sizes, key=lambda size: (size % 16 > 0, size))
 
+    @property
+    def unwindowed_heads(self) -> frozenset[tuple[int, int, int]]:
+        """(heads, KV heads, head_dim) of the layers that attend to all earlier tokens."""
+        sizes = self.kv_heads or ((self.num_kv_heads, self.head_dim),) * self.num_kv_layers
+        pairs = zip(sizes, self.kv_windows, strict=True)
+        return frozenset((self.num_heads, *size) for size, window in pairs if window is None)
+
     def for_layer(self, layer: int) -> DecoderSpec:
         """The network if all its layers were like this one, for their sizes."""
         gemma = self.gemma4

@@ -7,9 +7,9 @@ sees no key has output 0 and LSE -inf.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from nanovllm.data.kv_groups import first_visible_block
 from nanovllm.ops.row_kernels import filled
 from nanovllm.ops.upload import upload
+
+Made = TypeVar("Made")
 
 METADATA_FIELDS = 8  # of a sequence in a GPU's memory
 MAX_DECODE_ROWS = 64  # GPU kernels treat a sequence with up to this many query rows as decode, with more as prefill
@@ -88,13 +90,18 @@ class AttentionMetadata:
             rows.append((s.query_start, s.query_len, start, count, s.first_position, s.kv_end, s.context_len))
             start += count
         self.rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
-        self._on_device: DeviceMetadata | None = None
+        self._made: dict[Hashable, Any] = {}
 
     def on(self, device: torch.device) -> DeviceMetadata:
         """The metadata in a GPU's memory, copied at the first call."""
-        if self._on_device is None:
-            self._on_device = DeviceMetadata.of(self, device)
-        return self._on_device
+        return self.once(device, lambda: DeviceMetadata.of(self, device))
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` derives from the table, made at the first call with this key: a step uses it in every layer."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,7 @@ class AttentionState:
 
     out: Tensor  # [tokens, heads, head_dim]
     lse: Tensor  # [heads, tokens]
+    pending: dict[int, Any] = field(default_factory=dict)  # of a backend that finishes in a later call, by first row
 
     @classmethod
     def empty(cls, q: Tensor, sinks: Tensor | None = None) -> AttentionState:

@@ -21,6 +21,7 @@ from nanovllm.ops.cpu_kernels import dtype_name
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.kv_quantization import SCALE_BYTES, dequantize_rows, has_scales, quantize_rows_torch
 from nanovllm.ops.reference_attention import reference_attention
+from nanovllm.ops.segment_attention import SegmentAttention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_support import triton_runs
 
@@ -54,9 +55,14 @@ def is_chunk_invariant(backend: AttentionBackend) -> bool:
 
 def row_attention(backend: AttentionBackend) -> RowAttention | None:
     """The part of `backend` that attends single query rows, if a graph can record it."""
-    if isinstance(backend, FlashAttention):
+    if isinstance(backend, FlashAttention | SegmentAttention):
         return None if backend.other is None else row_attention(backend.other)
     return backend if isinstance(backend, RowAttention) else None
+
+
+def peak_context(backend: AttentionBackend) -> int:
+    """Tokens before a chunk with which attention to it takes the most memory."""
+    return backend.most_parts * backend.segment if isinstance(backend, SegmentAttention) else 0
 
 
 def cuda_backends(
@@ -82,10 +88,8 @@ def cuda_backends(
     backends: list[AttentionBackend] = [
         FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
     ]
-    if own is not None:
-        # flash-attn 3 is the fastest on its device. The other libraries merge block by block, Triton does not.
-        backends.insert(sum(backend.name.startswith("flash-attn 3") for backend in backends), own)
-    return backends
+    # The libraries merge block by block, Triton does not; `prefill_libraries` has those that it gives segments to.
+    return backends if own is None else [own, *backends]
 
 
 def first_right(

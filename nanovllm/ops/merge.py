@@ -7,6 +7,8 @@ from torch import Tensor
 
 from nanovllm.ops.triton_support import use_triton
 
+MAX_PARTS = 8  # of one launch of `triton_segments.merge_segments_`
+
 
 def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge (other_out, other_lse) into (out, lse), in place.

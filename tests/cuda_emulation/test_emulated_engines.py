@@ -13,11 +13,14 @@ from typing import Any
 
 import emulated_gpu
 import pytest
+import torch
+from checkpoints import make_checkpoint
 from emulated_engines import CASES, CHECKPOINT, Model, Tokens
-from engines import greedy, random_prompt
+from engines import PREFILL_WAYS, greedy, logits_by_request, random_prompt, set_prefill
 
 from nanovllm import LLM
 from nanovllm.errors import EngineError
+from nanovllm.ops.prefill_libraries import VARIABLE
 
 LONGEST = {"copies": 3000, "kernels": 100, "host_tasks": 3000, "events": 300}  # delays, in microseconds
 SEEDS = (1, 2, 3)
@@ -75,6 +78,26 @@ def test_kv_on_disk(name: str, seed: int | None, tmp_path: Path) -> None:
     with nullcontext() if seed is None else emulated_gpu.delays(seed, **LONGEST):
         for stored in (0, 512 + 256):
             assert tokens_of("cuda", kv_cache_dir=tmp_path / "kv") == (expected, stored)
+
+
+@pytest.mark.parametrize("seed", [None, SEEDS[0]])
+def test_prefill_through_cudnn_has_the_same_logits_for_every_budget(
+    seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of two blocks, resident, through the ring and from the layer buffer."""
+    monkeypatch.setenv(VARIABLE, "cudnn:32")
+    make_checkpoint(tmp_path, vocab=97, dtype="bfloat16", head_dim=64, layers=2)
+    sizes = {"device": "cuda", "max_num_batched_tokens": 72, "max_model_len": 200, "kvcache_block_size": 16}
+    few = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 40, "cpu_attention": False}
+    found = []
+    with nullcontext() if seed is None else emulated_gpu.delays(seed, **LONGEST):
+        for way, budget in ((None, {"num_gpu_blocks": 40}), *((way, few) for way in PREFILL_WAYS)):
+            with LLM(tmp_path, **sizes, **budget) as llm:
+                if way is not None:
+                    set_prefill(llm, way)
+                assert "cuDNN on segments of 32 tokens" in llm._runner.kv_cache.backend.name  # type: ignore[union-attr]
+                found.append(torch.stack([*logits_by_request(llm, [random_prompt(151, 97, 4)], 3).values()]))
+    assert torch.isfinite(found[0]).all() and all(torch.equal(logits, found[0]) for logits in found)
 
 
 # ---- what happens to an engine

@@ -9,6 +9,7 @@ from typing import Any
 import emulated_triton
 import pytest
 import test_chunked_attention
+import test_segment_attention
 import test_triton_delta
 import test_triton_experts
 import test_triton_kernels
@@ -107,6 +108,13 @@ def merges() -> None:
         test_chunked_attention.test_edges("cuda", dtype)
 
 
+def segments() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for stored in (None, torch.int8, torch.float8_e4m3fn):
+            test_segment_attention.test_gathered_rows_are_those_of_the_blocks(stored, dtype)
+    test_segment_attention.test_one_merge_of_many_parts_is_as_many_merges(3)
+
+
 def experts() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         test_triton_experts.test_grouped_products((1, 0, 17, 16, 0), dtype)
@@ -149,6 +157,7 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     rows_in_8_bits: {"_quantize_kernel"},
     partitions_and_slopes: ATTENTION - {"_prefill_kernel"},
     merges: {"_merge_kernel"},
+    segments: {"_gather_kernel", "_merge_segments_kernel", "_merge_kernel"},
     experts: {"_grouped_kernel", "_weighted_sum_kernel"},
     adapters: {"_shrink_kernel", "_expand_kernel"},
     packed_weights: {"_packed_kernel", "_round_inputs_kernel"},

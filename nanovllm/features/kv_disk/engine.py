@@ -21,7 +21,6 @@ from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.features.kv_disk.records import MAGIC
 from nanovllm.features.kv_disk.store import DiskStore, Parts
 from nanovllm.features.kv_disk.units import UnitCopier
-from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import is_chunk_invariant
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice
@@ -89,7 +88,7 @@ def _facts(config: EngineConfig, runner: ModelRunner) -> Mapping[str, Any]:
     """All that bits depend on besides files and tokens. Lengths and memory are not among it."""
     layout, device = runner.kv_cache.pools.layout, runner.device.torch_device
     kv_dtype = runner.kv_cache.pools.resident.dtype
-    backend = select_backend(device, runner.spec.hardest_head_dim, kv_dtype)
+    backend = runner.kv_cache.backend
     facts: dict[str, Any] = {
         "format": MAGIC.decode(),
         "unit": UNIT,

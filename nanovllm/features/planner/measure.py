@@ -45,6 +45,7 @@ from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales, head_dim_of, quantize_rows_torch, stored_dtype
+from nanovllm.ops.prefill_libraries import faster_prefill
 from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 
@@ -413,8 +414,13 @@ class LocalMachine:
         return self._measure(model, config, to_load)
 
     def _measure(self, model: Decoder, config: EngineConfig, to_load: int) -> MemoryFacts:
-        graphs = partial(graph_bytes, self._device, model, self._backend, config)
-        return measure_memory(self._device, model, self._backend, config, to_load, graphs)
+        backend = self._backend_for(model, config)
+        graphs = partial(graph_bytes, self._device, model, backend, config)
+        return measure_memory(self._device, model, backend, config, to_load, graphs)
+
+    def _backend_for(self, model: Decoder, config: EngineConfig) -> AttentionBackend:
+        shapes, rows = model.spec.unwindowed_heads, config.max_num_batched_tokens
+        return faster_prefill(self._backend, self._device.torch_device, shapes, self._dtype, rows)
 
     def rates(self, sizing: KVSizing) -> Rates:
         """Those of one rank, measured in a few seconds."""
@@ -422,7 +428,9 @@ class LocalMachine:
         model = random_model(network.spec, self._dtype, device, sizes)
         ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
         chunk, stored = sizing.config.max_num_batched_tokens, network.kv_cache_dtype
-        probe = Probe(device, model, self._backend, block_size, ring_slots, chunk, sizes, stored)
+        probe = Probe(
+            device, model, self._backend_for(model, sizing.config), block_size, ring_slots, chunk, sizes, stored
+        )
         return _of_a_rank(measure_rates(probe), network.num_ranks, device.shares_host)
 
 

@@ -55,7 +55,6 @@ def begin(facts_file: str) -> None:
         import emulated_gpu
 
         emulated_gpu.install_operators()
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def after_triton(module: ModuleType) -> None:
         import emulated_triton

@@ -134,9 +134,10 @@ def _sequences(a: Any) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**dict(zip(names, row, strict=True)))
 
 
-def _block(a: Any, head_stride: int, kv_heads: int, number: int) -> Tensor:
-    """K and V of a block in fp64: [2, kv_heads, block_size, head_dim]."""
-    sizes, strides = (2, kv_heads, a.block_size), (a.kv_stride, head_stride, a.row_size)
+def _block(a: Any, head_stride: int, kv_heads: int, number: int, tokens: int | None = None) -> Tensor:
+    """K and V of a block, or of its first tokens, in fp64: [2, kv_heads, block_size, head_dim]."""
+    sizes = (2, kv_heads, a.block_size if tokens is None else tokens)
+    strides = (a.kv_stride, head_stride, a.row_size)
     stored = strided(a.pool_ptr, (*sizes, a.head_dim), (*strides, 1), number * a.block_stride)
     if not a.FORMAT:
         return stored.double()
@@ -260,6 +261,30 @@ def merge(a: Any) -> None:
         out, lse = _merged(out, lse, part, strided(a.part_lses_ptr, sizes[:2], strides, number * a.part_lse_stride))
     strided(a.out_ptr, sizes, (a.out_token_stride, a.out_head_stride, 1)).copy_(out)
     strided(a.lse_ptr, sizes[:2], (a.lse_token_stride, a.lse_head_stride)).copy_(lse)
+
+
+def merge_segments(a: Any) -> None:
+    sizes = (a.tokens, a.grid[1], a.head_dim)
+    out = strided(a.out_ptr, sizes, (a.out_token_stride, a.out_head_stride, 1))
+    lse = strided(a.lse_ptr, sizes[:2], (1, a.lse_head_stride))
+    merged, merged_lse = out.clone(), lse.clone()
+    for number in range(a.PARTS):
+        part, part_lse = getattr(a, f"p{number}"), getattr(a, f"l{number}")
+        part = strided(part, sizes, (a.part_token_stride, a.part_head_stride, 1)).float()
+        merged, merged_lse = _merged(
+            merged, merged_lse, part, strided(part_lse, sizes[:2], (1, a.part_lse_head_stride))
+        )
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def gather(a: Any) -> None:
+    kv_heads = a.heads // a.repeats
+    for number, at, tokens in strided(a.entries_ptr, (a.grid[2], 3), (3, 1)).tolist():
+        kv = _block(a, a.kv_head_stride, kv_heads, number, tokens)
+        strides = (a.out_kv_stride, a.out_head_stride, a.head_dim, 1)
+        out = strided(a.out_ptr, (2, a.heads, tokens, a.head_dim), strides, at * a.head_dim)
+        out.copy_(kv.float().repeat_interleave(a.repeats, 1))
 
 
 # ---- products
@@ -449,6 +474,8 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_decode_kernel": decode,
     "_reduce_kernel": reduce,
     "_merge_kernel": merge,
+    "_merge_segments_kernel": merge_segments,
+    "_gather_kernel": gather,
     "_packed_kernel": packed,
     "_grouped_kernel": grouped,
     "_weighted_sum_kernel": weighted_sum,
