@@ -17,7 +17,8 @@ from benchmarks.report import mib, print_row
 from benchmarks.timing import Spread
 from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.cpu_attention.host_blocks import BalancedShare, HostBlockAttention
+from nanovllm.features.cpu_attention.balance import BalancedShare
+from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
 from nanovllm.features.cpu_attention.shares import ONE_PROCESSOR, LayerLoad, cpu_attention_query_len
 from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.layout import KVLayout

@@ -103,7 +103,8 @@ def library(name: str) -> tuple[tuple[str, str], ...]:
 PARTS = (
     Part("facts", ("-m", "benchmarks.gpu_facts"), 40),
     Part("build", ("setup.py", "build_ext", "--inplace"), 180, 70, ("--help",), figures=False),
-    Part("probe", ("-m", "benchmarks.probe", "--device", "cuda"), 90, 40, ("--device", "cpu", "--dry")),
+    Part("probe", ("-m", "benchmarks.probe", "--device", "cuda"), 90, 40,
+         ("--device", "cpu", "--dry", "--threads", "1")),
     Part("smoke", ("-m", "benchmarks.smoke", "--device", "cuda"), 150, 25, ("--device", "cpu")),
     offload("offload-32k", PROMPT_32K, 150, 30, "--no-cpu-attention"),
     offload("cpu-attention-32k", PROMPT_32K, 150, 40, decode_steps=4),
@@ -178,13 +179,6 @@ PARTS = (
     model("qwen3.5-9b"),
     Part("ranks", ("-m", "benchmarks.ranks", "--device", "cuda", "--model", "llama-3.1-8b"), 120, 60,
          ("--device", "cpu", "--model", MODEL, "--dtype", "float32", "--prompt-len", "20", "--output-len", "5")),
-    Part(
-        "streams",
-        ("-m", "benchmarks.transfer_streams", "--device", "cuda"),
-        60,
-        20,
-        (*TINY, "--blocks", "2", "--repeats", "1"),
-    ),
 )  # fmt: skip
 
 # What has not been measured yet, in at most 8 minutes.

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -30,25 +29,6 @@ namespace {
 
 using Strides = std::pair<int64_t, int64_t>;  // (token, head) in elements
 
-// What tasks have read, and in what time. They run one at a time.
-class Meter {
-public:
-    void add(int64_t bytes, double seconds) {
-        const std::lock_guard<std::mutex> guard(lock_);
-        bytes_ += bytes;
-        seconds_ += seconds;
-    }
-    std::pair<int64_t, double> read() const {
-        const std::lock_guard<std::mutex> guard(lock_);
-        return {bytes_, seconds_};
-    }
-
-private:
-    mutable std::mutex lock_;
-    int64_t bytes_ = 0;
-    double seconds_ = 0;
-};
-
 // Consecutive blocks of some sequences, attended in one call; the calls of a task follow each other.
 struct Call {
     std::vector<int64_t> blocks;
@@ -60,9 +40,7 @@ struct Prepared {
     const Kernel* kernel;
     std::vector<Call> calls;
     int64_t tokens;  // rows whose state is written
-    int64_t read_bytes;
     int threads;
-    std::shared_ptr<Meter> meter;
 };
 
 // The state of a row before any key was seen.
@@ -96,16 +74,11 @@ public:
         : prepared_(std::move(prepared)), block_offset_(block_offset) {}
 
     void run() {
-        const auto start = std::chrono::steady_clock::now();
-        int64_t bytes = 0;
         try {
             attend_all(*prepared_, block_offset_);
-            bytes = prepared_->read_bytes;
         } catch (const std::exception& error) {
             fail(error.what());
         }
-        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-        prepared_->meter->add(bytes, took.count());
     }
 
     std::optional<std::string> failure() const {
@@ -187,8 +160,7 @@ std::shared_ptr<Prepared> host_attention(const std::string& isa, const std::stri
                                          uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides,
                                          uintptr_t lse, Strides lse_strides, const std::vector<CallTable>& calls,
                                          int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
-                                         int64_t window, float scale, int threads, int64_t read_bytes,
-                                         const std::shared_ptr<Meter>& meter) {
+                                         int64_t window, float scale, int threads) {
     Batch batch = batch_of(q, q_strides, out, out_strides, lse, lse_strides);
     batch.heads = heads;
     batch.kv_heads = kv_heads;
@@ -198,12 +170,8 @@ std::shared_ptr<Prepared> host_attention(const std::string& isa, const std::stri
     batch.scale = scale;
     auto prepared = prepare(isa, dtype, kv_dtype, batch, calls, tokens);
     prepared->threads = threads;
-    prepared->read_bytes = read_bytes;
-    prepared->meter = meter;
     return prepared;
 }
-
-std::shared_ptr<Meter> new_meter() { return std::make_shared<Meter>(); }
 
 TaskHandle task_of(const std::shared_ptr<Prepared>& prepared, int64_t block_offset) {
     return std::make_shared<LayerTask>(prepared, block_offset);
@@ -213,14 +181,13 @@ void drop(const TaskHandle&, std::uintptr_t data) { delete handle_of(data); }
 
 constexpr auto kHostAttention = python::names("isa", "dtype", "kv_dtype", "q", "q_strides", "out", "out_strides", "lse",
                                               "lse_strides", "calls", "tokens", "heads", "kv_heads", "head_dim",
-                                              "block_size", "window", "scale", "threads", "read_bytes", "meter");
+                                              "block_size", "window", "scale", "threads");
 constexpr auto kTask = python::names("block_offset");
 constexpr auto kDrop = python::names("data");
 
 }  // namespace
 
 void define_tasks(PyObject* module) {
-    static PyMethodDef of_meter[] = {python::method<&Meter::read>("read", "(bytes, seconds)"), {}};
     static PyMethodDef of_task[] = {
         python::method<&take>("take", "(function, data): addresses; calling function(data) once runs the task."),
         python::method<&drop, kDrop>("drop", "Let go of data that was taken and will not be run."),
@@ -229,7 +196,6 @@ void define_tasks(PyObject* module) {
     static PyMethodDef of_attention[] = {
         python::method<&task_of, kTask>("task", "The task whose blocks lie so many bytes behind the addresses given."),
         {}};
-    python::add_class<Meter, &new_meter>(module, "_cpu_kernels.Meter", of_meter);
     python::add_class<LayerTask>(module, "_cpu_kernels.HostTask", of_task);
     python::add_class<Prepared, &host_attention, kHostAttention>(module, "_cpu_kernels.HostAttention", of_attention);
 }

@@ -197,6 +197,14 @@ void launch_host_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch
 #endif
 }
 
+}  // namespace
+
+#ifdef NANOVLLM_WITH_CUDA
+#include "sgdma_polled.h"
+#endif
+
+namespace {
+
 // ---- streams
 
 std::uintptr_t create_stream() {
@@ -228,6 +236,17 @@ std::pair<std::string, int> memory_of(std::uintptr_t address) {
     (void)address;
     return {"pageable", -1};
 #endif
+}
+
+std::uintptr_t device_address(std::uintptr_t address) {
+    std::uintptr_t found = 0;
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_device_address(pointer(address), found), "cudaHostGetDevicePointer");
+#else
+    (void)address;
+    refuse_without_cuda("no device sees host memory");
+#endif
+    return found;
 }
 
 void lock_pages(std::uintptr_t start, std::size_t size) {
@@ -302,6 +321,15 @@ constexpr auto kPages = python::names("start", "size");
 constexpr auto kStart = python::names("start");
 constexpr auto kDevice = python::names("device");
 
+#ifdef NANOVLLM_WITH_CUDA
+constexpr auto kPolledCalls = python::names("words", "on_device");
+
+PyMethodDef kOfPolledCalls[] = {
+    python::method<&PolledCalls::launch, kHostTaskOnStream>("launch", "As launch_host_task, on a thread of its own."),
+    python::method<&PolledCalls::close>("close", "End the thread; streams wait for it no more."),
+    {}};
+#endif
+
 PyMethodDef kFunctions[] = {
     python::function<&memcpy_2d_async, kCopy2D>(
         "memcpy_2d_async",
@@ -323,6 +351,8 @@ PyMethodDef kFunctions[] = {
     python::function<&memory_of, kAddress>(
         "memory_of",
         "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA."),
+    python::function<&device_address, kAddress>(
+        "device_address", "Where kernels of the current device find page-locked host memory."),
     python::function<&touch_pages, kTouch>("touch_pages", "Write 0 into every page."),
     python::function<&prefer_node, kPrefer>(
         "prefer_node", "Place pages that are not there yet on a NUMA node; False where that cannot be had."),
@@ -342,5 +372,8 @@ PyMODINIT_FUNC PyInit__sgdma() {
     return python::import_module(kModule, [](PyObject* module) {
         python::add(module, "has_cuda", PyBool_FromLong(kHasCuda));
         python::add(module, "cuda_version", PyLong_FromLong(cuda_version()));
+#ifdef NANOVLLM_WITH_CUDA
+        python::add_class<PolledCalls, &new_polled_calls, kPolledCalls>(module, "_sgdma.PolledCalls", kOfPolledCalls);
+#endif
     });
 }

@@ -59,7 +59,15 @@ const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream);
 const char* cuda_create_stream(std::uintptr_t& stream);
 const char* cuda_destroy_stream(std::uintptr_t stream);
 
+// The stream writes a word of device memory or of host memory that the device sees, after all its earlier work; or it
+// waits until the word is at least `value`, as a signed difference. Addresses are the device's.
+const char* cuda_write_word(std::uintptr_t address, std::uint32_t value, std::uintptr_t stream);
+const char* cuda_wait_for_word(std::uintptr_t address, std::uint32_t value, std::uintptr_t stream);
+
 Place cuda_memory_of(const void* address);  // pageable where CUDA cannot be asked
+
+// Where kernels of the current device find page-locked host memory.
+const char* cuda_device_address(void* host, std::uintptr_t& address);
 
 const char* cuda_lock_pages(void* start, std::size_t size);
 const char* cuda_unlock_pages(void* start);  // waits for the device first: nothing may be using them

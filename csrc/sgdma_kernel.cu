@@ -53,6 +53,30 @@ cudaError_t queue_batch(CopyBatch& batch, cudaStream_t stream) {
 }
 #endif
 
+// The operations on words are functions of the driver, which is not linked: (stream, address, value, flags).
+using WordOperation = int (*)(cudaStream_t, unsigned long long, std::uint32_t, unsigned);
+
+WordOperation word_operation(const char* name) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+    constexpr unsigned kVersion = 12000;  // from which on every stream has these operations
+    const auto status = cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &result);
+#else
+    const auto status = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+    if (status != cudaSuccess) cudaGetLastError();
+    const bool has_it = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return has_it ? reinterpret_cast<WordOperation>(found) : nullptr;
+}
+
+const char* operate(WordOperation operation, std::uintptr_t address, std::uint32_t value, std::uintptr_t stream) {
+    constexpr unsigned kDefault = 0;  // of a write: after a fence; of a wait: for a value that is at least the given one
+    if (operation == nullptr) return "the driver has no such operation";
+    const int status = operation(reinterpret_cast<cudaStream_t>(stream), address, value, kDefault);
+    return status == 0 ? nullptr : "the driver refused";
+}
+
 }  // namespace
 
 int cuda_version() { return CUDART_VERSION; }
@@ -102,6 +126,16 @@ const char* cuda_destroy_stream(std::uintptr_t stream) {
     return report(cudaStreamDestroy(reinterpret_cast<cudaStream_t>(stream)));
 }
 
+const char* cuda_write_word(std::uintptr_t address, std::uint32_t value, std::uintptr_t stream) {
+    static const WordOperation operation = word_operation("cuStreamWriteValue32");
+    return operate(operation, address, value, stream);
+}
+
+const char* cuda_wait_for_word(std::uintptr_t address, std::uint32_t value, std::uintptr_t stream) {
+    static const WordOperation operation = word_operation("cuStreamWaitValue32");
+    return operate(operation, address, value, stream);
+}
+
 Place cuda_memory_of(const void* address) {
     cudaPointerAttributes attributes{};
     if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
@@ -121,7 +155,14 @@ Place cuda_memory_of(const void* address) {
 }
 
 const char* cuda_lock_pages(void* start, std::size_t size) {
-    return report(cudaHostRegister(start, size, cudaHostRegisterPortable));
+    return report(cudaHostRegister(start, size, cudaHostRegisterPortable | cudaHostRegisterMapped));
+}
+
+const char* cuda_device_address(void* host, std::uintptr_t& address) {
+    void* found = nullptr;
+    const char* error = report(cudaHostGetDevicePointer(&found, host, 0));
+    address = reinterpret_cast<std::uintptr_t>(found);
+    return error;
 }
 
 const char* cuda_unlock_pages(void* start) {

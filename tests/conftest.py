@@ -146,10 +146,14 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if "nanovllm.build" not in sys.modules:  # loaded, if the test makes engines
         return
-    from nanovllm.features.cpu_attention import host_blocks
+    from nanovllm.features.cpu_attention import balance, host_blocks
     from nanovllm.features.cpu_attention.shares import Bandwidths
     from nanovllm.features.kv_disk import policy, store
     from nanovllm.features.speculation import draft_model, drafter, lengths
+
+    class Unmoved(balance.BalancedShare):
+        def observe(self, step: balance.StepTimes) -> None:
+            pass
 
     class AlwaysRead(policy.ReadOrCompute):
         def reads(self, tokens: int, num_bytes: int) -> bool:
@@ -161,7 +165,7 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     given = Bandwidths(link=10e9, host=20e9, device=20e9)
     monkeypatch.setattr(host_blocks, "measure_bandwidths", lambda *_: given)
-    monkeypatch.setattr(host_blocks, "corrected", lambda rate, *_: rate)
+    monkeypatch.setattr(host_blocks, "BalancedShare", Unmoved)
     monkeypatch.setattr(store, "ReadOrCompute", AlwaysRead)
     for module in (drafter, draft_model):
         monkeypatch.setattr(module, "PassCosts", Guessed)

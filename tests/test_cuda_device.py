@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
 from nanovllm.device import PitchedCopy, create_device, cuda
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.cuda import CudaClock, CudaDevice, CudaStream, check_cuda
+from nanovllm.device.cuda import CONNECTIONS, CudaClock, CudaDevice, CudaStream, check_cuda, use_all_connections
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.kv_disk.segments import SegmentReader
 from nanovllm.features.kv_disk.units import UnitCopier
@@ -65,6 +66,17 @@ def test_times_stay_exact_over_hours_and_a_mark_has_none_before_it_is_passed(mon
     mark._event.has_happened = last._event.has_happened = True
     assert mark.seconds() == pytest.approx(4.001 * 2999, abs=1e-6)
     assert last.seconds() == pytest.approx(4.001 * 2999 + 0.0015, abs=1e-6)
+
+
+@pytest.mark.parametrize(("given", "number"), [(None, "32"), ("8", "8"), ("1", "1")])
+def test_all_hardware_queues_are_used_unless_the_environment_says_otherwise(
+    given: str | None, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONNECTIONS, given or "")
+    if given is None:
+        monkeypatch.delenv(CONNECTIONS)
+    use_all_connections()
+    assert os.environ[CONNECTIONS] == number
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,6 +8,7 @@ rounding, and what becomes of it. The bounds below are a few times what was seen
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from waiting import PATIENCE
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.device import PitchedCopy, Stream
-from nanovllm.errors import EngineError
-from nanovllm.features.cpu_attention.host_blocks import BalancedShare
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.features.cpu_attention import host_blocks
+from nanovllm.features.cpu_attention.balance import BalancedShare, StepTimes
 
 BLOCK, VOCAB = 16, 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
@@ -207,9 +209,8 @@ def test_cpu_attention_runs_beside_the_launching_thread(model_dir: Path, monkeyp
     assert set(threads) == {"kv-cpu-attention"}
 
 
-def test_queries_and_partial_states_are_two_small_copies_a_layer(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_and_partial_states_are_not_copied(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write and read them in host memory: a copy of them would wait behind the loads of the ring."""
     add_cpu_attention_streams(monkeypatch)
     copies: list[PitchedCopy] = []
     copy_2d = DeviceOfItsOwn.copy_2d
@@ -227,13 +228,34 @@ def test_queries_and_partial_states_are_two_small_copies_a_layer(
         before = llm.kv_stats().transfers
         llm.generate([[*prompt, 1] for prompt in prompts], greedy(1), use_tqdm=False)
         moved = llm.kv_stats().transfers - before
-        spec = llm._runner.spec
-    rows, copied = 2, {"h2d": moved.h2d_copies, "d2h": moved.d2h_copies}
-    staged = {kind: [c for c in copies if c.kind == kind and c.height == 1 and c.width < 4096] for kind in copied}
-    assert {kind: len(found) for kind, found in staged.items()} == {"h2d": spec.num_layers, "d2h": spec.num_layers}
-    assert {c.width for c in staged["d2h"]} == {rows * spec.num_heads * spec.head_dim * 4}
-    assert {c.width for c in staged["h2d"]} == {rows * spec.num_heads * (spec.head_dim + 1) * 4}
-    assert len(copies) == sum(copied.values()) + 2 * spec.num_layers
+    assert moved.cpu_attention_blocks > 0
+    assert Counter(copy.kind for copy in copies) == Counter(h2d=moved.h2d_copies, d2h=moved.d2h_copies)
+
+
+def test_an_engine_has_few_streams(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those of computation, of the clock and of KV on disk, fewer than a GPU has hardware queues by default."""
+    names: list[str] = []
+    make = DeviceOfItsOwn.new_call_stream
+    monkeypatch.setattr(
+        DeviceOfItsOwn, "new_call_stream", lambda device, name: (names.append(name), make(device, name))[1]
+    )
+    add_cpu_attention_streams(monkeypatch)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
+        force_share(llm, 0.5)
+        token_ids(llm, random_prompt(9 * BLOCK, VOCAB, 3), greedy(4))
+    assert names == ["kv-loads", "kv-stores", "kv-moves", "kv-cpu-attention"]
+
+
+def test_a_device_whose_kernels_cannot_reach_host_memory_has_no_cpu_attention(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Apart(DeviceOfItsOwn):
+        def mapped(self, host: Tensor) -> None:  # type: ignore[override]
+            return None
+
+    add_cpu_attention_streams(monkeypatch, Apart)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
+        assert kv_cache(llm).cpu_attention is None
 
 
 @pytest.mark.parametrize("device", [None, DeviceOfItsOwn, SilentDevice])
@@ -292,20 +314,58 @@ def test_without_a_forced_share_rates_decide(
     assert counted.cpu_attention_blocks == layers * (round(on_host * 2 / 3) if concurrent else on_host)
 
 
-def test_rates_are_corrected_from_the_link_and_cpu_attention(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_sees_every_decode_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bytes that the step had on the host, and those that the CPU read in one layer of it."""
     add_cpu_attention_streams(monkeypatch)
-    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
-        seen: list[tuple[int, int]] = []
-        monkeypatch.setattr(
-            BalancedShare, "observe", lambda _, link, on_host: seen.append((link.num_bytes, on_host.num_bytes))
-        )
-        force_share(llm, 1.0)
-        llm.generate(random_prompt(9 * BLOCK, VOCAB, 1), greedy(3), use_tqdm=False)
+    seen: list[StepTimes] = []
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40, max_num_batched_tokens=40)) as llm:
+        force_share(llm, 0.5)
+        monkeypatch.setattr(cpu_attention(llm).policy, "observe", seen.append)
+        llm.generate(random_prompt(9 * BLOCK, VOCAB, 1), greedy(4), use_tqdm=False)
+        assert len(seen) == 2, "of three; the last is seen in the next step, and no chunk is"
+        moved = llm.kv_stats().transfers
         llm.engine.add_request("last", None, greedy(1), [1])
         llm.engine.step()
-        counted, before = llm.kv_stats().transfers, seen[0]
-    partial_bytes = seen[-1][0] - before[0] - counted.h2d_bytes  # the results of CPU attention come back the same way
-    assert seen[-1][1] == counted.cpu_attention_bytes > 0 and partial_bytes > 0 and len(seen) == 4
+        layers, token_bytes = llm._runner.spec.num_layers, kv_cache(llm).layout.token_layer_bytes
+        resident = llm.kv_stats().resident_blocks
+    assert [step.host_bytes for step in seen] == [
+        layers * token_bytes * (9 * BLOCK + step - resident * BLOCK) for step in range(3)
+    ]
+    assert sum(layers * step.cpu_bytes for step in seen) == moved.cpu_attention_bytes
+    assert all(step.seconds > 0 and step.late != 0 for step in seen)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_policy_sees_steps_with_and_without_cpu_attention(
+    model_dir: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_cpu_attention_streams(monkeypatch)
+    seen: list[StepTimes] = []
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
+        force_share(llm, share)
+        monkeypatch.setattr(cpu_attention(llm).policy, "observe", seen.append)
+        llm.generate(random_prompt(9 * BLOCK, VOCAB, 1), greedy(5), use_tqdm=False)
+    assert len(seen) == 3 and all((step.cpu_bytes > 0) == (share > 0) for step in seen)
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [(None, 6), ("3", 3), ("1", 1), ("0", None), ("-1", None), ("many", None), ("", None)]
+)
+def test_threads_leave_cores_to_the_process(given: str | None, threads: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(host_blocks.os, "sched_getaffinity", lambda _: set(range(8)))
+    if given is not None:
+        monkeypatch.setenv("NANOVLLM_CPU_ATTENTION_THREADS", given)
+    if threads is None:
+        with pytest.raises(ConfigError, match=r"NANOVLLM_CPU_ATTENTION_THREADS=.*must be a positive number of threads"):
+            host_blocks.cpu_attention_threads()
+    else:
+        assert host_blocks.cpu_attention_threads() == threads
+
+
+def test_one_thread_is_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert host_blocks.cpu_attention_threads() == 1
 
 
 def replace_attend(patch: pytest.MonkeyPatch, owner: Any, attend: Callable[..., None]) -> None:

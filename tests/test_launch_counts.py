@@ -8,17 +8,17 @@ blocks get new tokens, and `written groups` have one of them:
     kernels declared    as many, and written blocks
     loads               groups, and one for a block of which only a part is stored
     stores              written blocks
-    waits               2 groups + written groups
-    records             2 groups + written groups
+    waits               2 groups + 2 written groups
+    records             2 groups + 2 written groups
     host waits          none; a step reads its sampled tokens, and nothing else
 
 So a group without new tokens, which is 16 MiB or more, takes 2 launches, 2 waits, 2 records and 1 copy. A step waits
-once for what was stored before it: at most 2 waits and a record for each stream of the ring, and one record.
+once for what was stored before it: 2 waits and 2 records.
 
 A layer-by-layer prefill reads blocks one by one, and is held to the sum over chunks of
 
-    waits               3 reads + 2 written
-    records             2 reads + 2 written
+    waits               3 reads + 3 written
+    records             2 reads + 3 written
 
 A decode step with graphs, on the host: of a whole step one replay, one kernel declared and a copy to the device for the
 inputs, one for the slots and one for each table, however many layers there are; under offload a replay for each layer
@@ -140,14 +140,13 @@ def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Coun
         "attends": 1 + groups,
         "h2d": groups + is_part,
         "d2h": written,
-        "waits": 2 * groups + written_groups,
-        "records": 2 * groups + written_groups,
+        "waits": 2 * groups + 2 * written_groups,
+        "records": 2 * groups + 2 * written_groups,
     }
     if way == "layer-major":
         most |= {"kernels": end + (end - begin), "h2d": reads}
-        most |= {"waits": 3 * reads + 2 * written, "records": 2 * reads + 2 * written}
-    streams = len(engine.order._group_streams)
-    once = Counter({"waits": 2 * streams, "records": streams + 1})
+        most |= {"waits": 3 * reads + 3 * written, "records": 2 * reads + 3 * written}
+    once = Counter({"waits": 2, "records": 2})
     return Counter({name: LAYERS * count for name, count in most.items()}) + once
 
 
@@ -207,11 +206,10 @@ def test_a_group_of_a_decode_step_is_a_copy_two_waits_and_two_records(
                 llm.engine.step()
             counted_step(llm)
             found.append(counted_step(llm))
-            streams = len(kv_cache(llm).engine.order._group_streams)
     more = found[1] - found[0]
     once = {name: more.pop(name) - 2 * 2 * LAYERS for name in ("waits", "records")}
     assert more == {"attends": 2 * LAYERS, "kernels": 2 * LAYERS, "h2d": 2 * LAYERS}
-    assert all(abs(count) <= streams for count in once.values()), "of the step: for what was stored before it"
+    assert all(abs(count) <= 2 for count in once.values()), "of the step: for what was stored before it"
 
 
 def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +318,7 @@ def test_pieces_are_a_replay_for_each_layer_and_one_more(model_dir: Path, monkey
     counts, operators, replays = graph_step(model_dir, monkeypatch, False, **engine)
     assert replays == LAYERS + 1 and counts["host waits"] == 0
     # Each sequence has two blocks, of which the second is written: three groups of two at most.
-    most = {"kernels": 1 + 3 + 3, "h2d": 6, "d2h": 3, "waits": 2 * 3 + 3, "records": 2 * 3 + 3}
-    once = {"waits": 2 * 2, "records": 2 + 1}  # with two streams
+    most = {"kernels": 1 + 3 + 3, "h2d": 6, "d2h": 3, "waits": 2 * 3 + 2 * 3, "records": 2 * 3 + 2 * 3}
+    once = {"waits": 2, "records": 2}
     assert all(counts[name] <= LAYERS * count + once.get(name, 0) for name, count in most.items()), counts
     assert not any(name.startswith(WAITING_OPERATORS) for name in operators), operators

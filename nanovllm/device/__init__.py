@@ -9,7 +9,7 @@ import torch
 from nanovllm.device.base import Busy, CallStream, CopyKind, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import BusyMeter
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.cuda import CudaDevice, check_cuda
+from nanovllm.device.cuda import CudaDevice, check_cuda, use_all_connections
 from nanovllm.errors import ConfigError
 from nanovllm.ops import select_backend
 
@@ -37,6 +37,8 @@ def create_device(name: str | None) -> Device:
     """The device called `name`. None selects CUDA if it is usable and the CPU otherwise. Raises ConfigError."""
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of cpu, cuda")
+    if name != "cpu":
+        use_all_connections()  # before the first call of CUDA
     if name == "cuda" or (name is None and _can_use_cuda()):
         return CudaDevice()
     return CpuDevice()

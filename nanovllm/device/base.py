@@ -151,6 +151,10 @@ class Device(ABC):
         """Uninitialised host memory that copies reach directly (pinned, on CUDA)."""
 
     @abstractmethod
+    def mapped(self, host: Tensor) -> Tensor | None:
+        """Memory of `empty_host` as kernels of the device read and write it, over the link; None if they cannot."""
+
+    @abstractmethod
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         """Submit a copy to `stream`, which is not the compute stream. Returns the number of copies: 1, or one per row
         if a pitch exceeds the limit of the device."""

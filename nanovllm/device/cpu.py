@@ -207,6 +207,9 @@ class CpuDevice(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.empty(name, shape, dtype)
 
+    def mapped(self, host: Tensor) -> Tensor:
+        return host
+
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
         # The closures do not hold the device: queued copies would keep it from being collected.

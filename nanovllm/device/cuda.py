@@ -8,6 +8,7 @@ user: torch would give the same 32 to everybody in turn, other engines of the pr
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
+
+POLLED_CALLS = "NANOVLLM_POLLED_CALLS"  # in the environment: 1 for `PolledCallStream`
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_CONNECTIONS = 32
 
 _HIGH_PRIORITY = -1
 _ORIGIN_SECONDS = 4.0  # CUDA reports elapsed time as fp32 milliseconds, exact to half a microsecond up to here
@@ -150,17 +155,53 @@ class CudaCallStream(CudaStream, CallStream):
     def launch(self, task: HostTask) -> None:
         function, data = task.take()
         try:
-            _sgdma.launch_host_task(function, data, self.inner.cuda_stream)
+            self._submit(function, data)
         except RuntimeError:
             task.drop(data)
             raise
         self._launched.append(task)
+
+    def _submit(self, function: int, data: int) -> None:
+        _sgdma.launch_host_task(function, data, self.inner.cuda_stream)
 
     def synchronize(self) -> None:
         super().synchronize()
         launched, self._launched = self._launched, []
         for failure in filter(None, (task.failure() for task in launched)):
             raise EngineError(f"work on stream {self.name} failed: {failure}")
+
+
+class PolledCallStream(CudaCallStream):
+    """Runs host tasks on a thread of this process, which polls a word in host memory that the stream writes, and writes
+    one for which the stream waits.
+
+    For machines on which a thread of the driver begins a task late. The thread takes a core as long as tasks are under
+    way, and an engine that is closed, or whose device has failed, ends it.
+    """
+
+    def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock, words: Tensor) -> None:
+        """words: 128 bytes of page-locked memory. Raises RuntimeError if the device's kernels cannot reach it."""
+        super().__init__(name, inner, clock)
+        self._words = words
+        self._polled = _sgdma.PolledCalls(words.data_ptr(), _sgdma.device_address(words.data_ptr()))
+        weakref.finalize(self, self._polled.close)  # before the words go, and at the process's end
+
+    def _submit(self, function: int, data: int) -> None:
+        self._polled.launch(function, data, self.inner.cuda_stream)
+
+    def close(self) -> None:
+        super().close()
+        self._polled.close()
+
+
+class MappedBytes:
+    """The memory of a contiguous host tensor at its address on the device, in the form that torch makes tensors of."""
+
+    def __init__(self, host: Tensor, address: int) -> None:
+        self._host = host  # torch keeps this object for as long as the memory is in use
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
 
 
 class CudaDevice(Device):
@@ -195,7 +236,12 @@ class CudaDevice(Device):
         return stream
 
     def new_call_stream(self, name: str) -> CallStream:
-        stream = CudaCallStream(name, own_stream(self.torch_device), self._clock)
+        inner = own_stream(self.torch_device)
+        if os.environ.get(POLLED_CALLS) == "1":
+            words = self.empty_host("words of calls", (128,), torch.uint8)
+            stream: CudaCallStream = PolledCallStream(name, inner, self._clock, words)
+        else:
+            stream = CudaCallStream(name, inner, self._clock)
         self._streams.append(stream)
         return stream
 
@@ -213,6 +259,15 @@ class CudaDevice(Device):
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return empty_pinned(name, shape, dtype, self._page_lock, node=nearest_node(self.torch_device.index))
+
+    def mapped(self, host: Tensor) -> Tensor | None:
+        """A tensor of this device over the host's memory, which it keeps alive."""
+        try:
+            address = _sgdma.device_address(host.data_ptr())
+        except RuntimeError:
+            return None
+        bytes_there = torch.as_tensor(MappedBytes(host, address), device=self.torch_device)
+        return bytes_there.view(host.dtype).view(host.shape)
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CudaStream) and stream is not self._compute, "copies run on transfer streams"
@@ -278,6 +333,15 @@ class CudaDevice(Device):
             for stream in self._streams:
                 stream.close()
             self._clock.close()
+
+
+def use_all_connections() -> None:
+    """Let later CUDA contexts divide their streams among all hardware queues, unless the environment names a number.
+
+    Work of two streams in one queue waits for each other. An engine has fewer streams than the eight queues that CUDA
+    has by default, but a process may have several engines, and other users of CUDA.
+    """
+    os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
 
 
 def check_cuda() -> None:

@@ -60,6 +60,9 @@ class DeviceWrapper(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.inner.empty_host(name, shape, dtype)
 
+    def mapped(self, host: Tensor) -> Tensor | None:
+        return self.inner.mapped(host)
+
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         return self.inner.copy_2d(copy, stream)
 

@@ -59,7 +59,7 @@ class OffloadEngine(KVPools):
         """group_slots: the most host blocks in a group; None means `DeviceSplit.group_slots`."""
         self.group_slots = group_slots or split.group_slots(layout.block_layer_bytes)
         self._num_groups = min(split.ring_slots, max(1, split.ring_slots // self.group_slots))
-        super().__init__(device, layout, dtype, split, num_host_blocks, num_swap_blocks, self._num_groups)
+        super().__init__(device, layout, dtype, split, num_host_blocks, num_swap_blocks)
         self.layerwise_memory = layerwise_memory
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
         self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
@@ -149,13 +149,13 @@ class OffloadEngine(KVPools):
 
     def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
-        stream = self.order.before_fill(group)
-        self._copy(group, layer, uses, "h2d", stream)
-        self.order.after_fill(group, stream)
+        self._copy(group, layer, uses, "h2d", self.order.before_fill(group))
+        self.order.after_fill(group)
 
     def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
         self._copy(group, layer, uses, "d2h", self.order.before_store(group))
+        self.order.after_store(group)
 
     def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
         """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""

@@ -31,9 +31,7 @@ class KVPools:
         split: DeviceSplit,
         num_host_blocks: int = 0,
         num_swap_blocks: int = 0,
-        num_groups: int = 0,
     ) -> None:
-        """num_groups: of ring slots; see `TransferOrder`."""
         self.device = device
         self.layout = layout
         self.split = split
@@ -44,7 +42,7 @@ class KVPools:
         # By KV group, in the shape of its blocks.
         self.resident_of, self.host_of = layout.views(self.resident), layout.views(self.host)
         self.states: StatePool | None = None  # of recurrent layers
-        self.order = TransferOrder(device, num_groups)
+        self.order = TransferOrder(device)
         self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
 
     @property

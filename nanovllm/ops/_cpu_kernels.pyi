@@ -328,13 +328,6 @@ def quantize_rows(
 ) -> None:
     """Rows [tokens, heads, head_dim + 4] of x, whose strides are (token, head), both as addresses."""
 
-class Meter:
-    """What tasks have read so far, and in what time."""
-
-    def __init__(self) -> None: ...
-    def read(self) -> tuple[int, float]:
-        """Bytes and seconds."""
-
 class HostTask:
     """One layer of a step's attention, for any thread to run."""
 
@@ -371,8 +364,6 @@ class HostAttention:
         window: int,
         scale: float,
         threads: int,
-        read_bytes: int,
-        meter: Meter,
     ) -> None: ...
     def task(self, block_offset: int) -> HostTask:
         """The task whose blocks lie so many bytes behind the addresses given."""

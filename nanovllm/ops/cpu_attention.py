@@ -20,8 +20,6 @@ from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose, dtype_name, misfit
 from nanovllm.ops.kv_quantization import head_dim_of
 
-Meter = _cpu_kernels.Meter
-
 MAX_STEP_ROWS = 24  # of `PagedStep`: with more rows the overhead of Python is negligible
 _HEAD_DIM_MULTIPLE = 16
 _SEQUENCE_FIELDS = 7
@@ -190,14 +188,11 @@ class HostAttention:
         window: int | None,
         *,
         num_threads: int,
-        read_bytes: int,
-        meter: Meter,
     ) -> None:
         """q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each
         block contiguous; each layer has an offset in it. All memory must stay valid until the tasks have run.
 
-        read_bytes: KV bytes that a task reads. Raises ValueError for an unsupported head size, and for metadata outside
-        of q.
+        Raises ValueError for an unsupported head size, and for metadata outside of q.
         """
         block_bytes = pool.stride(0) * pool.element_size()
         # C++ copies the tables; `addresses` keeps them until then.
@@ -206,7 +201,6 @@ class HostAttention:
             **_rows_of(q, state.out, state.lse), **_kernel_of(q.dtype, pool.dtype),
             calls=[(b.data_ptr(), len(b), rows.data_ptr(), len(rows)) for b, rows in addresses],
             kv_heads=pool.shape[2], block_size=pool.shape[3], window=window or 0, scale=scale, threads=num_threads,
-            read_bytes=read_bytes, meter=meter,
         )  # fmt: skip
 
     def task(self, layer_offset: int) -> _cpu_kernels.HostTask:
@@ -217,7 +211,4 @@ class HostAttention:
 def empty_task() -> _cpu_kernels.HostTask:
     """A task that does nothing, to measure the time of a launch."""
     q, pool = torch.zeros(0, 1, 16), torch.zeros(1, 2, 1, 1, 16)
-    attention = HostAttention(
-        q, pool, [], AttentionState.empty(q), 1.0, None, num_threads=1, read_bytes=0, meter=Meter()
-    )
-    return attention.task(0)
+    return HostAttention(q, pool, [], AttentionState.empty(q), 1.0, None, num_threads=1).task(0)

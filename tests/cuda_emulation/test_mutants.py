@@ -63,7 +63,7 @@ def late(kind: str | None, seed: int) -> Iterator[None]:
 
             def copy_late(device: CudaDevice, copy: PitchedCopy, stream: Any) -> int:
                 assert isinstance(stream, CudaStream)
-                if copy.kind == "d2h" and stream.name.startswith("kv-slots"):
+                if copy.kind == "d2h" and stream.name == "kv-stores":
                     seconds = random.uniform(0, LATE["stores"] / 1e6)
                     emulated_gpu.push(stream.inner.cuda_stream, lambda: time.sleep(seconds))
                 return copy_2d(device, copy, stream)

@@ -1,111 +1,167 @@
-"""Measures the initial bandwidths for CPU attention when the engine starts, in some ten milliseconds."""
+"""Measures the initial bandwidths for CPU attention when the engine starts, in some ten milliseconds.
+
+On the engine's own memory and streams: up to 256 MiB of the host pool, which no processor's cache holds, and the ring.
+Link and CPU attention are measured at the same time, as they work in a step, since both read host memory; the link is
+measured alone too.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from nanovllm.device import Device, PitchedCopy
+from nanovllm.device import PitchedCopy
 from nanovllm.features.cpu_attention.shares import Bandwidths
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.transfer_order import NUM_GROUP_STREAMS
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import empty_task
 from nanovllm.ops.kv_quantization import head_dim_of
 from nanovllm.ops.timing import attend_once, call_seconds
 
-_PROBE_BYTES = 32 << 20  # of KV: more than most processor caches hold, and quickly read
+_PROBE_BYTES = 256 << 20  # of KV
 _ROUNDS = 3
 _PASSES = 17  # of the device over its KV: one takes a GPU less time than its launch takes the host
+_BESIDE = 3  # times that CPU attention takes alone, for which the link is kept busy beside it
+_MOST_LOADS = 32  # of all of the probe
 
 
 def measure_bandwidths(
     engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, host_backend: AttentionBackend
 ) -> Bandwidths:
-    """Copy and attend to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer.
+    """Copy and attend to as much KV as the host pool holds, at most 256 MiB or two blocks of one layer.
 
-    For a device with its own processor. A device that shares the host's needs no measurement: use `ONE_PROCESSOR`.
+    For a device with its own processor, whose engine has the stream of CPU attention. A device that shares the host's
+    processor needs no measurement: use `ONE_PROCESSOR`.
     """
-    device, layout, dtype = engine.device, engine.layout.widest, engine.host.dtype
-    most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
-    shape = (min(most, layout.planes * engine.num_host_blocks), *layout.block_shape)
-    host, on_device = device.empty_host("probe", shape, dtype), device.empty("probe", shape, dtype)
-    host.zero_()
-    link = host.nbytes / _seconds_of_copies(device, on_device, host, layout.block_layer_bytes)
-    host_rate = host.nbytes / _seconds_of_attention(host, geometry, host_backend)
-    finish = device.compute_stream.synchronize
-    once, often = (_seconds_of_attention(on_device, geometry, backend, finish, passes) for passes in (1, _PASSES))
-    device_rate = (_PASSES - 1) * on_device.nbytes / max(often - once, 1e-9)
-    return Bandwidths(link, host_rate, device_rate, round_trip=_seconds_of_round_trip(engine, host))
+    probe = Probe(engine, geometry, backend, host_backend)
+    loading, attending = _least_seconds(probe.load), _least_seconds(probe.attend_on_host)
+    loads = min(math.ceil(_BESIDE * attending / loading), _MOST_LOADS)
+    link, host = probe.rates_beside(loads) or (probe.loaded_bytes / loading, probe.attended_bytes / attending)
+    return Bandwidths(
+        link, host, probe.device_rate(), probe.seconds_of_round_trip(), link_alone=probe.loaded_bytes / loading
+    )
 
 
-def _seconds_of_copies(device: Device, dst: Tensor, src: Tensor, width: int) -> float:
-    """Seconds to copy all blocks, one by one as the ring loads them."""
-    stream = device.new_stream("kv-probe")
+class Probe:
+    """Loads through the ring, and attention over host blocks and over the ring's slots, without a step."""
 
-    def copy() -> None:
-        for to, block in zip(dst, src, strict=True):
-            device.copy_2d(PitchedCopy(to, block, width, width, width, 1, "h2d"), stream)
-        stream.synchronize()
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        host_backend: AttentionBackend,
+    ) -> None:
+        self._engine, self._device = engine, engine.device
+        self._backend, self._host_backend = backend, host_backend
+        layout, self._geometry = engine.layout, geometry
+        widest = max(range(len(layout.groups)), key=lambda index: layout.of_groups[index].token_layer_bytes)
+        block = layout.block_layer_bytes
+        most = max(2, _PROBE_BYTES // block)  # layers of blocks
+        blocks = min(most, engine.num_host_blocks)
+        planes = min(layout.planes, max(1, most // blocks))
+        host, slots = engine.host_of[widest], layout.views(engine.ring)[widest]
+        self._pools: Sequence[Tensor] = [host[:blocks, plane] for plane in range(planes)]
+        self.attended_bytes = blocks * planes * slots[0].nbytes
+        resident = engine.resident_of[widest][0]
+        self._on_device = resident if len(resident) > len(slots) else slots
+        group = engine.group_slots
+        self._copies = [
+            (index, plane, min(group, planes - plane)) for index in range(blocks) for plane in range(0, planes, group)
+        ]
+        self.loaded_bytes = blocks * planes * block
+        self._stream = engine.order.before_fill(0)
 
-    return _least_seconds(copy)
+    # ---- the link
 
+    def load(self) -> None:
+        self._begin_loads()
+        self._stream.synchronize()
 
-def _seconds_of_attention(
-    pool: Tensor,
-    geometry: AttentionGeometry,
-    backend: AttentionBackend,
-    finish: Callable[[], None] = lambda: None,
-    passes: int = 1,
-) -> float:
-    """Seconds of a call for one query token over all of the pool `[blocks, 2, kv_heads, block_size, head_dim]`.
+    def _begin_loads(self) -> None:
+        """All blocks, in groups of planes, which are neighbours; one group of the ring after the other."""
+        engine, block, group = self._engine, self._engine.layout.block_layer_bytes, self._engine.group_slots
+        for number, (index, plane, count) in enumerate(self._copies):
+            to = engine.ring[number % max(1, engine.split.ring_slots // group) * group :]
+            self._device.copy_2d(
+                PitchedCopy(to, engine.host[index, plane], block, block, block, count, "h2d"), self._stream
+            )
 
-    passes: how often the sequence has these blocks.
-    """
-    blocks, _, _, block_size, _ = pool.shape
-    q = torch.zeros(1, geometry.num_heads, head_dim_of(pool), dtype=geometry.dtype, device=pool.device)
-    end = passes * blocks * block_size
-    table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, [*range(blocks)] * passes)])
+    # ---- CPU attention
 
-    return _least_seconds(lambda: attend_once(backend, q, pool, [table]), finish)
+    def attend_on_host(self) -> None:
+        for pool in self._pools:
+            self._attend(self._host_backend, pool)
 
+    def rates_beside(self, loads: int) -> tuple[float, float] | None:
+        """Bytes per second of the link and of CPU attention at the same time; None if they did not meet."""
+        begin = self._stream.mark()
+        for _ in range(loads):
+            self._begin_loads()
+        end = self._stream.mark()
+        attended, start, now = 0, time.perf_counter(), 0.0
+        while end.seconds() is None:
+            self.attend_on_host()
+            attended, now = attended + self.attended_bytes, time.perf_counter()
+        self._stream.synchronize()
+        times = begin.seconds(), end.seconds()
+        if not attended or times[0] is None or times[1] is None or times[1] <= times[0]:
+            return None
+        return loads * self.loaded_bytes / (times[1] - times[0]), attended / (now - start)
 
-def _seconds_of_round_trip(engine: OffloadEngine, host: Tensor) -> float:
-    """Seconds of a small copy to the host, an empty task and a small copy back, each waiting for the one before.
+    # ---- the device
 
-    While the ring is being loaded, as in a step: the copy back may have to wait for loads that the link has begun.
-    """
-    device, block, group = engine.device, engine.layout.widest.block_layer_bytes, min(engine.group_slots, len(host))
-    copies, calls = device.new_stream("kv-probe-copies"), device.new_call_stream("kv-probe-calls")
-    slots = range(0, engine.split.ring_slots // group * group, group)[:NUM_GROUP_STREAMS]
-    loads = [(device.new_stream(f"kv-probe-load-{first}"), engine.ring[first:]) for first in slots]
-    there, back = device.new_event(), device.new_event()
-    small, small_on_host = device.empty("probe", (4096,), torch.uint8), device.empty_host("probe", (4096,), torch.uint8)
+    def device_rate(self) -> float:
+        finish, pool = self._device.compute_stream.synchronize, self._on_device
+        once, often = (
+            _least_seconds(lambda passes=passes: self._attend(self._backend, pool, passes), finish)  # type: ignore[misc]
+            for passes in (1, _PASSES)
+        )
+        return (_PASSES - 1) * pool.nbytes / max(often - once, 1e-9)
 
-    def round_trip() -> float:
-        for stream, to in loads:
-            stream.synchronize()
-            device.copy_2d(PitchedCopy(to, host, block, block, block, group, "h2d"), stream)
-        start = time.perf_counter()
-        device.copy_2d(PitchedCopy(small_on_host, small, 4096, 4096, 4096, 1, "d2h"), copies)
-        copies.record(there)
-        calls.wait(there)
-        calls.launch(empty_task())
-        calls.record(back)
-        copies.wait(back)
-        device.copy_2d(PitchedCopy(small, small_on_host, 4096, 4096, 4096, 1, "h2d"), copies)
-        copies.synchronize()
-        return time.perf_counter() - start
+    def seconds_of_round_trip(self) -> float:
+        """From queries on the device to a partial state that was read there, without attention, while the link loads.
 
-    seconds = statistics.median([round_trip() for _ in range(1 + _ROUNDS)][1:])
-    for stream, _ in loads:
-        stream.synchronize()
-    return seconds
+        Submitted while the device is busy, as in a step, and timed by the device.
+        """
+        device, order = self._device, self._engine.order
+        on_device = device.empty("probe", (4096,), torch.uint8)
+        host = device.empty_host("probe", (4096,), torch.uint8)
+        mapped = device.mapped(host)
+        assert mapped is not None, "without it there is no CPU attention"
+
+        def round_trip() -> float:
+            self._begin_loads()
+            self._attend(self._backend, self._on_device, _PASSES)
+            begin = device.compute_stream.mark()
+            torch.mul(on_device, 1, out=mapped)
+            order.before_cpu_attention_call().launch(empty_task())
+            order.after_cpu_attention_call()
+            order.before_merge()
+            torch.mul(mapped, 1, out=on_device)
+            end = device.compute_stream.mark()
+            device.compute_stream.synchronize()
+            self._stream.synchronize()
+            times = begin.seconds(), end.seconds()
+            return 0.0 if times[0] is None or times[1] is None else times[1] - times[0]
+
+        seconds = statistics.median([round_trip() for _ in range(1 + _ROUNDS)][1:])
+        order.finish_cpu_attention()
+        return seconds
+
+    def _attend(self, backend: AttentionBackend, pool: Tensor, passes: int = 1) -> None:
+        """One query token over all of the pool `[blocks, 2, kv_heads, block_size, head_dim]`, so often."""
+        blocks, _, _, block_size, _ = pool.shape
+        q = torch.zeros(1, self._geometry.num_heads, head_dim_of(pool), dtype=self._geometry.dtype, device=pool.device)
+        end = passes * blocks * block_size
+        table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, [*range(blocks)] * passes)])
+        attend_once(backend, q, pool, [table])
 
 
 def _least_seconds(work: Callable[[], None], finish: Callable[[], None] = lambda: None) -> float:

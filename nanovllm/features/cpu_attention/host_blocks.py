@@ -1,42 +1,46 @@
 """CPU attention of host blocks: the CPU attends to blocks in host memory while the others are loaded through the ring.
 
 Where the device shares the host's cores and memory, CPU attention is a call among the others, in the order of the
-blocks, and results are bit-identical to those without it. Elsewhere it runs concurrently with the device: queries are
-copied to the host, C++ attends on a stream of its own, and the partial result is copied back and merged last, in fp32.
+blocks, and results are bit-identical to those without it. Elsewhere it runs concurrently with the device: a kernel
+writes the queries to host memory, C++ attends on a stream of its own, and the merge, last and in fp32, reads the
+partial state where it is. No copy has to wait behind loads of many MiB.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from nanovllm.device import Busy, Device, PitchedCopy, Stream
+from nanovllm.device import Device
+from nanovllm.errors import ConfigError, quoted
+from nanovllm.features.cpu_attention.balance import BalancedShare, StepTimes
 from nanovllm.features.cpu_attention.bandwidth import measure_bandwidths
 from nanovllm.features.cpu_attention.shares import (
     MAX_CPU_ATTENTION_TOKENS,
     ONE_PROCESSOR,
-    Bandwidths,
     HostRead,
     LayerLoad,
-    blocks_for_cpu_attention,
     can_attend_concurrently,
-    corrected,
     cpu_attention_query_len,
 )
+from nanovllm.features.cpu_attention.step_clock import StepClock
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
-from nanovllm.ops.cpu_attention import HostAttention, Meter
+from nanovllm.ops.cpu_attention import HostAttention
 from nanovllm.ops.merge import merge_states_
 
 logger = logging.getLogger(__name__)
+
+THREADS = "NANOVLLM_CPU_ATTENTION_THREADS"  # in the environment
+LEFT_CORES = 2  # for the thread that drives the device and for the thread of the driver that runs the tasks' beginnings
 
 _GRANULE = 16  # bytes that partial states are padded to
 
@@ -51,52 +55,39 @@ def make_cpu_attention(
     """
     device, head_dims = engine.device, engine.layout.head_dims
     unsupported = [head_dim for head_dim in head_dims if not can_attend_concurrently(head_dim)]
-    if unsupported and not device.shares_host:
+    host_backend = cpu_attention_backend(device, (unsupported or head_dims)[0])
+    if device.shares_host:
+        policy = BalancedShare(ONE_PROCESSOR, layer_weight_bytes)
+        return HostBlockAttention(engine, geometry, host_backend, policy)
+    if unsupported:
         logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", unsupported[0])
         return None
-    host_backend = cpu_attention_backend(device, (unsupported or head_dims)[0])
-    rates = ONE_PROCESSOR
-    if not device.shares_host:
-        with device.compute():
-            rates = measure_bandwidths(engine, geometry, backend, host_backend)
-        gb_s = (rate / 1e9 for rate in (rates.link, rates.host, rates.device))
-        logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
+    if device.mapped(device.empty_host("probe", (_GRANULE,), torch.uint8)) is None:
+        logger.info("no CPU attention: the device's kernels cannot reach host memory")
+        return None
+    engine.order.add_cpu_attention_stream()
+    with device.compute():
+        rates = measure_bandwidths(engine, geometry, backend, host_backend)
+    gb_s = (rate / 1e9 for rate in (rates.link_alone or rates.link, rates.link, rates.host, rates.device))
+    told = "KV bandwidths in GB/s: link %.1f, beside CPU attention %.1f, CPU attention %.1f, device attention %.1f"
+    logger.info(told + "; round trip %.0f us", *gb_s, rates.round_trip * 1e6)
     return HostBlockAttention(engine, geometry, host_backend, BalancedShare(rates, layer_weight_bytes))
 
 
 def cpu_attention_threads() -> int:
-    """Threads of CPU attention next to a device: one core is left to the thread that drives the device."""
-    return max(1, torch.get_num_threads() - 1)
+    """Threads of CPU attention next to a device: NANOVLLM_CPU_ATTENTION_THREADS, or as many as torch computes with on
+    the cores that this process may use, but for two. Raises ConfigError for another value than a positive number."""
+    given = os.environ.get(THREADS)
+    if given is None:
+        return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - LEFT_CORES)
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{THREADS}={quoted(given)}: must be a positive number of threads")
+    return int(given)
 
 
 def cpu_attention_backend(device: Device, head_dim: int) -> AttentionBackend:
     """The attention backend that CPU attention uses on this device's host."""
     return select_cpu_backend(head_dim, None if device.shares_host else cpu_attention_threads())
-
-
-class BalancedShare:
-    """The share of a layer's host blocks for the CPU that minimises the layer's time.
-
-    Rates start as measured and follow what the steps achieve.
-    """
-
-    def __init__(self, rates: Bandwidths, weight_bytes: int) -> None:
-        self.rates = rates
-        self._at_start = rates
-        self._weight_bytes = weight_bytes  # of a layer
-        self._link, self._cpu_attention = Busy(), Busy()
-
-    def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
-        return blocks_for_cpu_attention(replace(load, weight_bytes=self._weight_bytes), self.rates)
-
-    def observe(self, link: Busy, cpu: Busy) -> None:
-        """Correct the rates by what link and CPU attention did since the engine started, given as running totals."""
-        start, now = self._at_start, self.rates
-        new_link, new_cpu_attention = link - self._link, cpu - self._cpu_attention
-        link_rate = corrected(now.link, start.link, new_link.num_bytes, new_link.seconds)
-        host_rate = corrected(now.host, start.host, new_cpu_attention.num_bytes, new_cpu_attention.seconds)
-        self.rates = replace(now, link=link_rate, host=host_rate)
-        self._link, self._cpu_attention = link, cpu
 
 
 class HostBlockAttention:
@@ -112,6 +103,7 @@ class HostBlockAttention:
         self._geometry = geometry
         self._backend = backend
         self._max_query_len = cpu_attention_query_len(geometry.num_heads, engine.layout.num_kv_heads)
+        self._is_decode = False  # whether the step has no longer chunk, which would take most of its time
         self._concurrent: ConcurrentCpuAttention | None = None
         if not engine.device.shares_host:
             self._concurrent = ConcurrentCpuAttention(engine, geometry, cpu_attention_threads())
@@ -122,10 +114,11 @@ class HostBlockAttention:
     def choose(
         self, reads: Sequence[Sequence[BlockRead]], sequences: Sequence[SequenceMetadata]
     ) -> list[frozenset[int]]:
-        """See `CpuAttention`. First corrects the rates from what earlier steps achieved; waits for nothing."""
+        """See `CpuAttention`. First tells the policy what earlier steps took; waits for nothing."""
         if self._concurrent is not None:
-            self.policy.observe(self._device.link_busy(), self._concurrent.busy())
+            self._concurrent.clock.tell()
         num_short = leading_short(sequences, self._max_query_len, MAX_CPU_ATTENTION_TOKENS)
+        self._is_decode = num_short == len(sequences)
         layouts = zip(reads, self._engine.layout.of_groups, strict=True)
         return [self._choose(of_group, layout.token_layer_bytes, num_short) for of_group, layout in layouts]
 
@@ -134,7 +127,7 @@ class HostBlockAttention:
         if any(plan.cpu_attention_groups for plan in plans):
             self._engine.order.before_cpu_attention()
         if self._concurrent is not None:
-            self._concurrent.begin_step(plans)
+            self._concurrent.begin_step(plans, self.policy.observe if self._is_decode else None)
 
     def end_step(self) -> None:
         if self._concurrent is not None:
@@ -152,16 +145,14 @@ class HostBlockAttention:
         self._count(index, [group])
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor) -> None:
-        if plan.concurrent:
-            assert self._concurrent is not None, "a device that shares the host has no concurrent groups"
+        if self._concurrent is not None:
             index, plane = self._engine.layout.groups.of_layer[layer]
             reads = self._memory_of(self._engine.host_of[index][:, plane], plan.concurrent)
             self._concurrent.start(layer, plan, q, reads)
             self._count(index, plan.concurrent)
 
     def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
-        if plan.concurrent:
-            assert self._concurrent is not None
+        if self._concurrent is not None:
             self._concurrent.merge(layer, plan, state)
 
     # ---- helpers
@@ -196,20 +187,20 @@ class ConcurrentCpuAttention:
     """The concurrent groups of a step, prepared when the step begins and launched layer by layer."""
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, num_threads: int) -> None:
+        self.clock = StepClock(engine)
         self._engine = engine
         self._device = engine.device
         self._geometry = geometry
         self._num_threads = num_threads
         by_size = {head_dim: Staging(engine.device, geometry, head_dim) for head_dim in engine.layout.head_dims}
         self._staging = [by_size[layout.head_dim] for layout in engine.layout.of_groups]  # by KV group
-        self._meter = Meter()
         self._prepared: Mapping[int, HostAttention] = {}  # of the step, by KV group
         self._launched = False  # in the current step
-        engine.order.add_cpu_attention_streams()
 
-    def begin_step(self, plans: Sequence[LayerPlan]) -> None:
-        """Prepare the concurrent block groups of the plans, which are by KV group."""
+    def begin_step(self, plans: Sequence[LayerPlan], observe: Callable[[StepTimes], None] | None) -> None:
+        """Prepare the concurrent block groups of the plans, which are by KV group; observe: see `StepClock`."""
         self._prepared = {index: self._prepare(index, plan) for index, plan in enumerate(plans) if plan.concurrent}
+        self.clock.begin_step(plans, observe)
 
     def end_step(self) -> None:
         """Raises EngineError if a task of the step failed. On some devices, streams that wait for a task do not."""
@@ -217,46 +208,43 @@ class ConcurrentCpuAttention:
             self._launched = False
             self._engine.order.finish_cpu_attention()
 
-    def busy(self) -> Busy:
-        """Bytes read since the start, and the time that took."""
-        return Busy(*self._meter.read())
-
     def start(self, layer: int, plan: LayerPlan, q: Tensor, reads: Iterable[Tensor]) -> None:
-        """Issue attention over `plan.concurrent`, with copies of the queries and of the result.
+        """Issue attention over `plan.concurrent`.
 
         reads: the parts of the host pool that are attended, for the ordering check.
         """
+        self.clock.layer_begins(layer)
+        if not plan.concurrent:
+            return
         group, plane = self._engine.layout.groups.of_layer[layer]
         staging, order = self._staging[group], self._engine.order
         rows, device = plan.concurrent_rows, self._device
-        device.declare_kernel("write queries for CPU attention", writes=(staging.queries[:rows].flatten(),))
-        staging.queries[:rows] = q[:rows]
+        queries = staging.host_queries[:rows].flatten()
+        device.declare_kernel("write queries for CPU attention", writes=(queries,))
+        torch.mul(q[:rows], 1, out=staging.queries[:rows])  # no copy, which might be one of the copy engines
         device.end_kernel()
-        staging.copy_queries(rows, order.before_queries())
         stream = order.before_cpu_attention_call()
-        device.declare_kernel(
-            "attend on the host",
-            reads=chain(reads, [staging.host_queries[:rows].flatten()]),
-            writes=(staging.used(staging.host_partial, rows),),
-            stream=stream,
-        )
+        partial = staging.used(rows)
+        device.declare_kernel("attend on the host", reads=chain(reads, [queries]), writes=(partial,), stream=stream)
         stream.launch(self._prepared[group].task(plane * self._engine.layout.block_layer_bytes))
         self._launched = True
-        staging.copy_partial(rows, order.before_partial())
-        order.after_partial()
+        self.clock.cpu_part_ends(layer, stream)
+        order.after_cpu_attention_call()
 
     def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
         """Merge the result of `start` into `state`, in place."""
-        staging, rows = self._staging[self._engine.layout.groups.of_layer[layer][0]], plan.concurrent_rows
-        self._engine.order.before_merge()
-        self._device.declare_kernel("merge CPU attention", reads=(staging.used(staging.partial, rows),))
-        partial = staging.state(staging.partial, rows)
-        merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
-        self._device.end_kernel()
+        if plan.concurrent:
+            staging, rows = self._staging[self._engine.layout.groups.of_layer[layer][0]], plan.concurrent_rows
+            self.clock.device_part_ends(layer)
+            self._engine.order.before_merge()
+            self._device.declare_kernel("merge CPU attention", reads=(staging.used(rows),))
+            partial = staging.state(staging.partial, rows)
+            merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+            self._device.end_kernel()
+        self.clock.layer_ends(layer)
 
     def _prepare(self, kv_group: int, plan: LayerPlan) -> HostAttention:
         staging, rows = self._staging[kv_group], plan.concurrent_rows
-        token_bytes = self._engine.layout.of_groups[kv_group].token_layer_bytes
         return HostAttention(
             staging.host_queries[:rows],
             self._engine.host_of[kv_group][:, 0],
@@ -265,29 +253,25 @@ class ConcurrentCpuAttention:
             self._geometry.scale,
             self._engine.layout.groups[kv_group].window,
             num_threads=self._num_threads,
-            read_bytes=sum(group.read_tokens for group in plan.concurrent) * token_bytes,
-            meter=self._meter,
         )
 
 
 class Staging:
-    """Buffers on device and host for the queries of a step's short sequences, and for their partial state.
+    """Host buffers for the queries of a step's short sequences and for their partial state, as both sides see them.
 
-    A partial state of n rows is contiguous, so that it takes one copy: output `[n, heads, head_dim]`, then LSE
-    `[heads, n]`, fp32. One buffer of each kind suffices, since a layer's partial state is merged before the next layer
-    has queries.
+    A partial state of n rows is contiguous: output `[n, heads, head_dim]`, then LSE `[heads, n]`, fp32. One buffer of
+    each kind suffices, since a layer's partial state is merged before the next layer has queries.
     """
 
     def __init__(self, device: Device, geometry: AttentionGeometry, head_dim: int) -> None:
-        self._device = device
         self._heads, self._head_dim = heads, head_dim = geometry.num_heads, head_dim
-        dtype = geometry.dtype
         queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
         partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
-        self.queries = device.empty("CPU attention queries", queries, dtype)
-        self.partial = device.empty("CPU attention state", partial, torch.float32)
-        self.host_queries = device.empty_host("CPU attention queries on the host", queries, dtype)
-        self.host_partial = device.empty_host("CPU attention state on the host", partial, torch.float32)
+        self.host_queries = device.empty_host("CPU attention queries", queries, geometry.dtype)
+        self.host_partial = device.empty_host("CPU attention state", partial, torch.float32)
+        mapped = device.mapped(self.host_queries), device.mapped(self.host_partial)
+        assert mapped[0] is not None and mapped[1] is not None, "without it there is no CPU attention"
+        self.queries, self.partial = mapped[0], mapped[1]  # the same memory, for kernels
 
     def state(self, buffer: Tensor, rows: int) -> AttentionState:
         """The first `rows` query rows of a partial buffer as a state."""
@@ -296,18 +280,10 @@ class Staging:
         lse = buffer[floats : floats + rows * heads].view(heads, rows)
         return AttentionState(buffer[:floats].view(rows, heads, head_dim), lse)
 
-    def used(self, buffer: Tensor, rows: int) -> Tensor:
-        """The part of a partial buffer that a state of `rows` rows takes, padded to a multiple of _GRANULE bytes."""
+    def used(self, rows: int) -> Tensor:
+        """The part of the partial buffer that a state of `rows` rows takes, padded to a multiple of _GRANULE bytes."""
         floats, granule = rows * self._heads * (self._head_dim + 1), _GRANULE // 4
-        return buffer[: -(-floats // granule) * granule]
-
-    def copy_queries(self, rows: int, stream: Stream) -> None:
-        dst, src = self.host_queries[:rows].flatten(), self.queries[:rows].flatten()
-        self._device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "d2h"), stream)
-
-    def copy_partial(self, rows: int, stream: Stream) -> None:
-        dst, src = self.used(self.partial, rows), self.used(self.host_partial, rows)
-        self._device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "h2d"), stream)
+        return self.host_partial[: -(-floats // granule) * granule]
 
 
 def leading_short(sequences: Sequence[SequenceMetadata], max_query_len: int, max_rows: int) -> int:

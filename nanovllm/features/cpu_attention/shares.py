@@ -22,10 +22,6 @@ from dataclasses import dataclass
 MAX_CPU_ATTENTION_ROWS = 64  # query rows of a KV head up to which the CPU kernel divides keys among threads
 MAX_CPU_ATTENTION_TOKENS = 512  # query tokens of a step: bounds the buffers for queries and partial states
 
-_SMOOTHING = 1 / 8  # weight of a new observation
-_DRIFT = 4.0  # a rate stays within this factor of the one measured at start
-_LEAST_BYTES = 1 << 20  # fewer bytes measure overhead rather than a rate
-
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
@@ -36,6 +32,7 @@ class Bandwidths:
     device: float  # attention from device memory
     round_trip: float = 0.0  # seconds from queries to a partial state, both on the device, without attention
     one_processor: bool = False  # all of them run on the same cores
+    link_alone: float | None = None  # of the link without CPU attention beside it, where that was measured
 
 
 # Reading costs the device and the CPU the same, and only the device's blocks are copied. The formula gives the CPU all
@@ -95,11 +92,3 @@ def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
         if seconds < least:
             best, least = count, seconds
     return best
-
-
-def corrected(rate: float, at_start: float, num_bytes: int, seconds: float) -> float:
-    """`rate` after `num_bytes` took `seconds`: smoothed, and within a factor of _DRIFT of the rate at start."""
-    if num_bytes < _LEAST_BYTES or seconds <= 0:
-        return rate
-    smoothed = rate + _SMOOTHING * (num_bytes / seconds - rate)
-    return min(max(smoothed, at_start / _DRIFT), at_start * _DRIFT)

@@ -1,6 +1,7 @@
 // The functions of CUDA's driver that torch and Triton's launcher use.
 #include <cuda.h>
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
@@ -68,6 +69,19 @@ API cuCtxSetCurrent(CUcontext next) { context = next; return CUDA_SUCCESS; }
 API cuCtxPushCurrent_v2(CUcontext next) { context = next; return CUDA_SUCCESS; }
 API cuCtxPopCurrent_v2(CUcontext* found) { if (found != nullptr) *found = context; return CUDA_SUCCESS; }
 API cuCtxGetDevice(CUdevice* device) { *device = 0; return CUDA_SUCCESS; }
+API cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned) {
+    auto* word = reinterpret_cast<std::uint32_t*>(DeviceMemory::get().view(reinterpret_cast<void*>(address)));
+    stream_of(stream).push(kEvent, [=] { __atomic_store_n(word, value, __ATOMIC_RELEASE); });
+    return CUDA_SUCCESS;
+}
+API cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+    if (flags != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_NOT_SUPPORTED;
+    auto* word = reinterpret_cast<std::uint32_t*>(DeviceMemory::get().view(reinterpret_cast<void*>(address)));
+    stream_of(stream).push(kEvent, [=] {
+        while (std::int32_t(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0) usleep(20);
+    });
+    return CUDA_SUCCESS;
+}
 API cuStreamGetCtx(CUstream, CUcontext* found) { *found = context; return CUDA_SUCCESS; }
 API cuGetErrorString(CUresult, const char** text) { *text = "an error of the emulated driver"; return CUDA_SUCCESS; }
 API cuGetErrorName(CUresult error, const char** text) { return cuGetErrorString(error, text); }

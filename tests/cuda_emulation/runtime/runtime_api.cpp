@@ -276,6 +276,12 @@ API cudaHostUnregister(void* start) {
     return cudaSuccess;
 }
 
+API cudaHostGetDevicePointer(void** address, void* host, unsigned) {
+    if (LockedPages::get().state(host, 1) != Pages::locked) REFUSE(cudaErrorInvalidValue, "not locked");
+    *address = host;
+    return cudaSuccess;
+}
+
 API cudaPointerGetAttributes(cudaPointerAttributes* facts, const void* address) {
     *facts = {};
     facts->device = -2;  // what a driver says of memory that it does not know
