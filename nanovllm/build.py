@@ -21,7 +21,7 @@ from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
 from nanovllm.engine.scheduler import Drafter
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
@@ -94,6 +94,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         layerwise_memory=plan.layerwise_memory,
         max_loras=config.max_loras if config.enable_lora else 0,
         num_speculative_tokens=config.num_speculative_tokens,
+        edge=1 if states is None else recurrent_edge(config, states.running),
     )
     store = _open_store(config, runner)
     manager = BlockManager(

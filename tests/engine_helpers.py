@@ -101,14 +101,16 @@ class Bench:
         windows: Sequence[int | None] = (),
         max_loras: int = 0,
         states: tuple[int, int] | None = None,
+        edge: int = 1,
     ) -> None:
         groups, chunk = kv_groups(windows or (None,) * num_layers, block_size), min(budget, chunk_cap or budget)
         num_layers = len(groups.of_layer)
         self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, states, chunk)
         length = max_model_len or self.manager.capacity.max_sequence_tokens
         self.limits = SchedulerLimits(
-            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras
-        )
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras,
+            edge=edge,
+        )  # fmt: skip
         self.executor = WatchedExecutor(device, host, self.limits, groups, swap, 0 if states is None else states[0])
         self.engine = LLMEngine(
             self.limits,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from test_cpu_rows import same_bits, threads
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from nanovllm.data.network import RecurrentSpec
+from nanovllm.data.network import RECURRENT_CHUNK, RecurrentSpec
+from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.layers.gated_delta import part_sizes, parts_of_states, runs_of_rows
 from nanovllm.ops import cpu_delta, torch_delta
+from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
 from nanovllm.ops.recurrent_kernels import RecurrentKernels
 
@@ -66,15 +70,15 @@ class Layer:
         rows = torch.cat([torch.arange(tokens.start, tokens.stop) for _, tokens in runs])
         x, b, a = (each[rows] for each in (self.x, self.b, self.a))
         lengths = [len(tokens) for _, tokens in runs]
-        where = rows_of([slot for slot, _ in runs], lengths, self.x.device)
+        where = rows_of([slot for slot, _ in runs], lengths, self.x.device, [tokens.start for _, tokens in runs])
         inputs = kernels.delta_inputs_(self.spec, where, x, self.weight, states[0], b, a, self.decay)
         return list(kernels.delta_rule_(self.spec, where, inputs, states[1]).split(lengths))
 
 
-def rows_of(slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> StateRows:
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    run_of_row = torch.repeat_interleave(torch.tensor(lengths))
-    return StateRows(torch.tensor(slots).to(device), starts.to(device), run_of_row.to(device))
+def rows_of(
+    slots: Sequence[int], lengths: Sequence[int], device: torch.device, positions: Sequence[int] | None = None
+) -> StateRows:
+    return runs_of_rows(lengths, torch.tensor(slots).to(device), positions)
 
 
 def exact(layer: Layer) -> tuple[Tensor, DeltaInputs, Tensor, Tensor]:
@@ -114,7 +118,7 @@ def test_rows_equal_fp64(shape: tuple[int, int, int, int, int], dtype: torch.dty
     fresh = layer.states()[0]
     found = kernels.delta_inputs_(layer.spec, where, layer.x, layer.weight, fresh, layer.b, layer.a, layer.decay)
     one_ulp = torch.finfo(dtype).eps
-    for ours, wide in zip(found, inputs, strict=True):
+    for ours, wide in zip(found[:4], inputs[:4], strict=True):
         torch.testing.assert_close(ours.double(), wide, rtol=2 * one_ulp, atol=2 * one_ulp)
     torch.testing.assert_close(conv[0].double(), kept, rtol=0, atol=0)
     bound = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
@@ -154,6 +158,51 @@ def test_gates_equal_transformers(shape: tuple[int, int, int, int, int], dtype: 
         y = kernels.gated_rms_norm(x, z, norm.weight.detach(), EPS)
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(kernels.sigmoid_gate_(x.clone(), z), gated, rtol=tolerance, atol=tolerance)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 200)), min_size=1, max_size=4))
+def test_whole_chunks_of_runs_are_known(runs: list[tuple[int, int]]) -> None:
+    """By the positions of all rows, one by one."""
+    lengths, positions = ([*each] for each in zip(*runs, strict=True))
+    rows = rows_of(range(len(runs)), lengths, torch.device("cpu"), positions)
+    starts, firsts, sides, chunks = rows.starts.tolist(), [], [], rows.chunks
+    for start, end, position in zip(starts, starts[1:], positions, strict=False):
+        edges = [row for row in range(start, end + 1) if (position + row - start) % RECURRENT_CHUNK == 0]
+        firsts.append(edges[:-1])
+        sides.append((edges[0], edges[-1]) if len(edges) > 1 else (end, end))
+    assert (chunks is not None) == any(firsts)
+    if chunks is not None:
+        assert chunks.first_rows.tolist() == [row for each in firsts for row in each]
+        assert chunks.starts.tolist() == [sum(map(len, firsts[:index])) for index in range(len(runs) + 1)]
+        assert list(zip(chunks.begins.tolist(), chunks.ends.tolist(), strict=True)) == sides
+        assert chunks.any_before == any(begin > start for (begin, _), start in zip(sides, starts, strict=False))
+        assert chunks.any_after == any(stop < end for (_, stop), end in zip(sides, starts[1:], strict=True))
+
+
+@settings(max_examples=50)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=5),
+    most=st.integers(RECURRENT_CHUNK, 200),
+)
+def test_parts_of_a_step_cut_no_whole_chunk(runs: list[tuple[int, int]], most: int) -> None:
+    """So the chunks of all parts are those of the sequences alone."""
+    starts = [sum(length for length, _ in runs[:index]) for index in range(len(runs))]
+    sequences = tuple(
+        SequenceMetadata.full(start, length, position, ())
+        for start, (length, position) in zip(starts, runs, strict=True)
+    )
+    slots = torch.arange(len(runs))
+    states = SimpleNamespace(slots=slots, kept=None)
+    ctx = ForwardContext(slots, slots, sequences, kv_cache=None, states=states)  # type: ignore[arg-type]
+    sizes = part_sizes(ctx, most)
+    assert sum(sizes) == sum(length for length, _ in runs) and all(0 < size <= most for size in sizes)
+    lengths, positions = ([*each] for each in zip(*runs, strict=True))
+    alone = rows_of(range(len(runs)), lengths, torch.device("cpu"), positions)
+    expected = [] if alone.chunks is None else alone.chunks.first_rows.tolist()
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    parts = zip(begins, parts_of_states(ctx, sizes), strict=True)
+    chunks = [(begin, part.rows.chunks) for begin, part in parts if part.rows.chunks is not None]
+    assert [begin + row for begin, each in chunks for row in each.first_rows.tolist()] == expected
 
 
 def cut(tokens: int, edges: Sequence[int]) -> list[range]:

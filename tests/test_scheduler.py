@@ -32,6 +32,26 @@ def test_several_prompts_share_a_step_and_the_last_is_cut() -> None:
     assert [row.context_len for row in bench.rows("c")][:3] == [0, 4, 10]
 
 
+def test_prompts_are_cut_at_edges() -> None:
+    """A prompt of which a step cannot compute anything up to an edge waits for the next step."""
+    bench = Bench(budget=24, edge=8)
+    for name, tokens in (("a", 10), ("b", 50), ("c", 12)):
+        bench.add(name, prompt_of(tokens, ord(name)))
+    bench.run()
+    rows = {name: [(row.context_len, len(row.token_ids)) for row in bench.rows(name)] for name in "abc"}
+    cuts = [
+        begin + count
+        for name in "abc"
+        for begin, count in rows[name]
+        if begin + count < {"a": 10, "b": 50, "c": 12}[name]
+    ]
+    assert len(cuts) > 1 and all(cut % 8 == 0 for cut in cuts)
+    assert all(
+        bench.tokens(name) == expected_output(prompt_of(tokens, ord(name)), 8)
+        for name, tokens in (("a", 10), ("b", 50), ("c", 12))
+    )
+
+
 @pytest.mark.parametrize("priority", [0, -1])
 def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
     bench = Bench(budget=8)

@@ -24,6 +24,8 @@ KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel
            "_heads_kernel", "_gated_unit_kernel", "_draw_kernel", "_packed_kernel", "_grouped_kernel",
            "_weighted_sum_kernel", "_quantize_kernel", "_shrink_kernel", "_expand_kernel", "_gather_kernel",
            "_merge_segments_kernel", "_inputs_kernel", "_keep_kernel", "_recurrence_kernel",
+           "_weighted_sum_kernel", "_quantize_kernel", "_shrink_kernel", "_expand_kernel",
+           "_inputs_kernel", "_keep_kernel", "_recurrence_kernel", "_solve_kernel", "_advance_kernel",
            "_gated_norm_kernel"}  # fmt: skip
 
 
@@ -155,6 +157,6 @@ def test_every_kernel_compiles_and_no_batch_compiles_one_again(arch: int, dtype:
     """
     table = compiled(arch, dtype, (64,), tmp_path, "--counts")
     kernels = [row["kernel"] for row in table]
-    assert sorted(kernels) == sorted(set(kernels)), table
-    assert set(kernels) == KERNELS
+    of_one_row = "_inputs_kernel"  # another kernel of this name is for runs of one row each
+    assert sorted(kernels) == sorted([*KERNELS, of_one_row]), table
     check_fit(table, arch, most_spilled=0)

@@ -31,9 +31,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nanovllm.data.network import RecurrentSpec
-from nanovllm.ops import triton_delta, triton_packed, triton_rows
+from nanovllm.layers.gated_delta import runs_of_rows
+from nanovllm.ops import triton_delta, triton_delta_chunks, triton_packed, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
+from nanovllm.ops.delta_inputs import DecayWeights
 from nanovllm.ops.kernel_config import prefill_config
 from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
 from nanovllm.ops.merge import MAX_PARTS
@@ -238,15 +239,17 @@ def segments(pool: Tensor, bytes_pool: Tensor, q: Tensor, state: AttentionState)
 
 
 def recurrent(rows: int, dtype: torch.dtype) -> Launches:
-    """The operations of a recurrent layer with heads of Qwen3.5's shape, rows of two sequences."""
-    spec = RecurrentSpec((True,), 2, 4, 128, 128, 4)
+    """The operations of a recurrent layer with heads of Qwen3.5's shape: of one row, or of the next token of a sequence
+    and of a part of a prompt that begins and ends within a chunk."""
+    spec = RecurrentSpec((True,), 16, 32, 128, 128, 4)
     wide = torch.empty(rows, spec.channels + 2 * spec.num_value_heads, dtype=dtype)
     x, b, a = wide.split((spec.channels, spec.num_value_heads, spec.num_value_heads), dim=1)
     weight, numbers = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
-    where = StateRows(numbers.new_zeros(2), torch.tensor([0, 1, rows]), numbers)
+    lengths = [1, rows - 1] if rows > 1 else [1]
+    where = runs_of_rows(lengths, numbers[: len(lengths)], [200, 5][: len(lengths)])
     conv, states = torch.empty(3, *spec.conv_shape, dtype=dtype), torch.empty(3, *spec.state_shape)
     decay = DecayWeights(torch.empty(spec.num_value_heads), torch.empty(spec.num_value_heads))
-    inputs = DeltaInputs.empty_for(spec, x)
+    inputs = triton_delta.empty_inputs(spec, x)
     y = torch.empty(rows, spec.value_size, dtype=dtype)
     return {
         "delta inputs": lambda: triton_delta.delta_inputs_(spec, where, x, weight, conv, b, a, decay),
@@ -346,6 +349,7 @@ def main() -> None:
     arch, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
     head_dims = [int(text) for text in sys.argv[3:] if not text.startswith("--")]
     driver.set_active(NoDriver(arch))
+    triton_delta_chunks.compute_capability = lambda device: arch
     table: list[dict[str, Any]] = []
     for head_dim in head_dims:
         launches = chosen(arch, head_dim, dtype, with_products=head_dim == head_dims[0])

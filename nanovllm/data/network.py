@@ -15,6 +15,7 @@ EXPERT_NORMS = (
     "post_feedforward_layernorm_1.weight",
     "post_feedforward_layernorm_2.weight",
 )
+RECURRENT_CHUNK = 64  # tokens at whose multiples a GPU's kernels of recurrent layers begin to compute in another form
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
 PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"

@@ -169,11 +169,12 @@ class Request:
         """Sequence slots that it takes while it runs."""
         return len(self.live)
 
-    def chunks(self, tokens: int, longest: int) -> list[tuple[Sequence, int]]:
+    def chunks(self, tokens: int, longest: int, edge: int = 1) -> list[tuple[Sequence, int]]:
         """The sequences to compute in a step that has `tokens` tokens left, and how many tokens of each.
 
-        longest: most tokens of one sequence. Empty if the request does not fit the step. After a recompute each of
-        several sequences stops before its last token until all of them have caught up.
+        longest: most tokens of one sequence. edge: of a prompt of which the step computes a part, that part ends at a
+        multiple of it. Empty if the request does not fit the step. After a recompute each of several sequences stops
+        before its last token until all of them have caught up.
         """
         sequences = self.computing
         if len(sequences) > 1 and not self.is_prefill:
@@ -181,7 +182,10 @@ class Request:
         held_back = len(sequences) > 1
         chunks: list[tuple[Sequence, int]] = []
         for seq in sequences:
-            chunk = min(seq.num_remaining - held_back, tokens, longest)
+            chunk = left = seq.num_remaining - held_back
+            if min(tokens, longest) < left:
+                chunk = min(tokens, longest)
+                chunk = max(0, chunk - (seq.num_computed + chunk) % edge)
             chunk = seq.snapshots.chunk(seq.num_computed, chunk)
             if chunk > 0:
                 chunks.append((seq, chunk))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nanovllm.config import PreemptionMode
+from nanovllm.config import EngineConfig, PreemptionMode
+from nanovllm.data.network import RECURRENT_CHUNK
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
@@ -20,6 +21,8 @@ class SchedulerLimits:
     memory for layer-by-layer prefill.
     max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
     num_speculative_tokens: most drafted tokens of a sequence in a step.
+    edge: a prompt that a step cannot complete is cut at a multiple of it, or waits. Every step must have room for two
+    of that size beside its decodes.
     """
 
     max_num_seqs: int
@@ -32,11 +35,19 @@ class SchedulerLimits:
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE
     max_loras: int = 0
     num_speculative_tokens: int = 0
+    edge: int = 1
 
     @property
     def chunk(self) -> int:
         """Most tokens of one prompt in a step."""
-        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+        most = min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+        return most // self.edge * self.edge
+
+
+def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
+    """`SchedulerLimits.edge` of a network with recurrent layers; 1 if steps are too small. num_seqs: that may run."""
+    beside_decodes = config.max_num_batched_tokens - num_seqs * (1 + config.num_speculative_tokens)
+    return RECURRENT_CHUNK if config.chunk >= RECURRENT_CHUNK and beside_decodes >= 2 * RECURRENT_CHUNK else 1
 
 
 class SchedulingBudget:
@@ -90,7 +101,7 @@ class SchedulingBudget:
 
     def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
         """What the step would compute of the request; empty if it does not fit."""
-        return request.chunks(self.left, self._limits.chunk)
+        return request.chunks(self.left, self._limits.chunk, self._limits.edge)
 
     def add_chunks(self, request: Request) -> None:
         """Compute as much of the request in this step as fits."""

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.data.network import RecurrentSpec
+from nanovllm.data.network import RECURRENT_CHUNK, RecurrentSpec
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, WeightSlot, slot_of
 from nanovllm.ops.cpu_delta import FewRows
-from nanovllm.ops.delta_inputs import DecayWeights, StateRows
+from nanovllm.ops.delta_inputs import ChunkRows, DecayWeights, StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.upload import upload
 
@@ -35,20 +35,56 @@ class StatePart(NamedTuple):
     kept: KeptRows | None
 
 
-def parts_of_states(ctx: ForwardContext, chunk: int) -> Sequence[StatePart]:
-    """Each part of `chunk` rows of a step, all rows being of sequences that follow each other."""
+def part_sizes(ctx: ForwardContext, most: int) -> list[int]:
+    """The rows of each part of a step, at most `most`. No part ends within a chunk, in rows that have the chunk whole,
+    so that what else is in a step has no influence on how a sequence is computed.
+    """
+    ends, total = [0], sum(seq.query_len for seq in ctx.sequences)
+    while ends[-1] < total:
+        end = min(ends[-1] + most, total)
+        cut = next((seq for seq in ctx.sequences if seq.query_start < end < seq.query_start + seq.query_len), None)
+        if cut is not None:
+            edge = end - (cut.context_len + end - cut.query_start) % RECURRENT_CHUNK
+            end = edge if edge >= cut.query_start and edge > ends[-1] else end
+        ends.append(end)
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def parts_of_states(ctx: ForwardContext, sizes: Sequence[int]) -> Sequence[StatePart]:
+    """Each part of so many rows of a step, all rows being of sequences that follow each other."""
     assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
     slots, device = ctx.states.slots, ctx.states.slots.device
-    total = sum(seq.query_len for seq in ctx.sequences)
-    parts = ((begin, min(begin + chunk, total)) for begin in range(0, total, chunk))
+    parts = list(pairwise(accumulate(sizes, initial=0)))
     return [StatePart(_runs(ctx, *part, slots), _kept_rows(ctx, *part, device)) for part in parts]
 
 
-def runs_of_rows(lengths: Sequence[int], slots: Tensor) -> StateRows:
-    """Runs of so many rows, one after the other."""
-    starts = torch.tensor([*accumulate(lengths, initial=0)])
-    run_of_row = torch.repeat_interleave(starts.diff())
-    return StateRows(slots, upload(starts, slots.device), upload(run_of_row, slots.device))
+def runs_of_rows(lengths: Sequence[int], slots: Tensor, positions: Sequence[int] | None = None) -> StateRows:
+    """Runs of so many rows, one after the other.
+
+    positions: of the first token of each in its sequence; None: rows are not computed in chunks.
+    """
+    starts = [*accumulate(lengths, initial=0)]
+    whole = [range(0)] * len(lengths) if positions is None else list(map(_whole_chunks, starts, lengths, positions))
+    begins, ends = ([*each] for each in zip(*((rows.start, rows.stop) for rows in whole), strict=True))
+    firsts = [row for rows in whole for row in rows]
+    parts = [starts, firsts, [*accumulate(map(len, whole), initial=0)], begins, ends]
+    uploaded = upload(torch.tensor([number for part in parts for number in part]), slots.device)
+    on_device, *of_chunks = uploaded.split([*map(len, parts)])
+    rows = StateRows(slots, on_device, upload(torch.repeat_interleave(torch.tensor(lengths)), slots.device))
+    if not firsts:
+        return rows
+    any_before = any(start < begin for start, begin in zip(starts, begins, strict=False))
+    any_after = any(end < stop for end, stop in zip(ends, starts[1:], strict=True))
+    first_rows, of_runs, first, after = of_chunks
+    return rows._replace(chunks=ChunkRows(first_rows, of_runs, first, after, any_before, any_after))
+
+
+def _whole_chunks(start: int, length: int, position: int) -> range:
+    """The first rows of the whole chunks of a run that begins in row `start`; empty and at its end if it has none."""
+    begin = start + -position % RECURRENT_CHUNK
+    count = max(0, start + length - begin) // RECURRENT_CHUNK
+    end = begin + count * RECURRENT_CHUNK
+    return range(begin, end, RECURRENT_CHUNK) if count else range(start + length, start + length, RECURRENT_CHUNK)
 
 
 def _runs(ctx: ForwardContext, begin: int, end: int, slots: Tensor) -> StateRows:
@@ -56,8 +92,10 @@ def _runs(ctx: ForwardContext, begin: int, end: int, slots: Tensor) -> StateRows
     ends = [(index, seq.query_start + seq.query_len) for index, seq in enumerate(ctx.sequences)]
     first = next(index for index, stop in ends if stop > begin)
     last = next(index for index, stop in ends if stop >= end)
-    starts = [max(seq.query_start, begin) for seq in ctx.sequences[first : last + 1]] + [end]
-    return runs_of_rows([stop - start for start, stop in pairwise(starts)], slots[first : last + 1])
+    sequences = ctx.sequences[first : last + 1]
+    starts = [max(seq.query_start, begin) for seq in sequences] + [end]
+    positions = [seq.context_len + start - seq.query_start for seq, start in zip(sequences, starts, strict=False)]
+    return runs_of_rows([stop - start for start, stop in pairwise(starts)], slots[first : last + 1], positions)
 
 
 def _kept_rows(ctx: ForwardContext, begin: int, end: int, device: torch.device) -> KeptRows | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.gated_delta import GatedDelta, StatePart, parts_of_states
+from nanovllm.layers.gated_delta import GatedDelta, StatePart, part_sizes, parts_of_states
 from nanovllm.layers.joint_norms import JointNorms
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
@@ -26,9 +26,9 @@ from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.row_kernels import kernels_on, widened
 
 
-def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The tensors cut into parts of at most `size` rows; one part holds the tensors themselves if they are short."""
-    if tensors[0].shape[0] <= size:
+def row_parts(size: int | list[int], *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """The tensors cut into parts of at most `size` rows, or of so many; a single part holds the tensors themselves."""
+    if len(size) <= 1 if isinstance(size, list) else tensors[0].shape[0] <= size:
         return iter((tensors,))
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
@@ -38,12 +38,12 @@ class LayerInputs:
     """What all layers of one forward pass share, besides the residual stream."""
 
     ctx: ForwardContext
-    chunk: int  # rows that row-wise work takes at a time
+    parts: list[int]  # rows that row-wise work takes at a time
     angles: Mapping[int, tuple[Tensor, Tensor]]  # cos and sin of the tokens, by rotary embedding
     q: Tensor  # memory [tokens, heads, head_dim]
     k: Tensor  # memory [tokens, kv_heads, head_dim]
     v: Tensor
-    state_parts: Sequence[StatePart]  # of each part of `chunk` rows; empty if no layer is recurrent
+    state_parts: Sequence[StatePart]  # of each part; empty if no layer is recurrent
     query_scale: Tensor | None  # [tokens, 1, 1]; see `RotaryEmbedding.query_scale`
 
 
@@ -79,7 +79,7 @@ class DecoderLayer(ABC):
 
     @abstractmethod
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
-        """Advance the residual stream x [tokens, hidden] in place, row-wise work in parts of `inputs.chunk` rows."""
+        """Advance the residual stream x [tokens, hidden] in place, row-wise work in the parts of `inputs`."""
 
     @abstractmethod
     def _mixer_slots(self) -> NamedSlots:
@@ -163,15 +163,15 @@ class AttentionLayer(DecoderLayer):
         return qkv, linear(spec.q_size, {"o_proj": spec.hidden_size}, bias=spec.o_bias and spec.adds_biases)
 
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
-        ctx, chunk, q_size = inputs.ctx, inputs.chunk, self.spec.q_size
+        ctx, sizes, q_size = inputs.ctx, inputs.parts, self.spec.q_size
         gates = (x.new_empty(x.shape[0], q_size),) if self.spec.attention_gate else ()
-        parts = row_parts(chunk, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, *gates)
+        parts = row_parts(sizes, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, *gates)
         for adapters, (x_rows, cos, sin, q, k, v, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, cos, sin, q, k, v, adapters, *gate)
         if inputs.query_scale is not None:
             inputs.q.mul_(inputs.query_scale)
         attended = ctx.kv_cache.attend(self.kv_layer, inputs.q, inputs.k, inputs.v, ctx).reshape(x.shape[0], q_size)
-        parts = row_parts(chunk, x, attended, *gates)
+        parts = row_parts(sizes, x, attended, *gates)
         for adapters, (x_rows, attended_rows, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
             if gate:
                 self._gate(attended_rows, *gate)
@@ -248,7 +248,7 @@ class RecurrentLayer(DecoderLayer):
         ctx = inputs.ctx
         assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
         states = ctx.states.of_layer(self.index)
-        parts = zip(ctx.adapters_of_parts, inputs.state_parts, row_parts(inputs.chunk, x), strict=False)
+        parts = zip(ctx.adapters_of_parts, inputs.state_parts, row_parts(inputs.parts, x), strict=False)
         for adapters, (rows, kept), (x_rows,) in parts:
             mixed, projected = self.recur_(x_rows, rows, states, adapters)
             if ctx.states.kept is not None and kept is not None:
@@ -362,14 +362,17 @@ class Decoder:
         """What layers with these rotary embeddings share in a pass of x [tokens, hidden]."""
         spec, tokens = self.spec, x.shape[0]
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+        parts = [len(rows) for (rows,) in row_parts(self.chunk_rows, x)]
+        if spec.recurrent is not None and not ctx.adapters:  # which come in parts of their own
+            parts = part_sizes(ctx, self.chunk_rows)
         return LayerInputs(
             ctx=ctx,
-            chunk=self.chunk_rows,
+            parts=parts,
             angles={rope: self.rotaries[rope].cos_sin(ctx.positions, ctx.rope_lengths) for rope in ropes},
             q=x.new_empty(tokens, spec.num_heads, spec.head_dim),
             k=k,
             v=v,
-            state_parts=parts_of_states(ctx, self.chunk_rows) if spec.recurrent is not None else (),
+            state_parts=parts_of_states(ctx, parts) if spec.recurrent is not None else (),
             query_scale=self.rotaries[0].query_scale(ctx.positions, x.dtype),
         )
 

@@ -47,12 +47,12 @@ def delta_inputs_(
 
 
 def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, states: Tensor) -> Tensor:
-    (qk, v, decay, beta), count = inputs, len(inputs.v)
+    (qk, v, decay, beta, _), count = inputs, len(inputs.v)
     heads = (count, spec.num_value_heads)
     fits = qk.shape == (count, 2, spec.num_key_heads, spec.key_dim) and v.shape == (*heads, spec.value_dim)
     fits = fits and decay.shape == beta.shape == heads and states.shape[1:] == spec.state_shape
     fits = fits and all(each.dtype == torch.float32 for each in (qk, decay, beta, states)) and v.dtype in KERNEL_DTYPES
-    fits = fits and all(each.is_cpu and each.is_contiguous() for each in inputs) and _slots_are_dense(states)
+    fits = fits and all(each.is_cpu and each.is_contiguous() for each in inputs[:4]) and _slots_are_dense(states)
     if not fits:
         raise misfit(
             "delta_rule_ takes DeltaInputs and fp32 states [slots, value heads, key dim, value dim], dense, on the CPU",
@@ -137,9 +137,9 @@ def _sizes(spec: RecurrentSpec) -> _cpu_kernels.DeltaSizes:
 
 def _runs(rows: StateRows, count: int, states: Tensor) -> _cpu_kernels.DeltaRuns:
     """The runs of so many rows, as long as their tensors live."""
-    slots, starts, of_row = rows
+    slots, starts, of_row = rows[:3]
     fits = starts.shape == (len(slots) + 1,) and of_row.shape == (count,)
-    if not fits or any(each.dtype != torch.int64 or not each.is_cpu or not each.is_contiguous() for each in rows):
+    if not fits or any(each.dtype != torch.int64 or not each.is_cpu or not each.is_contiguous() for each in rows[:3]):
         raise misfit("the runs of these rows are int64 on the CPU", slots=slots, starts=starts, run_of_row=of_row)
     return _cpu_kernels.DeltaRuns(
         slots=slots.data_ptr(), starts=starts.data_ptr(), of_row=of_row.data_ptr(), count=len(slots), rows=count,

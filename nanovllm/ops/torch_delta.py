@@ -56,7 +56,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, states: Tensor) -> Tensor:
-    qk, v, decay, beta = inputs
+    qk, v, decay, beta, _ = inputs
     y = torch.empty_like(v)
     if v.is_meta:
         return y.flatten(1)

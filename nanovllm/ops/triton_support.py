@@ -38,3 +38,10 @@ def triton_runs() -> bool:
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether the GPU's matrix units multiply fp8, which those of compute capability 8.9 and above do."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def compute_capability(device: torch.device) -> int:
+    """As 90 for 9.0, which is also that of Triton's interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor

@@ -149,7 +149,9 @@ def rows() -> None:
 def recurrences() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         test_triton_delta.test_rows_and_states_are_those_of_torch(SHAPES[0], dtype)
+        test_triton_delta.test_padded_rows_of_a_decode_step_write_no_state(dtype)
         test_triton_delta.test_the_gated_norm_is_that_of_torch(dtype)
+    test_triton_delta.test_whole_chunks_are_those_of_torch(test_triton_delta.CHUNK_SHAPES[0], torch.float32)
 
 
 ATTENTION = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel"}
@@ -162,7 +164,14 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     adapters: {"_shrink_kernel", "_expand_kernel"},
     packed_weights: {"_packed_kernel", "_round_inputs_kernel"},
     rows: {"_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_store_kernel", "_draw_kernel"},
-    recurrences: {"_inputs_kernel", "_keep_kernel", "_recurrence_kernel", "_gated_norm_kernel"},
+    recurrences: {
+        "_inputs_kernel",
+        "_keep_kernel",
+        "_recurrence_kernel",
+        "_solve_kernel",
+        "_advance_kernel",
+        "_gated_norm_kernel",
+    },
 }
 
 

@@ -13,7 +13,7 @@ from nanovllm.data.kv_groups import HOLE, KVGroup
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
 from nanovllm.engine.stored_blocks import NoBlockStore
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.memory.budget import TransferCount, blocks_of_share
@@ -49,6 +49,7 @@ def dry_run(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         num_layers=layout.num_layers,
         layerwise_memory=kv.layerwise_memory,
+        edge=1 if states is None else recurrent_edge(config, states.running),
     )
     tiers = kv.split.resident_blocks, kv.num_cpu_blocks
     slots = None if states is None else (states.device, states.host)

@@ -400,59 +400,158 @@ def _kept(a: Any, slot: int, channels: int, count: int) -> Tensor:
 
 def delta_inputs(a: Any) -> None:
     """In float64, since torch's functions give an element other last bits by how many there are beside it."""
-    rows, kept = a.grid[0], a.KERNEL - 1
+    rows, kept = a.rows, a.KERNEL - 1
     keys, values = 2 * a.key_heads * a.key_dim, a.value_heads * a.value_dim
     x = strided(a.x_ptr, (rows, keys + values), (a.x_stride, 1))
     weight = strided(a.weight_ptr, (a.KERNEL, keys + values), (keys + values, 1)).double()
     total = torch.zeros(rows, keys + values, dtype=torch.float64)
     for slot, run in _runs(a):
-        window = torch.cat((_kept(a, slot, keys + values, kept).t(), x[run])).double()
+        before = _kept(a, slot, keys + values, kept).t() if slot >= 0 else x.new_zeros(kept, keys + values)
+        window = torch.cat((before, x[run])).double()
         for tap in range(a.KERNEL):
             total[run] += window[tap : tap + run.stop - run.start] * weight[tap]
     y = (total / (1.0 + torch.exp(-total))).to(x.dtype)
     strided(a.v_ptr, (rows, values), (values, 1)).copy_(y[:, keys:])
-    wide = y[:, :keys].double().unflatten(1, (2 * a.key_heads, a.key_dim))
-    wide = wide / torch.sqrt(wide.square().sum(-1, keepdim=True) + a.eps)
-    wide[:, : a.key_heads] /= math.sqrt(a.key_dim)
-    strided(a.qk_ptr, (rows, keys), (keys, 1)).copy_(wide.flatten(1))
+    strided(a.qk_ptr, (rows, keys), (keys, 1)).copy_(y[:, :keys])
+    scale = torch.rsqrt(y[:, :keys].double().unflatten(1, (2 * a.key_heads, a.key_dim)).square().sum(-1) + a.eps)
+    scale[:, : a.key_heads] /= math.sqrt(a.key_dim)
+    strided(a.scale_ptr, scale.shape, (2 * a.key_heads, 1)).copy_(scale)
     sizes = (rows, a.value_heads)
     step = strided(a.a_ptr, sizes, (a.a_stride, 1)).double() + a.bias_ptr
     decay = torch.exp(-a.rate_ptr * torch.nn.functional.softplus(step))
     strided(a.decay_ptr, sizes, (a.value_heads, 1)).copy_(decay)
     share = torch.sigmoid(strided(a.b_ptr, sizes, (a.b_stride, 1)).double()).to(x.dtype)
     strided(a.beta_ptr, sizes, (a.value_heads, 1)).copy_(share)
+    if a.ONE_ROW:
+        _keep(a, x, keys + values, kept)
 
 
 def keep(a: Any) -> None:
-    x = strided(a.x_ptr, (len(a.x_ptr), a.channels), (a.x_stride, 1))
+    _keep(a, strided(a.x_ptr, (len(a.x_ptr), a.channels), (a.x_stride, 1)), a.channels, a.KEPT)
+
+
+def _keep(a: Any, x: Tensor, channels: int, count: int) -> None:
+    """Keep the last `count` inputs of each run."""
     for slot, run in _runs(a):
-        kept = _kept(a, slot, a.channels, a.KEPT)
-        kept.copy_(torch.cat((kept.clone(), x[run].t()), dim=1)[:, -a.KEPT :])
+        if slot < 0:
+            continue
+        kept = _kept(a, slot, channels, count)
+        kept.copy_(torch.cat((kept.clone(), x[run].t()), dim=1)[:, run.stop - run.start :])
 
 
 def recurrence(a: Any) -> None:
-    rows, heads = int(a.starts_ptr[len(a.slots_ptr)]), a.value_heads
-    group = heads // a.key_heads
-    keys = a.key_heads * a.key_dim
-    qk = strided(a.qk_ptr, (rows, 2, a.key_heads, a.key_dim), (2 * keys, keys, a.key_dim, 1))
-    q, k = qk.repeat_interleave(group, dim=2).unbind(1)
-    sizes, strides = (rows, heads, a.value_dim), (heads * a.value_dim, a.value_dim, 1)
-    v, y = strided(a.v_ptr, sizes, strides).float(), strided(a.y_ptr, sizes, strides)
-    decay, beta = (strided(each, sizes[:2], (heads, 1))[..., None] for each in (a.decay_ptr, a.beta_ptr))
-    for slot, run in _runs(a):
-        shape = (heads, a.key_dim, a.value_dim)
-        kept = strided(a.states_ptr, shape, (a.key_dim * a.value_dim, a.value_dim, 1), slot * a.slot_stride)
-        state = kept.clone()
-        for row in range(run.start, run.stop):
-            state *= decay[row][..., None]
-            delta = beta[row] * (v[row] - torch.einsum("hkv,hk->hv", state, k[row]))
+    runs = len(a.slots_ptr)
+    for slot, begin, end in zip(
+        a.slots_ptr.tolist(), a.begins_ptr[:runs].tolist(), a.ends_ptr[:runs].tolist(), strict=True
+    ):
+        q, k, v, decay, beta = (each.float() for each in _of_rows(a, slice(begin, end)))
+        kept = _state(a, max(slot, 0))
+        state = kept.clone() if slot >= 0 else torch.zeros_like(kept)
+        y = _columns(a, a.y_ptr, slice(begin, end))
+        for row in range(end - begin):
+            state *= decay[row][:, None, None]
+            delta = beta[row][:, None] * (v[row] - torch.einsum("hkv,hk->hv", state, k[row]))
             state += k[row][..., None] * delta[:, None]
             y[row] = torch.einsum("hkv,hk->hv", state, q[row]).to(y.dtype)
-        kept.copy_(state)
+        if slot >= 0:
+            kept.copy_(state)
+
+
+def _state(a: Any, slot: int) -> Tensor:
+    shape = (a.value_heads, a.key_dim, a.value_dim)
+    return strided(a.states_ptr, shape, (a.key_dim * a.value_dim, a.value_dim, 1), slot * a.slot_stride)
+
+
+def _columns(a: Any, memory: Tensor, rows: slice) -> Tensor:
+    """[rows, value heads, value dim] of v or y."""
+    strides = (a.value_heads * a.value_dim, a.value_dim, 1)
+    return strided(memory, (rows.stop, a.value_heads, a.value_dim), strides)[rows]
+
+
+def _keys(a: Any, rows: slice) -> tuple[Tensor, Tensor]:
+    """q and k of rows for each value head, not yet scaled."""
+    keys = a.key_heads * a.key_dim
+    qk = strided(a.qk_ptr, (rows.stop, 2, a.key_heads, a.key_dim), (2 * keys, keys, a.key_dim, 1))[rows]
+    q, k = qk.repeat_interleave(a.value_heads // a.key_heads, dim=2).double().unbind(1)
+    return q, k
+
+
+def _scales(a: Any, rows: slice) -> tuple[Tensor, Tensor]:
+    """What they are to be multiplied by: [rows, value heads] each."""
+    heads = a.key_heads
+    scale = strided(a.scale_ptr, (rows.stop, 2, heads), (2 * heads, heads, 1))[rows]
+    of_q, of_k = scale.repeat_interleave(a.value_heads // heads, dim=2).double().unbind(1)
+    return of_q, of_k
+
+
+def _shares(a: Any, rows: slice) -> tuple[Tensor, Tensor]:
+    """decay and beta, [rows, value heads]."""
+    sizes = (rows.stop, a.value_heads)
+    decay, beta = (strided(each, sizes, (a.value_heads, 1))[rows].double() for each in (a.decay_ptr, a.beta_ptr))
+    return decay, beta
+
+
+def _of_rows(a: Any, rows: slice) -> tuple[Tensor, ...]:
+    q, k = (each * scale[..., None] for each, scale in zip(_keys(a, rows), _scales(a, rows), strict=True))
+    return (q, k, _columns(a, a.v_ptr, rows), *_shares(a, rows))
+
+
+def _in_parts(a: Any, memory: Tensor, chunk: int) -> Tensor:
+    """[value heads, parts, CHUNK, CHUNK] of T or M of a chunk."""
+    sizes = (a.value_heads, a.PARTS, a.CHUNK, a.CHUNK)
+    strides = (a.PARTS * a.CHUNK**2, a.CHUNK**2, a.CHUNK, 1)
+    return strided(memory, sizes, strides, chunk * a.value_heads * a.PARTS * a.CHUNK**2)
+
+
+def _store_parts(to: Tensor, x: Tensor) -> None:
+    for part in to.unbind(1):
+        part.copy_(x)
+        x = x - part.double()
+
+
+def _factors(a: Any, chunk: int) -> Tensor:
+    """[FACTORS, value heads, CHUNK]."""
+    size = a.FACTORS * a.CHUNK
+    sizes, strides = (a.FACTORS, a.value_heads, a.CHUNK), (a.CHUNK, size, 1)
+    return strided(a.factors_ptr, sizes, strides, chunk * a.value_heads * size)
+
+
+def solve(a: Any) -> None:
+    i, j = torch.arange(a.CHUNK)[:, None], torch.arange(a.CHUNK)
+    for chunk in range(a.grid[1]):
+        first = int(a.first_rows_ptr[a.first + chunk])
+        rows = slice(first, first + a.CHUNK)
+        q, k = (each.transpose(0, 1) for each in _keys(a, rows))  # [heads, rows, key dim]
+        of_q, of_k = (each.t() for each in _scales(a, rows))  # [heads, rows]
+        decay, beta = (each.t() for each in _shares(a, rows))
+        between = torch.where(i > j, decay[..., None], 1.0).cumprod(1).tril()
+        before, after = decay.cumprod(1), between[:, -1]
+        _factors(a, chunk).copy_(torch.stack((before * of_k, before * of_q, after * of_k, before)))
+        of_keys = between * of_k[:, None]
+        _store_parts(_in_parts(a, a.mix_ptr, chunk), q @ k.mT * of_keys * of_q[..., None])
+        lower = (k @ k.mT * of_keys * (of_k * beta)[..., None]).tril(-1)
+        inverse = torch.linalg.solve_triangular(lower + torch.eye(a.CHUNK), torch.eye(a.CHUNK).double(), upper=False)
+        _store_parts(_in_parts(a, a.solve_ptr, chunk), inverse * beta[:, None])
+
+
+def advance(a: Any) -> None:
+    runs = a.chunks_ptr[: len(a.slots_ptr) + 1].tolist()
+    for slot, row, begin, end in zip(a.slots_ptr.tolist(), a.begins_ptr.tolist(), runs, runs[1:], strict=False):
+        for chunk in range(max(begin, a.first), min(end, a.end)):
+            first = row + (chunk - begin) * a.CHUNK
+            rows = slice(first, first + a.CHUNK)
+            state, index = _state(a, slot), chunk - a.first
+            of_k, of_q, after, before = _factors(a, index).double()[..., None]
+            t, m = (_in_parts(a, each, index).double().sum(1) for each in (a.solve_ptr, a.mix_ptr))
+            (q, k), v = (each.transpose(0, 1) for each in _keys(a, rows)), _columns(a, a.v_ptr, rows).transpose(0, 1)
+            wide = state.double()
+            written = t @ (v.double() - of_k * (k @ wide))
+            _columns(a, a.y_ptr, rows).transpose(0, 1).copy_(of_q * (q @ wide) + m @ written)
+            state.copy_(before[:, -1:] * wide + k.mT @ (after * written))
 
 
 def gated_norm(a: Any) -> None:
-    sizes = (a.grid[0], a.grid[1], a.size)
+    sizes = (a.pairs // a.heads, a.heads, a.size)
     x, z, y = (
         strided(each, sizes, (stride, a.size, 1))
         for each, stride in ((a.x_ptr, a.x_stride), (a.z_ptr, a.z_stride), (a.y_ptr, a.y_stride))
@@ -484,5 +583,7 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_inputs_kernel": delta_inputs,
     "_keep_kernel": keep,
     "_recurrence_kernel": recurrence,
+    "_solve_kernel": solve,
+    "_advance_kernel": advance,
     "_gated_norm_kernel": gated_norm,
 }
