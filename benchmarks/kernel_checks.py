@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import Check, expect_close
+from benchmarks.kernel_variants import few_rows_variants
 from nanovllm.data.network import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.ops import row_kernels, triton_packed, triton_rows
@@ -16,6 +17,7 @@ from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+from nanovllm.ops.triton_few_rows import few_rows_linear
 from nanovllm.ops.triton_kv import quantize_rows_triton
 from nanovllm.ops.triton_merge import merge_parts_triton
 
@@ -40,6 +42,7 @@ class KernelChecks:
             "silu_and_mul": self.activation,
             "draw": self.draw,
             "experts": self.experts,
+            "few_rows_linear": self.few_rows,
         }
 
     def random(self, *shape: int) -> Tensor:
@@ -106,6 +109,12 @@ class KernelChecks:
         entries, shares = torch.tensor([[0, 4], [3, 1]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
         summed = weighted_sum(y, entries.to(self.device), shares.to(self.device))
         expect_close(summed.cpu().float(), (y.cpu().float()[entries] * shares[..., None]).sum(1), 0.2)
+
+    def few_rows(self) -> None:
+        x, weight = self.random(ROWS, 96), self.random(80, 96)
+        expected = x.cpu().float() @ weight.cpu().float().T
+        for config in few_rows_variants()[::3]:
+            expect_close(few_rows_linear(x, weight, None, config).cpu().float(), expected, 0.3)
 
     def packed(self) -> None:
         codes = torch.randint(0, 256, (96, 64), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The configurations of the Triton attention kernels that a sweep tries; the tests run each and compile every third."""
+"""The configurations of Triton kernels that a sweep tries; the tests run each and compile every third."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_config, prefill_config, row_bytes
+from nanovllm.ops.kernel_config import (
+    DecodeConfig,
+    FewRowsConfig,
+    PrefillConfig,
+    decode_config,
+    prefill_config,
+    row_bytes,
+)
 
 
 def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
@@ -29,11 +36,20 @@ def decode_variants(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
     """The configurations of a sweep, the default first: tiles of the first kernel, then pipelines of the reduction."""
     default = decode_config(head_dim, dtype)
     if row_bytes(head_dim, dtype) > 256:
-        return [default, *(replace(default, reduce_stages=stages) for stages in (1, 2))]
+        return [default, *(replace(default, reduce_blocks=blocks) for blocks in (1, 8))]
     tiles = [(32, 4, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
     return [
         default,
         *(replace(default, keys=keys, warps=warps, stages=stages) for keys, warps, stages in tiles),
-        # Other numbers of warps for the reduction have not been timed since its sums are the same on all lanes.
-        *(replace(default, reduce_stages=stages) for stages in (1, 2, 8)),
+        *(replace(default, reduce_warps=warps) for warps in (1, 2, 8)),
+        *(replace(default, reduce_blocks=blocks) for blocks in (1, 8)),
+        *(replace(default, partition=keys) for keys in (128, 256)),
     ]
+
+
+def few_rows_variants() -> list[FewRowsConfig]:
+    """Tiles of 4 to 16 KiB, of which 24 to 48 KiB are on their way: two programs of a multiprocessor then have enough
+    to wait for at 4 TB/s. All fit 99 KiB."""
+    tiles = [(16, 128, 1, 6), (16, 256, 1, 4), (16, 256, 2, 5), (16, 512, 4, 3), (32, 128, 2, 5), (32, 256, 4, 3),
+             (64, 64, 4, 5), (64, 128, 4, 4)]  # fmt: skip
+    return [FewRowsConfig(*tile) for tile in tiles]

@@ -1,6 +1,7 @@
-"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, prefill, segments.
+"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, its reduction with other
+numbers of warps, prefill, segments.
 
-    python -m benchmarks.kernels [--dry] [--output-json FILE]
+    python -m benchmarks.kernels [--dry] [--parts NAME ...] [--output-json FILE]
 
 The parts are independent: a failure is reported, the others continue, and the exit status is 1. The file is written
 after each part. Times are medians over calls that were queued before the first of them ran, measured with CUDA events.
@@ -25,8 +26,15 @@ from torch import Tensor
 from benchmarks.gpu_timing import queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    DeviceMetadata,
+    SequenceMetadata,
+)
 from nanovllm.ops.backends import cuda_backends
+from nanovllm.ops.kernel_config import DecodeConfig
 from nanovllm.ops.kv_quantization import LARGEST, dtype_name, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
 from nanovllm.ops.prefill_libraries import LIBRARIES, difference_from_fp64, installed
@@ -34,6 +42,9 @@ from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.segment_attention import Library, SegmentAttention
 from nanovllm.ops.timing import call_seconds
 from nanovllm.ops.triton_support import triton_runs
+
+PARTS = ("ceilings", "merge", "store_kv", "decode", "reduction", "prefill")
+WARPS = (1, 2, 4)  # of the reduction of decode, on which no bit may depend
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,12 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     merge_tokens: tuple[int, ...] = (1024, 4096, 16384)
     store_tokens: int = 16384
-    decode: tuple[tuple[int, int, int], ...] = ((1, 32768, 4096), (8, 32768, 4096), (64, 4096, 256))  # see `decode`
+    decode: tuple[tuple[int, int, int], ...] = (  # see `decode`
+        (1, 2048, 256), (1, 2048, 1024), (1, 32768, 4096), (1, 130048, 256), (1, 130048, 1024), (8, 32768, 4096),
+        (64, 4096, 256),
+    )  # fmt: skip
+    # (out, in) of the projections q, k and v, of o, gate and up, down, and of the logits.
+    products: tuple[tuple[int, int], ...] = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
     prefill: tuple[tuple[int, int, int], ...] = ((16384, 16384, 4096), (4096, 32768, 4096))  # see `prefill`
     segments: tuple[int, ...] = (4096, 8192, 16384)  # tokens, see `segments`
     segment_contexts: tuple[int, ...] = (16384, 65536)  # of 16,384 rows each
@@ -65,6 +81,7 @@ class Sizes:
             merge_tokens=(3,),
             store_tokens=20,
             decode=((2, 40, 16),),
+            products=((48, 64),),
             prefill=((70, 70, 64),),
             segments=(64,),
             segment_contexts=(128,),
@@ -183,6 +200,42 @@ def decode(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBacke
     return figures
 
 
+def reduction(sizes: Sizes, device: torch.device) -> list[Figure]:
+    """Decode without a state, with other numbers of warps for the reduction: time, and whether all bits are the same.
+
+    Raises RuntimeError if they are not, after all were timed.
+    """
+    from nanovllm.ops.kernel_config import decode_config_on
+    from nanovllm.ops.triton_decode import decode_whole
+
+    figures: list[Figure] = []
+    default, scale = decode_config_on(device, sizes.head_dim, sizes.dtype), sizes.head_dim**-0.5
+    for sequences, context, block_size in sizes.decode:
+        q, pool, metadata, _ = problem(sizes, device, sequences, 1, context, block_size)
+        table, expected = metadata.on(device), torch.empty_like(q)
+        decode_whole(q, pool, table, expected, scale, None, None, default)
+        for warps in WARPS:
+            config, out = replace(default, reduce_warps=warps), torch.empty_like(q)
+
+            def attend(config: DecodeConfig = config, q: Tensor = q, pool: Tensor = pool,
+                       table: DeviceMetadata = table, out: Tensor = out) -> None:  # fmt: skip
+                decode_whole(q, pool, table, out, scale, None, None, config)
+
+            took = seconds(attend, device, sizes.repeats)
+            equal = torch.equal(out, expected)
+            rate = sequences * context * sizes.token_bytes / took / 1e9
+            what = f"decode, {sequences} x {context}, blocks of {block_size}"
+            print_row(what, f"{rate:,.0f} GB/s", f"{took * 1e6:,.1f} us, reduce_warps {warps}, equal bits: {equal}")
+            figures.append(
+                {"reduce_warps": warps, "sequences": sequences, "context": context, "block_size": block_size}
+                | {"us": took * 1e6, "gb_s": rate, "outputs_equal": equal}
+            )
+    unequal = [figure for figure in figures if not figure["outputs_equal"]]
+    if unequal:
+        raise RuntimeError(f"outputs depend on the number of warps of the reduction: {unequal}")
+    return figures
+
+
 def prefill(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBackend]) -> list[Figure]:
     """(rows, context, block size): a chunk of query rows at the end of its context."""
     figures = []
@@ -288,20 +341,22 @@ def measure(
     device: torch.device,
     backends: Sequence[AttentionBackend],
     after_each: Callable[[Figure], None] = lambda found: None,
+    chosen: Sequence[str] = PARTS,
 ) -> Figure:
-    """Every part's figures by its name; for one that failed, the last line of its error."""
+    """The chosen parts' figures by their names; for one that failed, the last line of its error."""
     parts: dict[str, Callable[[], list[Figure]]] = {
         "ceilings": lambda: ceilings(sizes, device),
         "merge": lambda: merge(sizes, device),
         "store_kv": lambda: store(sizes, device),
         "decode": lambda: decode(sizes, device, backends),
+        "reduction": lambda: reduction(sizes, device),
         "prefill": lambda: prefill(sizes, device, backends),
         "segments": lambda: segments(sizes, device),
     }
     found: Figure = {}
-    for name, part in parts.items():
+    for name in chosen:
         try:
-            found[name] = part()
+            found[name] = parts[name]()
         except Exception as error:  # a failure of any type does not stop the other parts
             traceback.print_exc()
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
@@ -341,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write JSON if requested. Returns the exit status."""
     parser = Parser(prog="kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these alone (default: all)")
     parser.add_argument("--repeats", type=positive, default=20, help="calls that count (default: %(default)s)")
     add_json_option(parser)
     args = parser.parse_args(arguments)
@@ -353,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def keep(found: Figure) -> None:
         write_json(args.output_json, args, facts, kernels=found)
 
-    found = measure(sizes, device, backends_here(sizes, device), keep)
+    found = measure(sizes, device, backends_here(sizes, device), keep, args.parts)
     return int(any("failed" in part for part in found.values()))
 
 

@@ -1,6 +1,7 @@
-"""Finds the fastest tiles and pipelines of the attention kernels on this GPU.
+"""Finds the fastest tiles and pipelines of the attention kernels on this GPU, and for which shapes of a dense weight a
+product of few rows of our own is faster than torch's.
 
-    python -m benchmarks.sweep [--head-dim 128 ...] [--keep] [--dry] [--output-json FILE]
+    python -m benchmarks.sweep [--head-dim 128 ...] [--only-products] [--keep] [--dry] [--output-json FILE]
 
 Every configuration is timed on the same problems, with the heads of Llama-3.1-8B in bf16. One whose results differ from
 the default's is left out. --keep writes the fastest to nanovllm/ops/tuned under the device's name, for engines on such
@@ -15,20 +16,25 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_variants import decode_variants, prefill_variants
+from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefill_variants
 from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
+from nanovllm.ops.cpu_kernels import dtype_name
 from nanovllm.ops.kernel_config import (
     TABLES,
     DecodeConfig,
+    FewRowsConfig,
+    FewRowsEntry,
     PrefillConfig,
     TunedEntry,
     read_table,
@@ -36,6 +42,8 @@ from nanovllm.ops.kernel_config import (
 )
 
 BOUND = 2e-2  # of outputs and LSE between two configurations
+MARGIN = 1.03  # how many times faster a product of our own must be than torch's
+PRODUCT_ROWS = (1, 8)
 Config = PrefillConfig | DecodeConfig
 
 
@@ -143,22 +151,84 @@ def fastest(timings: Sequence[Timing]) -> Config:
     return min((timing for timing in timings if timing.seconds), key=relative).config
 
 
-def keep(entry: TunedEntry, facts: dict[str, Any], device_name: str, directory: Path = TABLES) -> Path:
-    """Write the entry to the device's table, instead of the one for the same heads and dtype."""
-    path = table_path(device_name, directory)
-    others = [old for old in read_table(path) if (old.head_dim, old.dtype) != (entry.head_dim, entry.dtype)]
-    entries = sorted([*others, entry], key=lambda each: (each.head_dim, each.dtype))
+def sweep_products(
+    sizes: Sizes, device: torch.device, most: int | None
+) -> tuple[list[dict[str, Any]], list[FewRowsEntry]]:
+    """Microseconds of each shape, for PRODUCT_ROWS, through torch and every configuration of our own kernel.
+
+    Also what belongs into the table: a shape's fastest configuration, if torch's is slower by MARGIN for every count of
+    rows.
+    """
+    from nanovllm.ops.triton_few_rows import few_rows_linear
+
+    figures, kept = list[dict[str, Any]](), list[FewRowsEntry]()
+    for out_features, in_features in sizes.products:
+        weight = torch.randn(out_features, in_features, device=device, dtype=sizes.dtype)
+        copies = cycle([weight, *(weight.clone() for _ in range(3))])  # more than a cache of the device holds
+        inputs = [torch.randn(rows, in_features, device=device, dtype=sizes.dtype) for rows in PRODUCT_ROWS]
+        by_torch = [
+            seconds(lambda x=x, copies=copies: F.linear(x, next(copies)), device, sizes.repeats)  # type: ignore[misc]
+            for x in inputs
+        ]
+        best: tuple[float, FewRowsConfig | None] = (1.0, None)  # of the largest share of torch's time
+        for config in [None, *few_rows_variants()[:most]]:
+            name, took = "torch", by_torch
+            if config is not None:
+                name, took = " ".join(map(str, asdict(config).values())), []
+                for x in inputs:
+                    found, expected = few_rows_linear(x, weight, None, config), F.linear(x, weight)
+                    off = float((found - expected).abs().max() / expected.abs().max())
+                    if not off <= BOUND:
+                        raise RuntimeError(f"products with {config} are off by {off:g}")
+                    call = lambda x=x, copies=copies, c=config: few_rows_linear(x, next(copies), None, c)  # noqa: E731
+                    took.append(seconds(call, device, sizes.repeats))
+                share = max(own / other for own, other in zip(took, by_torch, strict=True))
+                best = min(best, (share, config), key=lambda each: each[0])
+            rates = ", ".join(f"{weight.nbytes / each / 1e9:,.0f}" for each in took)
+            print_row(rates, "GB/s", f"{out_features} x {in_features}, {PRODUCT_ROWS} rows: {name}")
+            figures.append({"out": out_features, "in": in_features, "config": config, "us": [t * 1e6 for t in took]})
+        if best[1] is not None and best[0] * MARGIN <= 1:
+            kept.append(FewRowsEntry(out_features, in_features, dtype_name(sizes.dtype), best[1]))
+    return figures, kept
+
+
+def keep(
+    facts: dict[str, Any],
+    device: tuple[str, tuple[int, int]],
+    entry: TunedEntry | None = None,
+    products: Sequence[FewRowsEntry] | None = None,
+    directory: Path = TABLES,
+) -> Path:
+    """Write to the table of a device, by name and capability: the entry in place of that for the same heads and dtype,
+    the products in place of all."""
+    path = table_path(device[0], directory)
+    old = read_table(path)
+    entries = {(each.head_dim, each.dtype): each for each in [*old.entries, *([] if entry is None else [entry])]}
+    table = {
+        "device": device[0],
+        "capability": device[1],
+        "machine": facts,
+        "entries": [asdict(entries[key]) for key in sorted(entries)],
+        "few_rows": [asdict(each) for each in (old.few_rows if products is None else products)],
+    }
     path.parent.mkdir(exist_ok=True)
-    table = {"device": device_name, "machine": facts, "entries": [asdict(each) for each in entries]}
     path.write_text(json.dumps(table, indent=2) + "\n")
     return path
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
     facts = kernel_facts(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    named = ("cpu", (9, 0))
+    if device.type == "cuda":
+        named = (torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     results: list[dict[str, Any]] = []
-    for head_dim in [Sizes.tiny().head_dim] if args.dry else args.head_dim:
+    print("products of few rows")
+    figures, products = sweep_products(Sizes.tiny() if args.dry else Sizes(repeats=7), device, 2 if args.dry else None)
+    write_json(args.output_json, args, facts, products=figures, few_rows=products, sweep=results)
+    print("faster than torch: " + ("; ".join(map(str, products)) or "none"))
+    if args.keep and not args.dry:
+        print(f"kept in {keep(facts, named, products=products)}")
+    for head_dim in [] if args.only_products else [Sizes.tiny().head_dim] if args.dry else args.head_dim:
         sizes = Sizes.tiny() if args.dry else replace(Sizes(), head_dim=head_dim)
         sweep = Sweep(sizes, Problems.tiny() if args.dry else Problems(), device)
         results.append({"head_dim": head_dim, "dtype": str(sizes.dtype).removeprefix("torch.")})
@@ -166,7 +236,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
         def write(name: str, figures: Any, result: dict[str, Any] = result) -> None:
             result[name] = figures
-            write_json(args.output_json, args, facts, sweep=results)
+            write_json(args.output_json, args, facts, products=figures, few_rows=products, sweep=results)
 
         print(f"prefill, heads of {head_dim}")
         write("prefill", sweep.prefill())
@@ -178,7 +248,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         write("entry", entry)
         print(f"fastest: {entry}")
         if args.keep and not args.dry:
-            print(f"kept in {keep(entry, facts, name)}")
+            print(f"kept in {keep(facts, named, entry)}")
     return 0
 
 
@@ -186,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--head-dim", type=positive, nargs="+", default=[128], help="sizes of heads (default: 128)")
+    add("--only-products", action="store_true", help="leave the attention kernels out")
     add("--keep", action="store_true", help="write what was fastest to the package's table of this device")
     add("--dry", action="store_true", help="tiny sizes, to see that everything runs")
     add_json_option(parser)

@@ -130,23 +130,41 @@ class RowsOnCpu(NativeAttention):
         self._call = device.kernel(self._attend_rows)
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
+        self,
+        q: Tensor,
+        pool: Tensor,
+        table: DeviceMetadata,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
-        assert table.few.max_rows == 1 and table.few.total_rows == len(q) and not len(table.many)
-        self._call(q, pool, table, state, scale, window)
+        assert table.few.total_rows == len(q) and not len(table.many)
+        self._call(q, pool, table, out, scale, window, sinks)
 
     def _attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
+        self,
+        q: Tensor,
+        pool: Tensor,
+        table: DeviceMetadata,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         sequences = []
-        for index, row in enumerate(table.few.rows.tolist()):
+        for row in table.few.rows.tolist():
             query_start, query_len, start, count, first_position, kv_end, position, rows_before = row
-            assert count <= table.few.max_blocks and query_len == (count > 0)
-            if count:
-                assert query_start == rows_before == index
+            assert count <= table.few.max_blocks and query_len <= table.few.max_rows
+            if query_len:
+                assert query_start == rows_before and count
                 blocks = table.blocks[start : start + count].tolist()
                 sequences.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+        state = AttentionState.empty(q, sinks)
         self.attend(q, pool, AttentionMetadata(sequences), state, scale, window)
+        for seq in sequences:
+            rows = slice(seq.query_start, seq.query_start + seq.query_len)
+            out[rows] = state.out[rows].to(out.dtype)
 
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_cases import BOUNDS, Case, Shape, same_bits, split
+from attention_cases import BOUNDS, Case, Shape, quantised, same_bits, split
 from fast import fast_only, fast_pairs
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
@@ -23,9 +25,10 @@ from nanovllm.ops import row_kernels, triton_decode, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
+from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.triton_attention import TritonAttention
-from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
+from nanovllm.ops.triton_decode import MAX_PARTS, decode_, decode_whole, partitions_of
 from nanovllm.ops.triton_prefill import prefill_
 
 pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]
@@ -102,13 +105,101 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
 
 
+def in_partitions(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """Attend to so many keys at a time from now on."""
+    config = DecodeConfig(16, 4, 2, 4, 2, partition=keys)
+    monkeypatch.setattr(triton_decode, "decode_config_on", lambda *_: config)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "partition", "stored"),
+    fast_only(
+        [(NARROW, None, 16, None), (torch.float32, 21, 64, None), (NARROW, None, 16, torch.int8)],
+        [
+            (dtype, window, partition, stored)
+            for dtype in (torch.float32, NARROW)
+            for window in (None, 21)
+            for partition in (16, 64)
+            for stored in (None, torch.int8, torch.float8_e4m3fn)
+        ],
+    ),
+    ids=str,
+)
+def test_attention_without_a_state_gives_the_bits_of_an_empty_one(
+    dtype: torch.dtype, window: int | None, partition: int, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sinks and without, into the queries, and in several passes; rows of no sequence stay as they are."""
+    in_partitions(monkeypatch, partition)
+    shape = Shape(32, 1, 2, 40, window, ((50, 2), (0, 1)))
+    case = Case(shape, dtype, 1, DEVICE) if stored is None else quantised(shape, dtype, stored, device=DEVICE)
+    blind = SequenceMetadata(0, 1, 0, 0, 0, ())  # a row that sees no key
+    case.sequences.append(blind)
+    case.keys.append((torch.zeros(0, 1, 32), torch.zeros(0, 1, 32)))
+    table = AttentionMetadata(case.sequences).on(case.q.device)
+    new = torch.zeros(len(case.q), dtype=torch.bool)
+    for seq in case.sequences:
+        new[seq.query_start : seq.query_start + seq.query_len] = True
+    for sinks, workspaces in ((None, (1 << 20,)), (random(shape.heads), (1 << 20, 1))):
+        state = case.attend(TritonAttention(), sinks=sinks)
+        expected = torch.where(new.to(DEVICE)[:, None, None], state.out.to(dtype), case.q)
+        for workspace in workspaces:
+            monkeypatch.setattr(triton_decode, "MAX_WORKSPACE", workspace)
+            found = case.q.clone()
+            decode_whole(found, case.pool, table, found, shape.scale, window, sinks)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("parts", "blocks"), [(1, 5), (2, 1), (3, 9)])
+def test_partitions_are_summed_by_block_and_blocks_merged_in_order(
+    parts: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the reduction makes of any sums, beside a plain version: rows of 20 elements, some without keys."""
+    rows, heads, head_dim = 2, 3, 20
+    in_partitions(monkeypatch, 16)
+    acc, top = random(blocks, parts, rows, heads, 32), random(blocks, parts, rows, heads) * 4
+    total = random(blocks, parts, rows, heads, seed=1).abs() + 0.5
+    for hidden in ((0, slice(None), 0, 0), (blocks - 1, 0, 1), (slice(None), slice(None), 1, 2)):
+        acc[hidden], top[hidden], total[hidden] = 0.0, float("-inf"), 0.0
+    sinks = random(heads)
+
+    class Sums:
+        """Has the sums of a launch of the decode kernel, if that would compute them."""
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *arguments, **options: [
+                place.copy_(sums.flatten(0, 1)) for place, sums in zip(arguments[5:8], (acc, top, total), strict=True)
+            ]
+
+    monkeypatch.setattr(triton_decode, "_decode_kernel", Sums())
+    q = torch.zeros(rows, heads, head_dim, device=DEVICE)
+    pool = torch.zeros(1, 2, heads, 16 * parts, head_dim, device=DEVICE)
+    end = blocks * 16 * parts
+    table = AttentionMetadata([SequenceMetadata(0, rows, end - rows, 0, end, [0] * blocks)]).on(q.device)
+    state = AttentionState.empty(q, sinks)
+    decode_(q, pool, table, state, 1.0, None)
+    found = torch.empty_like(q, dtype=NARROW)
+    decode_whole(q, pool, table, found, 1.0, None, sinks)
+
+    expected = AttentionState.empty(q, sinks)
+    for block in range(blocks):
+        highest = top[block].amax(0)
+        weight = torch.exp2(top[block] - highest.masked_fill(highest == -torch.inf, 0.0))
+        mass = (weight * total[block]).sum(0)
+        out = (weight[..., None] * acc[block]).sum(0) / mass.masked_fill(mass == 0, 1.0)[..., None]
+        lse = (highest + mass.log2()) * math.log(2.0)
+        merge_states_torch_(expected.out, expected.lse, out[..., :head_dim], lse.t())
+    torch.testing.assert_close(state.out, expected.out, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(state.lse, expected.lse, rtol=2e-6, atol=2e-6)
+    assert torch.equal(found, state.out.to(NARROW)) and not state.out[1, 2].any()
+
+
 @pytest.mark.parametrize(("programs", "window"), fast_pairs([(7, 20)], (1, 7), (None, 20)))
 def test_few_programs_take_several_partitions_to_the_same_bits(
     programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(Shape(32, 1, 2, 40, window, ((90, 2), (30, 1), (0, 5))), torch.float32, 1, DEVICE)
     one_each = case.attend(TritonAttention())
-    monkeypatch.setattr(triton_decode, "PARTITION", 16)
+    in_partitions(monkeypatch, 16)
     parts_of_blocks = case.attend(TritonAttention())
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     in_steps = case.attend(TritonAttention())
@@ -154,12 +245,12 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     state = case.attend(TritonAttention(), sinks=sinks[1])
     case.check(state, sinks[1])
     assert torch.equal(found[: len(new)], state.out[new].to(dtype))
-    assert not found[len(new) :].any() and unused.any(), "a row of no sequence sees no key"
+    assert torch.equal(found[len(new) :], unused), "a row of no sequence is left as it is"
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 100, 256, 512, 513, 4096, 100_000])
 def test_partitions_cover_a_block(block_size: int) -> None:
-    partition, count = partitions_of(block_size)
+    partition, count = partitions_of(block_size, 512)
     assert partition >= 16 and partition & (partition - 1) == 0
     assert count <= MAX_PARTS and (count - 1) * partition < block_size <= count * partition
 

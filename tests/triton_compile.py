@@ -2,6 +2,7 @@
 
     python triton_compile.py ARCH DTYPE HEAD_DIM...               every launch of the engine
     python triton_compile.py ARCH DTYPE HEAD_DIM... --few         those for many rows and blocks of whole tiles
+    python triton_compile.py ARCH DTYPE HEAD_DIM... --only=NAME   those whose names begin so
     python triton_compile.py ARCH DTYPE HEAD_DIM... --variants    what a sweep tries, and nothing else
     python triton_compile.py ARCH DTYPE HEAD_DIM... --variants --few    every third of them
     python triton_compile.py ARCH DTYPE HEAD_DIM... --counts      many batches, a row for each kernel compiled
@@ -35,17 +36,21 @@ from nanovllm.layers.gated_delta import runs_of_rows
 from nanovllm.ops import triton_delta, triton_delta_chunks, triton_packed, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.delta_inputs import DecayWeights
-from nanovllm.ops.kernel_config import prefill_config
+from nanovllm.ops.kernel_config import FEW_ROWS, FewRowsConfig, prefill_config
 from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
 from nanovllm.ops.merge import MAX_PARTS
 from nanovllm.ops.packed_weights import PackedWeight
-from nanovllm.ops.triton_decode import decode_
+from nanovllm.ops.triton_decode import decode_, decode_whole
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+from nanovllm.ops.triton_few_rows import few_rows_linear
 from nanovllm.ops.triton_kv import quantize_rows_triton
 from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
 from nanovllm.ops.triton_segments import gather_, merge_segments_
+
+sys.path.append(str(Path(__file__).parent.parent))
+from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefill_variants
 
 Launches = dict[str, Callable[[], object]]
 BLOCK, HEADS, KV_HEADS = 4096, 8, 2
@@ -106,6 +111,7 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype, kv: torch.dtype | No
     state = AttentionState.empty(q)
     alone, alone_state = AttentionMetadata([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
     uneven = empty_pool(head_dim, kv or dtype, BLOCK - 8)  # blocks that are no whole number of tiles
+    small = empty_pool(head_dim, kv or dtype, 256)
     config = prefill_config(head_dim, dtype, divmod(arch, 10))
     launches: Launches = {
         "prefill": lambda: prefill_(q, pool, table, state, 0.1, None, config),
@@ -113,6 +119,8 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype, kv: torch.dtype | No
         "prefill, uneven blocks": lambda: prefill_(q, uneven, table, state, 0.1, None, config),
         "decode": lambda: decode_(q, pool, table, state, 0.1, None),
         "decode, window, ALiBi": lambda: decode_(q, pool, table, state, 0.1, 1024, torch.ones(HEADS)),
+        "decode without a state": lambda: decode_whole(q, pool, table, q, 0.1, None),
+        "decode without a state, blocks of 256": lambda: decode_whole(q, small, table, q, 0.1, None, torch.ones(HEADS)),
         "decode, one row": lambda: decode_(q[:1, :KV_HEADS], pool, alone, alone_state, 0.1, None),
     }
     return {name if kv is None else f"{name}, {dtype_name(kv)} KV": launch for name, launch in launches.items()}
@@ -125,9 +133,6 @@ def empty_pool(head_dim: int, kv: torch.dtype, block: int = BLOCK) -> Tensor:
 
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Every configuration that a sweep tries, by its fields."""
-    sys.path.append(str(Path(__file__).parent.parent))
-    from benchmarks.kernel_variants import decode_variants, prefill_variants
-
     q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
     few = AttentionMetadata([SequenceMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
     many = AttentionMetadata([SequenceMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
@@ -139,6 +144,9 @@ def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
         found[json.dumps({"decode": asdict(decode)})] = lambda c=decode: decode_(
             q, pool, few, state, 0.1, None, None, c
         )
+    x, weight = torch.zeros(8, 4096, dtype=dtype), torch.zeros(4096, 4096, dtype=dtype)
+    for product in few_rows_variants():
+        found[json.dumps({"few_rows": asdict(product)})] = lambda c=product: few_rows_linear(x, weight, None, c)
     return found
 
 
@@ -177,6 +185,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             triton_rows.silu_and_mul(x)
             triton_rows.place_heads(heads, heads[0, KV_HEADS:], 1e-6, angles, angles[..., ::2].contiguous(), q, k, k)
             multiply(k[:16, 0, :64], packed_weight)
+            few_rows_linear(k[:FEW_ROWS, 0, :64], weights[0], None, FewRowsConfig(16, 32, 1, 2))
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
             of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
@@ -261,7 +270,17 @@ def recurrent(rows: int, dtype: torch.dtype) -> Launches:
 def products(arch: int, rows: int, dtype: torch.dtype) -> Launches:
     """Products of this many rows with packed weights, experts and adapters."""
     x = torch.empty(rows, 1024, dtype=dtype)
-    return packed(arch, x) | experts(rows, 128, dtype) | low_rank(x)
+    return packed(arch, x) | experts(rows, 128, dtype) | low_rank(x) | few_rows(x[:FEW_ROWS])
+
+
+def few_rows(x: Tensor) -> Launches:
+    """With dense weights, in the first configuration that a sweep tries."""
+    weight, config = torch.empty(4096, x.shape[1], dtype=x.dtype), few_rows_variants()[0]
+    bias = torch.empty(4096, dtype=x.dtype)
+    return {
+        "few rows": lambda: few_rows_linear(x, weight, None, config),
+        "few rows, bias": lambda: few_rows_linear(x, weight, bias, config),
+    }
 
 
 def packed(arch: int, x: Tensor) -> Launches:
@@ -337,7 +356,10 @@ def chosen(arch: int, head_dim: int, dtype: torch.dtype, with_products: bool) ->
         return dict(list(variants(arch, head_dim, dtype).items())[:: FEW if few else 1])
     launches = engine_launches(arch, head_dim, dtype)
     launches |= product_launches(arch, dtype) if with_products else {}
-    return {name: launch for name, launch in launches.items() if not (few and is_special(name))}
+    begin = next((option.removeprefix("--only=") for option in sys.argv if option.startswith("--only=")), "")
+    return {
+        name: launch for name, launch in launches.items() if name.startswith(begin) and not (few and is_special(name))
+    }
 
 
 def is_special(name: str) -> bool:

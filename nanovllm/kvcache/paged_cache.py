@@ -15,7 +15,14 @@ from nanovllm.kvcache.pools import KVPools
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
+from nanovllm.ops import row_attention
+from nanovllm.ops.attention import (
+    MAX_DECODE_ROWS,
+    AttentionBackend,
+    AttentionMetadata,
+    RowAttention,
+    SequenceMetadata,
+)
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import narrow_, store_kv
 from nanovllm.ops.upload import upload
@@ -28,6 +35,7 @@ class GroupTables:
     slots: Tensor  # the slot mapping
     table: AttentionMetadata
     few_rows: PagedStep | None  # faster attention for steps of few rows on the CPU
+    rows: RowAttention | None  # and on other devices, if all sequences have few
 
     def blocks(self, pool: Tensor, block_size: int, *, written: bool = False) -> Iterator[Tensor]:
         """One plane of the blocks that the step attends to, or only of those that it writes, once each."""
@@ -82,8 +90,13 @@ class PagedKVCache(KVCacheBase):
             self._device.end_kernel()
             return q
         store_kv(pool, k, v, step.slots)
-        state = self._geometry.before_keys(layer, q)
         self._device.declare_kernel("attend", reads=step.blocks(pool, block_size))
+        if step.rows is not None:
+            sinks = self._geometry.sinks_of(layer)
+            step.rows.attend_rows(q, pool, step.table.on(q.device), q, self._geometry.scale, window, sinks)
+            self._device.end_kernel()
+            return q
+        state = self._geometry.before_keys(layer, q)
         self._backend.attend(q, pool, step.table, state, self._geometry.scale, window)
         self._device.end_kernel()
         return narrow_(q, state.out)
@@ -102,7 +115,9 @@ class PagedKVCache(KVCacheBase):
                 dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
                 of_step = (slots, table, dtype, heads, scale, group.window)
                 few_rows = PagedStep(self._pools[index], *of_step, self._backend.num_threads)
-            self._groups.append(GroupTables(slots, table, few_rows))
+            is_few = all(seq.query_len <= MAX_DECODE_ROWS for seq in visible)
+            rows = row_attention(self._backend) if is_few else None
+            self._groups.append(GroupTables(slots, table, few_rows, rows))
 
 
 def _slots(sequence: SequenceMetadata, block_size: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.cpu_kernels import WeightPart
+from nanovllm.ops.kernel_config import FEW_ROWS, few_rows_config_on
 from nanovllm.ops.row_kernels import GATED_UNITS
 
 MAX_OWN_ROWS = 24  # with more rows torch may multiply, where bits may depend on the batch
@@ -54,6 +55,7 @@ class DenseWeight:
         self._product = linear
         shape = (sum(parts.values()), in_features)
         self._matrix = torch.empty(shape, dtype=dtype, device=device) if memory is None else memory
+        self._few_rows = few_rows_config_on(device, shape, dtype)
         self._interleaved = False  # see `cpu_kernels.interleave_`
 
     @property
@@ -68,6 +70,10 @@ class DenseWeight:
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._interleaved:
             return cpu_kernels.cpu_linear(x, self._matrix, bias, interleaved=True)
+        if self._few_rows is not None and x.shape[0] <= FEW_ROWS:
+            from nanovllm.ops.triton_few_rows import few_rows_linear
+
+            return few_rows_linear(x, self._matrix, bias, self._few_rows)
         return self._product(x, self._matrix, bias)
 
     def rows(self, indices: Tensor) -> Tensor:

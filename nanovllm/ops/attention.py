@@ -199,14 +199,24 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RowAttention(Protocol):
-    """Attention that a CUDA graph can record.
+    """Attention of few query rows over all of their keys, which a CUDA graph can record.
 
     The launches of `attend_rows` depend on shapes only; the kernels read everything else from device memory when they
     run.
     """
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
+        self,
+        q: Tensor,
+        pool: Tensor,
+        table: DeviceMetadata,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
-        """`AttentionBackend.attend` over a table made by `DeviceMetadata.of_rows`, with the same bits."""
+        """Write the output of the rows of `table.few` to `out`, which is like q and may be q. Other rows stay.
+
+        The bits are those of `AttentionBackend.attend` into `AttentionState.empty(q, sinks)`, in the dtype of `out`.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Tiles and pipelines of the Triton attention kernels: the defaults and the tuned tables.
+"""Tiles and pipelines of Triton kernels: the defaults and the tuned tables.
 
 They determine the order of sums and so the last bits. They must not depend on the batch or on KV addresses.
 """
@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.ops.cpu_kernels import dtype_name
 
 TABLES = Path(__file__).with_name("tuned")
+FEW_ROWS = 16  # of x in `triton_few_rows`: the smallest tile of the matrix units, of which absent rows cost no loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,32 @@ class TunedEntry:
     """The fastest configuration for one head size and dtype."""
 
     head_dim: int
-    dtype: str  # torch's name without "torch."
+    dtype: str  # as of `dtype_name`
     prefill: PrefillConfig
     decode: DecodeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsEntry:
+    """The fastest configuration for few rows times a dense weight, where it is faster than torch's product."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    config: FewRowsConfig
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+
+@dataclass(frozen=True, slots=True)
+class TunedTable:
+    """What was tuned on a device: it serves others of the same compute capability that have no table."""
+
+    capability: tuple[int, ...] | None = None
+    entries: tuple[TunedEntry, ...] = ()
+    few_rows: tuple[FewRowsEntry, ...] = ()
 
 
 def table_path(device_name: str, directory: Path = TABLES) -> Path:
@@ -33,14 +58,23 @@ def table_path(device_name: str, directory: Path = TABLES) -> Path:
     return directory / f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
 
 
-def read_table(path: Path) -> tuple[TunedEntry, ...]:
-    """The entries of a table; none if the file does not exist. Raises ConfigError for an invalid table."""
+def read_table(path: Path) -> TunedTable:
+    """A table; an empty one if the file does not exist. Raises ConfigError for an invalid table."""
     if not path.is_file():
-        return ()
+        return TunedTable()
     try:
-        entries = json.loads(path.read_text())["entries"]
-        configs = [(PrefillConfig(**entry.pop("prefill")), DecodeConfig(**entry.pop("decode"))) for entry in entries]
-        return tuple(TunedEntry(**entry, prefill=p, decode=d) for entry, (p, d) in zip(entries, configs, strict=True))
+        found = json.loads(path.read_text())
+        capability = tuple(map(int, found["capability"])) if "capability" in found else None
+        entries = [
+            TunedEntry(
+                **entry | {"prefill": PrefillConfig(**entry["prefill"]), "decode": DecodeConfig(**entry["decode"])}
+            )
+            for entry in found["entries"]
+        ]
+        few_rows = [
+            FewRowsEntry(**entry | {"config": FewRowsConfig(**entry["config"])}) for entry in found.get("few_rows", [])
+        ]
+        return TunedTable(capability, tuple(entries), tuple(few_rows))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is no table of tuned kernels ({error!r}): delete it, or write it anew with"
@@ -48,12 +82,22 @@ def read_table(path: Path) -> tuple[TunedEntry, ...]:
         ) from error
 
 
-def tuned_entry(device: torch.device, head_dim: int, dtype: torch.dtype) -> TunedEntry | None:
-    """The entry of this device's table, or None."""
+def tuned_table(device: torch.device) -> TunedTable:
+    """The table of this device's name; if there is none, the first by name of those of its compute capability."""
     if device.type != "cuda":
-        return None
-    entries = read_table(table_path(torch.cuda.get_device_name(device)))
-    name = str(dtype).removeprefix("torch.")
+        return TunedTable()
+    own = table_path(torch.cuda.get_device_name(device), TABLES)
+    if own.is_file():
+        return read_table(own)
+    capability = torch.cuda.get_device_capability(device)
+    tables = map(read_table, sorted(TABLES.glob("*.json")))
+    return next((table for table in tables if table.capability == capability), TunedTable())
+
+
+def tuned_entry(device: torch.device, head_dim: int, dtype: torch.dtype) -> TunedEntry | None:
+    """The entry of the device's table, or None."""
+    name = dtype_name(dtype)
+    entries = tuned_table(device).entries
     return next((entry for entry in entries if (entry.head_dim, entry.dtype) == (head_dim, name)), None)
 
 
@@ -70,6 +114,17 @@ def decode_config_on(device: torch.device, head_dim: int, dtype: torch.dtype) ->
     """See `prefill_config_on`."""
     entry = tuned_entry(device, head_dim, dtype)
     return decode_config(head_dim, dtype) if entry is None else entry.decode
+
+
+@cache
+def few_rows_config_on(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> FewRowsConfig | None:
+    """How few rows are multiplied with a weight [out, in] by a kernel of our own; None if torch does it.
+
+    Only shapes for which a sweep on such a device has found it faster. All ranks and runs read the same table.
+    """
+    name = dtype_name(dtype)
+    entries = tuned_table(device).few_rows
+    return next((entry.config for entry in entries if (entry.shape, entry.dtype) == (shape, name)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +145,19 @@ class DecodeConfig:
     keys: int  # of a tile
     warps: int
     stages: int
-    reduce_warps: int
-    reduce_stages: int  # upper bound: large blocks need shared memory for their partitions
+    reduce_warps: int  # no bit depends on it
+    reduce_blocks: int  # whose results are loaded at once
+    partition: int = 512  # keys that a program attends to before it stores its sums
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsConfig:
+    """One launch of `triton_few_rows`."""
+
+    weight_rows: int  # of a tile
+    columns: int
+    warps: int
+    stages: int
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales
-from nanovllm.ops.triton_decode import decode_
+from nanovllm.ops.triton_decode import decode_, decode_whole
 from nanovllm.ops.triton_prefill import prefill_
 from nanovllm.ops.triton_segments import gather_
 from nanovllm.ops.upload import upload
@@ -56,10 +56,17 @@ class TritonAttention:
         prefill_(q, pool, on_device, state, scale, window)
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
+        self,
+        q: Tensor,
+        pool: Tensor,
+        table: DeviceMetadata,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         """See `RowAttention`."""
-        decode_(q, pool, table, state, scale, window)
+        decode_whole(q, pool, table, out, scale, window, sinks)
 
 
 def _blocks_at_once(block_size: int) -> int:

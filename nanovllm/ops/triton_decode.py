@@ -1,8 +1,8 @@
 """Attention of few query rows over KV blocks in Triton: by partitions of the context, which a second kernel reduces.
 
-A partition never crosses a block, and its size depends on the block size alone. The partitions of a block are reduced
-together, and the blocks one after the other into the running state. So the bits of a row depend neither on the batch
-nor on the grouping of blocks into calls.
+A partition never crosses a block, and its size depends on the block size alone. The partitions of a block are summed in
+their order, those of many blocks at once, and then the blocks are merged one after the other into the running state.
+So the bits of a row depend neither on the batch nor on the grouping of blocks into calls.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from torch import Tensor
 from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, decode_config_on, padded
 from nanovllm.ops.triton_kv import as_bytes, load_scales, scales_of, stored_format, widen_elements
-from nanovllm.ops.triton_merge import merge_rows
+from nanovllm.ops.triton_merge import LN2, merge_rows
 
-PARTITION = 512  # keys; doubled until a block has at most MAX_PARTS partitions
-MAX_PARTS = 64  # partitions of one block
+MAX_PARTS = 8  # partitions of one block
 MAX_PROGRAMS = 8192  # of one launch, more than a GPU runs at once; with more partitions each program takes several
 MAX_WORKSPACE = 256 << 20  # bytes of partition results at a time
-REDUCE_BUFFER = 64 << 10  # bytes of shared memory for prefetched partitions
+SUMMED_BY_WARP = 512  # elements of blocks' outputs that each warp of a program sums at once
 ROWS_PER_PROGRAM = 16  # query rows of one KV head: the smallest tile of the matrix units
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -88,9 +86,16 @@ def _attend_partition(  # type: ignore[no-untyped-def]
     return acc, top, total
 
 
+@triton.jit
+def _mass_and_lse(top, total):  # type: ignore[no-untyped-def]
+    """What sums of this maximum (of log2) and sum of weights are divided by, and their LSE; 1 and -inf without keys."""
+    mass = tl.where(total > 0.0, total, 1.0)
+    return mass, tl.where(total > 0.0, (top + tl.log2(mass)) * LN2, float("-inf"))
+
+
 # Not specialised: counts that change from step to step would compile the kernel again in the middle of a request.
 @triton.jit(
-    do_not_specialize=["first_part", "parts_here", "workers", "total_rows"],
+    do_not_specialize=["first_part", "parts_here", "parts", "workers", "total_rows"],
     do_not_specialize_on_alignment=["rows_ptr", "blocks_ptr", "slopes_ptr", "top_ptr", "total_ptr"],
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
@@ -104,6 +109,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     total_ptr,
     first_part,
     parts_here,
+    parts,
     workers,
     total_rows,
     heads,
@@ -119,7 +125,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     head_stride,
     scales_ptr,
     row_size,
-    PARTS: tl.constexpr,
     PARTITION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +149,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query_start, query_len = tl.load(sequence).to(tl.int64), tl.load(sequence + 1)
     first_position, kv_end = tl.load(sequence + 4), tl.load(sequence + 5)
     query_position, rows_before = tl.load(sequence + 6), tl.load(sequence + 7).to(tl.int64)
-    end_part = tl.minimum(first_part + parts_here, tl.load(sequence + 3) * PARTS)
+    end_part = tl.minimum(first_part + parts_here, tl.load(sequence + 3) * parts)
     if (first_part + worker >= end_part) | (tile * BLOCK_R >= query_len * group):
         return
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -161,10 +166,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     # The last position that some row of the tile sees.
     last = query_position + tl.minimum(tile * BLOCK_R + BLOCK_R - 1, query_len * group - 1) // group
     for part in range(first_part + worker, end_part, workers):
-        index = part // PARTS
+        index = part // parts
         first = first_position + index * block_size  # position of the block's first key
         # Keys of this partition that some row of the tile sees.
-        begin = (part % PARTS) * PARTITION
+        begin = (part % parts) * PARTITION
         end = tl.minimum(tl.minimum(begin + PARTITION, block_size), tl.minimum(kv_end, last + 1) - first)
         if HAS_WINDOW:
             oldest = query_position + (tile * BLOCK_R) // group - window + 1
@@ -184,63 +189,103 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["first_block", "blocks_here", "total_rows", "lse_head_stride"],
-    do_not_specialize_on_alignment=["lse_ptr", "rows_ptr", "top_ptr", "total_ptr"],
+    do_not_specialize_on_alignment=["state_lse_ptr", "lse_ptr", "rows_ptr", "top_ptr", "total_ptr", "lses_ptr"],
 )
 def _reduce_kernel(  # type: ignore[no-untyped-def]
+    state_ptr,
+    state_lse_ptr,
     out_ptr,
     lse_ptr,
     rows_ptr,
     acc_ptr,
     top_ptr,
     total_ptr,
+    outs_ptr,
+    lses_ptr,
     first_block,
     blocks_here,
     total_rows,
     heads,
     head_dim,
+    state_token_stride,
+    state_head_stride,
     out_token_stride,
     out_head_stride,
     lse_head_stride,
     lse_token_stride,
     PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    SUMMED: tl.constexpr,
+    MERGED: tl.constexpr,
+    START: tl.constexpr,
+    KEEP_LSE: tl.constexpr,
 ):
-    """Program (query row, head, sequence): the partitions of each block together, block after block into (out, lse).
+    """Program (query row, head, sequence): the partitions of each block into its output and LSE, SUMMED blocks at once;
+    then the blocks into (out, lse), one after the other, of which MERGED are loaded at once.
 
-    The loads of the next STAGES - 1 blocks are under way meanwhile: num_stages of the launch would see to loads that
-    feed a matrix product only. Every lane carries the same LSE on. So products are rounded before they are added: in a
-    sum over lanes, each would fuse its own product and get the other's rounded, and a call's end would show it, where
-    one lane's LSE becomes that of all.
+    START: what is merged into: "state", "empty", or "sinks", where state_lse_ptr is their scores. No sum goes over
+    lanes, and what a lane carries on, it computes as every other does: bits do not depend on the number of warps.
+    Products are rounded before they are added, so that it does not matter either which of two the compiler would fuse.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     sequence = rows_ptr + tl.program_id(2) * 8
-    count = tl.minimum(tl.load(sequence + 3) - first_block, blocks_here)
-    if (token >= tl.load(sequence + 1)) | (count <= 0):
+    if token >= tl.load(sequence + 1):
         return
+    count = tl.minimum(tl.load(sequence + 3) - first_block, blocks_here)
     query_row = tl.load(sequence).to(tl.int64) + token
     column = tl.arange(0, BLOCK_D)
+    at = (tl.load(sequence + 7).to(tl.int64) + token) * heads + head  # of the row and head in a partition or block
+    size = total_rows.to(tl.int64) * heads  # rows and heads of one
+    if PARTS > 1:
+        for begin in range(0, count, SUMMED):
+            block = begin + tl.arange(0, SUMMED).to(tl.int64)
+            inside = block < count
+            part_at = block * PARTS * size + at
+            highest = tl.full([SUMMED], float("-inf"), tl.float32)
+            for part in tl.static_range(PARTS):
+                top = tl.load(top_ptr + part_at + part * size, mask=inside, other=float("-inf"))
+                highest = tl.maximum(highest, top)
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            mass = tl.zeros([SUMMED], tl.float32)
+            sums = tl.zeros([SUMMED, BLOCK_D], tl.float32)
+            for part in tl.static_range(PARTS):
+                top = tl.load(top_ptr + part_at + part * size, mask=inside, other=float("-inf"))
+                weight = tl.exp2(top - base)
+                mass += weight * tl.load(total_ptr + part_at + part * size, mask=inside, other=0.0)
+                acc_at = acc_ptr + (part_at + part * size)[:, None] * BLOCK_D + column[None, :]
+                sums += weight[:, None] * tl.load(acc_at, mask=inside[:, None], other=0.0)
+            mass, block_lse = _mass_and_lse(highest, mass)
+            outs_at = outs_ptr + (block * size + at)[:, None] * BLOCK_D + column[None, :]
+            tl.store(outs_at, sums / mass[:, None], mask=inside[:, None])
+            tl.store(lses_ptr + block * size + at, block_lse, mask=inside)
+        tl.debug_barrier()  # all warps read what each wrote
+    lse_at = head * lse_head_stride + query_row * lse_token_stride + tl.arange(0, 1)
+    out = tl.zeros([1, BLOCK_D], tl.float32)
+    lse = tl.full([1], float("-inf"), tl.float32)
+    if START == "state":
+        state_at = query_row * state_token_stride + head * state_head_stride + column
+        out = tl.load(state_ptr + state_at, mask=column < head_dim, other=0.0)[None, :]
+        lse = tl.load(state_lse_ptr + lse_at)
+    if START == "sinks":
+        lse = tl.load(state_lse_ptr + head + tl.arange(0, 1))
+    one = tl.arange(0, 1)  # the compiler fetches elements of tensors beforehand, and no scalars
+    for begin in tl.range(0, count, MERGED, num_stages=3):
+        for step in tl.static_range(MERGED):
+            # Beyond the last block: what has no keys.
+            mask = begin + step + one < count
+            block_at = (begin + step) * size + at + one
+            other_at = outs_ptr + block_at[:, None] * BLOCK_D + column[None, :]
+            other = tl.load(other_at, mask=mask[:, None], other=0.0)
+            other_lse = tl.load(lses_ptr + block_at, mask=mask, other=float("-inf"))
+            if PARTS == 1:  # that was the maximum, and these are the sums of its only partition
+                total = tl.load(total_ptr + block_at, mask=mask, other=0.0)
+                mass, other_lse = _mass_and_lse(other_lse, total)
+                other = other / mass[:, None]
+            out, lse = merge_rows(out, lse, other, other_lse)
     out_at = out_ptr + query_row * out_token_stride + head * out_head_stride + column
-    lse_at = lse_ptr + head * lse_head_stride + query_row * lse_token_stride + tl.arange(0, 1)
-    out = tl.load(out_at, mask=column < head_dim, other=0.0)[None, :]
-    lse = tl.load(lse_at)
-    part = tl.arange(0, BLOCK_P).to(tl.int64)
-    at = (part * total_rows + tl.load(sequence + 7) + token) * heads + head
-    for _ in tl.range(count, num_stages=STAGES):
-        top = tl.load(top_ptr + at, mask=part < PARTS, other=float("-inf"))
-        total = tl.load(total_ptr + at, mask=part < PARTS, other=0.0)
-        acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + column[None, :], mask=(part < PARTS)[:, None], other=0.0)
-        highest = tl.max(top, 0)
-        weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
-        mass = tl.sum(weight * total, 0)
-        seen = mass > 0.0
-        block_out = tl.sum(weight[:, None] * acc, 0) / tl.where(seen, mass, 1.0)
-        block_lse = tl.where(seen, (highest + tl.log2(tl.where(seen, mass, 1.0))) * LN2, float("-inf"))
-        out, lse = merge_rows(out, lse, block_out[None, :], block_lse + tl.zeros([1], tl.float32))
-        at += PARTS * total_rows * heads
-    tl.store(out_at, tl.sum(out, 0), mask=column < head_dim)
-    tl.store(lse_at, lse)
+    tl.store(out_at, tl.sum(out, 0).to(out_ptr.dtype.element_ty), mask=column < head_dim)
+    if KEEP_LSE:
+        tl.store(lse_ptr + lse_at, lse)
 
 
 def decode_(
@@ -260,43 +305,95 @@ def decode_(
     alibi_slopes: fp32 [heads]; a key at distance d from its query loses slope * d of its score (Press, Smith and Lewis,
     "Train Short, Test Long", 2022).
     """
-    group, (_, heads, head_dim), block_size = table.few, q.shape, pool.shape[3]
+    _decode(q, pool, table, state, state.out, None, scale, window, alibi_slopes, config)
+
+
+def decode_whole(
+    q: Tensor,
+    pool: Tensor,
+    table: DeviceMetadata,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Write attention of the table's sequences with few query rows to their rows of `out`, which may be q.
+
+    The bits are those of `decode_` into an empty state, narrowed to the dtype of `out`; without the memory of a state,
+    unless partition results take more than MAX_WORKSPACE. sinks: see `AttentionState.empty`.
+    """
+    _decode(q, pool, table, None, out, sinks, scale, window, None, config)
+
+
+def _decode(
+    q: Tensor,
+    pool: Tensor,
+    table: DeviceMetadata,
+    state: AttentionState | None,
+    out: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    config: DecodeConfig | None,
+) -> None:
+    """`decode_` where there is a state, whose output `out` then is; else `decode_whole`."""
+    group, (tokens, heads, head_dim), block_size = table.few, q.shape, pool.shape[3]
     if not len(group):
         return
-    partition, parts = partitions_of(block_size)
-    padded_dim, kv_heads = padded(head_dim), pool.shape[2]
     config, format = config or decode_config_on(q.device, head_dim, q.dtype), stored_format(pool.dtype)
+    partition, parts = partitions_of(block_size, config.partition)
+    padded_dim, kv_heads = padded(head_dim), pool.shape[2]
     keys = config.keys // 2 if format else config.keys  # tiles of 8 bits are widened in registers
-    bytes_per_block = parts * group.total_rows * heads * (padded_dim + 2) * 4
+    bytes_per_part = group.total_rows * heads * (padded_dim + 2) * 4
+    bytes_per_block = bytes_per_part * (parts if parts == 1 else parts + 1)
     blocks_at_once = max(1, min(group.max_blocks, MAX_WORKSPACE // bytes_per_block))
-    acc = q.new_empty(blocks_at_once * parts, group.total_rows, heads, padded_dim, dtype=torch.float32)
-    top, total = q.new_empty(2, blocks_at_once * parts, group.total_rows, heads, dtype=torch.float32)
+    sums, tops, totals = _workspace(q, blocks_at_once * parts, group.total_rows, padded_dim)
+    outs, lses, _ = (sums, tops, totals) if parts == 1 else _workspace(q, blocks_at_once, group.total_rows, padded_dim)
+    running = state
+    if running is None and blocks_at_once < group.max_blocks:
+        running = AttentionState(torch.empty_like(q, dtype=torch.float32), lses.new_empty(heads, tokens))
     row_tiles = triton.cdiv(group.max_rows * (heads // kv_heads), ROWS_PER_PROGRAM)
-    block_p = triton.next_power_of_2(parts)
-    reduce_stages = max(1, min(config.reduce_stages, REDUCE_BUFFER // (block_p * padded_dim * 4)))
-    for first in range(0, group.max_blocks, blocks_at_once):
+    for first in range(0, max(1, group.max_blocks), blocks_at_once):
         count = min(blocks_at_once, group.max_blocks - first)
         workers = max(1, min(count * parts, MAX_PROGRAMS // (row_tiles * kv_heads * len(group))))
         _decode_kernel[(workers * row_tiles, kv_heads, len(group))](
-            q, as_bytes(pool), group.rows, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
-            first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
-            scale, window or 0, *q.stride()[:2], *pool.stride()[:3], scales_of(pool), pool.shape[4],
-            PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
+            q, as_bytes(pool), group.rows, table.blocks, q if alibi_slopes is None else alibi_slopes, sums, tops,
+            totals, first * parts, count * parts, parts, workers, group.total_rows, heads, heads // kv_heads, head_dim,
+            block_size, scale, window or 0, *q.stride()[:2], *pool.stride()[:3], scales_of(pool), pool.shape[4],
+            PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
             BLOCK_N=min(keys, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
             HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype), FORMAT=format,
             num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
         )  # fmt: skip
+        is_whole = state is None and first + blocks_at_once >= group.max_blocks  # and `out` gets the result
+        start = "state" if state is not None or first > 0 else "empty" if sinks is None else "sinks"
+        kept = AttentionState(out, lses) if running is None else running  # unused where there is none
+        target = out if is_whole else kept.out
         _reduce_kernel[(group.max_rows, heads, len(group))](
-            state.out, state.lse, group.rows, acc, top, total, first, count, group.total_rows, heads, head_dim,
-            *state.out.stride()[:2], *state.lse.stride(),
-            PARTS=parts, BLOCK_P=block_p, BLOCK_D=padded_dim, STAGES=reduce_stages, num_warps=config.reduce_warps,
-            enable_fp_fusion=False,
+            kept.out, sinks if start == "sinks" else kept.lse, target, kept.lse, group.rows,
+            sums, tops, totals, outs, lses, first, count, group.total_rows, heads, head_dim,
+            *kept.out.stride()[:2], *target.stride()[:2], *kept.lse.stride()[:2],
+            PARTS=parts, BLOCK_D=padded_dim, SUMMED=max(1, SUMMED_BY_WARP * config.reduce_warps // padded_dim),
+            MERGED=config.reduce_blocks, START=start, KEEP_LSE=not is_whole,
+            num_warps=config.reduce_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def partitions_of(block_size: int) -> tuple[int, int]:
-    """Keys in a partition, a power of 2 and at least 16, and partitions in a block of this size."""
-    partition = min(PARTITION, max(16, triton.next_power_of_2(block_size)))
+def _workspace(q: Tensor, parts: int, rows: int, padded_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums [parts, rows, heads, padded_dim] of partitions or blocks, their maxima or LSEs and totals, fp32."""
+    heads = q.shape[1]
+    tops, totals = q.new_empty(2, parts, rows, heads, dtype=torch.float32)
+    return q.new_empty(parts, rows, heads, padded_dim, dtype=torch.float32), tops, totals
+
+
+def partitions_of(block_size: int, most: int) -> tuple[int, int]:
+    """Keys in a partition and partitions in a block of this size.
+
+    A power of 2 from 16 to `most` keys; more, where a block would have more than MAX_PARTS partitions.
+    """
+    partition = min(most, max(16, triton.next_power_of_2(block_size)))
     while triton.cdiv(block_size, partition) > MAX_PARTS:
         partition *= 2
     return partition, triton.cdiv(block_size, partition)

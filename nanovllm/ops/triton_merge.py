@@ -7,18 +7,33 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS_PER_PROGRAM = 16
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def merge_shares(lse, other_lse):  # type: ignore[no-untyped-def]
+    """The shares of two states in their merge, and its LSE; the formula of `merge.merge_states_`, of any shape.
+
+    The side with the larger LSE weighs exp(0), which is 1, so that one exponential is enough. A step of Newton's method
+    makes up for the reciprocal's error. Correctly rounded divisions and the library's logarithm have branches, around
+    which a compiler moves no load: in a loop over blocks each would wait for its own.
+    """
+    # inf - inf is NaN where it should be 0.
+    smaller = tl.exp(tl.where(lse == other_lse, 0.0, -tl.abs(lse - other_lse)))
+    total = 1.0 + smaller  # from 1 to 2
+    inverse = 1.0 / total
+    of_larger = tl.fma(inverse, tl.fma(-total, inverse, 1.0), inverse)
+    of_smaller = smaller * of_larger
+    share = tl.where(lse >= other_lse, of_larger, of_smaller)
+    other_share = tl.where(other_lse >= lse, of_larger, of_smaller)
+    return share, other_share, tl.maximum(lse, other_lse) + tl.log(total)
 
 
 @triton.jit
 def merge_rows(out, lse, other, other_lse):  # type: ignore[no-untyped-def]
-    """Merged (out [rows, width], lse [rows]) of two states; the formula of `merge.merge_states_`."""
-    top = tl.maximum(lse, other_lse)
-    # inf - inf is NaN where it should be 0: the side that sets the maximum weighs exp(0).
-    weight = tl.exp(tl.where(lse == top, 0.0, lse - top))
-    other_weight = tl.exp(tl.where(other_lse == top, 0.0, other_lse - top))
-    total = weight + other_weight
-    out = out * tl.div_rn(weight, total)[:, None] + other * tl.div_rn(other_weight, total)[:, None]
-    return out, top + tl.log(total)
+    """Merged (out [rows, width], lse [rows]) of two states."""
+    share, other_share, lse = merge_shares(lse, other_lse)
+    return out * share[:, None] + other * other_share[:, None], lse
 
 
 # What grows with the batch: specialised on, a new number of tokens would compile anew in the middle of a request.

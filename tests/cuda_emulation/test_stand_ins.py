@@ -12,6 +12,7 @@ import test_chunked_attention
 import test_segment_attention
 import test_triton_delta
 import test_triton_experts
+import test_triton_few_rows
 import test_triton_kernels
 import test_triton_lora
 import test_triton_packed
@@ -99,6 +100,9 @@ def rows_in_8_bits() -> None:
 def partitions_and_slopes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         test_triton_kernels.test_few_programs_take_several_partitions_to_the_same_bits(7, 20, patch)
+        test_triton_kernels.test_attention_without_a_state_gives_the_bits_of_an_empty_one(
+            torch.bfloat16, None, 16, None, patch
+        )
     test_triton_kernels.test_alibi_slopes_lower_the_scores_of_distant_keys(torch.bfloat16)
 
 
@@ -135,6 +139,10 @@ def packed_weights() -> None:
     test_triton_packed.test_products_of_fp8_inputs("fp8 blocks", 128, 1)
 
 
+def few_rows() -> None:
+    test_triton_few_rows.test_products_are_exact_and_rows_alone(33, 88, True)
+
+
 def rows() -> None:
     for dtype, wide in ((torch.float32, False), (torch.bfloat16, True)):
         test_triton_kernels.test_rms_norm(96, wide, dtype)
@@ -163,6 +171,7 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     experts: {"_grouped_kernel", "_weighted_sum_kernel"},
     adapters: {"_shrink_kernel", "_expand_kernel"},
     packed_weights: {"_packed_kernel", "_round_inputs_kernel"},
+    few_rows: {"_few_rows_kernel"},
     rows: {"_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_store_kernel", "_draw_kernel"},
     recurrences: {
         "_inputs_kernel",

@@ -80,9 +80,9 @@ class DecodeTables:
         packed = self._tables[group]
         rows_metadata = packed[: rows * METADATA_FIELDS].view(rows, METADATA_FIELDS)
         table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[group])
-        state = self._geometry.before_keys(layer, q)
-        self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
-        return q.copy_(state.out)
+        sinks = self._geometry.sinks_of(layer)
+        self._attention.attend_rows(q, pool, table, q, self._geometry.scale, window, sinks)
+        return q
 
 
 def _packed(sequences: Sequence[SequenceMetadata], rows: int, group: KVGroup) -> Tensor:

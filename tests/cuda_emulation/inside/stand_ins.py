@@ -219,8 +219,8 @@ def decode(a: Any) -> None:
     top, total = strided(a.top_ptr, sums, strides), strided(a.total_ptr, sums, strides)
     for seq in _sequences(a):
         q, rows = _queries(a, seq, a.heads), slice(seq.before, seq.before + seq.rows)
-        for part in range(a.first_part, min(a.first_part + a.parts_here, seq.blocks * a.PARTS)):
-            index, begin = part // a.PARTS, part % a.PARTS * a.PARTITION
+        for part in range(a.first_part, min(a.first_part + a.parts_here, seq.blocks * a.parts)):
+            index, begin = part // a.parts, part % a.parts * a.PARTITION
             number = int(a.blocks_ptr[seq.block_start + index])
             kv = _block(a, a.head_stride, kv_heads, number)[:, :, begin : begin + a.PARTITION]
             first = seq.first + index * a.block_size + begin
@@ -233,20 +233,34 @@ def decode(a: Any) -> None:
 def reduce(a: Any) -> None:
     num_heads = a.grid[1]
     sums, strides = (a.blocks_here, a.PARTS, a.total_rows, num_heads), (a.total_rows * a.heads, a.heads, 1)
-    strides = (a.PARTS * strides[0], *strides)
-    every_acc = strided(a.acc_ptr, (*sums, a.head_dim), (*(stride * a.BLOCK_D for stride in strides), 1))
-    every_top, every_total = strided(a.top_ptr, sums, strides), strided(a.total_ptr, sums, strides)
+    of_parts = (a.PARTS * strides[0], *strides)
+    every_acc = strided(a.acc_ptr, (*sums, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in of_parts), 1))
+    every_top, every_total = strided(a.top_ptr, sums, of_parts), strided(a.total_ptr, sums, of_parts)
+    blocks = (sums[0], *sums[2:])
+    outs = strided(a.outs_ptr, (*blocks, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in strides), 1))
+    lses = strided(a.lses_ptr, blocks, strides)
     for seq in _sequences(a):
-        out, lse = _state(a, seq, num_heads)
+        sizes, first = (seq.rows, num_heads), seq.start * a.lse_token_stride
+        out, lse = torch.zeros(*sizes, a.head_dim), torch.full(sizes, -math.inf)
+        if a.START == "state":
+            of_state = (a.state_token_stride, a.state_head_stride, 1)
+            out = strided(a.state_ptr, (*sizes, a.head_dim), of_state, seq.start * a.state_token_stride)
+            lse = strided(a.state_lse_ptr, sizes, (a.lse_token_stride, a.lse_head_stride), first)
+        if a.START == "sinks":
+            lse = a.state_lse_ptr.expand(sizes)
         for index in range(min(seq.blocks - a.first_block, a.blocks_here)):
-            rows = (index, slice(None), slice(seq.before, seq.before + seq.rows))
-            acc, top, total = every_acc[rows], every_top[rows], every_total[rows]
+            rows = slice(seq.before, seq.before + seq.rows)
+            acc, top, total = (every[index, :, rows] for every in (every_acc, every_top, every_total))
             highest = top.amax(0)
             weight = torch.exp2(top - torch.where(highest == -math.inf, 0.0, highest))
-            sums_of_block = ((weight.unsqueeze(-1) * acc).sum(0), highest, (weight * total).sum(0))
-            found = _merged(out, lse, *_normalised_sums(*sums_of_block))
-            out.copy_(found[0])
-            lse.copy_(found[1])
+            of_block = _normalised_sums((weight.unsqueeze(-1) * acc).sum(0), highest, (weight * total).sum(0))
+            if a.PARTS > 1:
+                outs[index, rows], lses[index, rows] = of_block
+            out, lse = _merged(out, lse, of_block[0][..., : a.head_dim], of_block[1])
+        of_out = (a.out_token_stride, a.out_head_stride, 1)
+        strided(a.out_ptr, (*sizes, a.head_dim), of_out, seq.start * a.out_token_stride).copy_(out)
+        if a.KEEP_LSE:
+            strided(a.lse_ptr, sizes, (a.lse_token_stride, a.lse_head_stride), first).copy_(lse)
 
 
 def merge(a: Any) -> None:
@@ -315,6 +329,14 @@ def packed(a: Any) -> None:
         columns = slice(split * each, (split + 1) * each)
         total = x[:, columns] @ weight[:, columns].t()
         out[split] = (total + a.bias_ptr.double() if a.HAS_BIAS else total).to(out.dtype)
+
+
+def few_rows(a: Any) -> None:
+    x = strided(a.x_ptr, (a.rows, a.in_features), (a.x_stride, 1)).double()
+    total = x @ strided(a.weight_ptr, (a.out_features, a.in_features), (a.weight_stride, 1)).double().t()
+    if a.HAS_BIAS:
+        total += strided(a.bias_ptr, (a.out_features,), (1,)).double()
+    strided(a.out_ptr, (a.rows, a.out_features), (a.out_features, 1)).copy_(total)
 
 
 def _groups(ends: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -576,6 +598,7 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_merge_segments_kernel": merge_segments,
     "_gather_kernel": gather,
     "_packed_kernel": packed,
+    "_few_rows_kernel": few_rows,
     "_grouped_kernel": grouped,
     "_weighted_sum_kernel": weighted_sum,
     "_shrink_kernel": shrink,
