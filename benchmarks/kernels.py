@@ -1,5 +1,5 @@
-"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, its reduction with other
-numbers of warps, prefill, segments.
+"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, its reduction with
+other numbers of warps, prefill, segments.
 
     python -m benchmarks.kernels [--dry] [--parts NAME ...] [--output-json FILE]
 

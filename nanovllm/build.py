@@ -172,7 +172,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     if _records_graphs(config, model, device):
         from nanovllm.features.cuda_graphs import record_decode_graphs
 
-        decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config)
+        of_rows = None if adapters is None else adapters.recorded
+        decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config, of_rows)
     if trace is not None:  # after the graphs, which record no marks
         trace.trace_model(model)
     passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
@@ -402,12 +403,8 @@ def _plan_memory(
 
 
 def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> bool:
-    """Whether decode steps are recorded. The rows of a model with experts are grouped anew in each step, recurrent
-    layers find their states by slots that differ from step to step, and graphs know one size of heads.
-    """
-    spec = model.spec
-    records = spec.experts is None and spec.recurrent is None and spec.gemma4 is None
-    return device.captures and not config.enforce_eager and records
+    """Whether decode steps are recorded."""
+    return device.captures and not config.enforce_eager and model.is_recordable
 
 
 def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:

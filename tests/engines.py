@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.memory import sizing
@@ -138,6 +139,13 @@ def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
 
 
 @contextmanager
+def logits_of_greedy_rows() -> Iterator[None]:
+    """Tokens are chosen from `Decoder.compute_logits` also where a graph could choose them."""
+    with mock.patch.object(SamplingRow, "takes_likeliest", property(lambda row: False)):
+        yield
+
+
+@contextmanager
 def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
     """The logits of every sampled row, `[rows, vocab]` for each step, while the context is open."""
     model, recorded = llm._runner.model, []
@@ -149,7 +157,8 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
 
     model.compute_logits = record
     try:
-        yield recorded
+        with logits_of_greedy_rows():
+            yield recorded
     finally:
         model.compute_logits = compute_logits
 
@@ -175,7 +184,8 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
         return logits
 
     runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]
-    llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    with logits_of_greedy_rows():
+        llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
     runner.execute, runner.model.compute_logits = execute, compute_logits  # type: ignore[method-assign]
     return found
 

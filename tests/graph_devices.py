@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,14 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import build
-from nanovllm.device import Device, Graph
+from nanovllm.device import Device, Graph, RecordedWork
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.features.cuda_graphs import decode_tables
-from nanovllm.ops import cpu_kernels
+from nanovllm.features.lora import grouped_adapters, manager
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.linear import linear
+from nanovllm.models.decoder import Decoder, RecurrentLayer
+from nanovllm.ops import cpu_delta, cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.cpu_kernels import FewRowLayer
+from nanovllm.ops.delta_inputs import StateRows
 from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
@@ -34,29 +40,30 @@ PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 
 
 
 class Tape(TorchDispatchMode):
-    """Operators, and calls of this package's own kernels, which torch does not see."""
+    """Operators, and calls of this package's own kernels, which torch does not see; cut into graphs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Callable[[], object]] = []
+        self.graphs: list[list[Callable[[], object]]] = [[]]
         self._made: dict[int, Tensor] = {}  # by address, what the operators made
+
+    def cut(self) -> None:
+        self.graphs.append([])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.steps.append(lambda: self._again(func, args, kwargs, result))
+        self.graphs[-1].append(lambda: self._again(func, args, kwargs, result))
         return result
 
     def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
             result = kernel(*args, **kwargs)
-        self.steps.append(lambda: self._again(kernel, args, kwargs, result))
+        self.graphs[-1].append(lambda: self._again(kernel, args, kwargs, result))
         return result
 
-    def run(self) -> None:
-        """Then spoil all that was made on the way: on a GPU the next graph has it in the same memory."""
-        for step in self.steps:
-            step()
+    def spoil(self) -> None:
+        """Spoil all that was made: on a GPU another work has it in the same memory."""
         for tensor in self._made.values():
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
@@ -71,15 +78,24 @@ class Tape(TorchDispatchMode):
 
 
 class TapedGraph(Graph):
-    def __init__(self, tape: Tape, device: CapturingDevice) -> None:
+    """The `index`th graph of a work. With the first one, all that any work has made before is gone."""
+
+    def __init__(self, tape: Tape, index: int, device: CapturingDevice) -> None:
         self._tape = tape
+        self._index = index
         self._device = device
         device.live.add(self)
 
     def replay(self) -> None:
         self._device.replays += 1
         with _disable_current_modes():
-            self._tape.run()
+            if self._index == 0:
+                if self._device.replayed is not None:
+                    self._device.replayed.spoil()
+                self._device.replayed = self._tape
+            assert self._device.replayed is self._tape, "the memory of this graph belongs to another by now"
+            for step in self._tape.graphs[self._index]:
+                step()
 
 
 class CapturingDevice(DeviceWrapper):
@@ -90,23 +106,24 @@ class CapturingDevice(DeviceWrapper):
         self.captures = True
         self.replays = 0
         self.tape: Tape | None = None
+        self.replayed: Tape | None = None  # the latest
         self.live: weakref.WeakSet[TapedGraph] = weakref.WeakSet()
         self._fails_at = fails_at
         self._graph_bytes = graph_bytes
         self._free = self.inner.free_memory()
 
-    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+    def capture(self, works: Sequence[RecordedWork]) -> list[list[Graph]]:
         return [self._record(work, index) for index, work in enumerate(works)]
 
-    def _record(self, work: Callable[[], object], index: int) -> Graph:
-        work()
+    def _record(self, work: RecordedWork, index: int) -> list[Graph]:
+        work(lambda: None)
         if index == self._fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.tape = Tape()
         try:
             with self.tape:
-                work()
-            return TapedGraph(self.tape, self)
+                work(self.tape.cut)
+            return [TapedGraph(self.tape, part, self) for part in range(len(self.tape.graphs))]
         finally:
             self.tape = None
 
@@ -114,7 +131,11 @@ class CapturingDevice(DeviceWrapper):
         """`function`, put on the tape where there is one."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self.tape is None else self.tape.call(function, args, kwargs)
+            tape, self.tape = self.tape, None  # what `function` calls is a part of it
+            try:
+                return function(*args, **kwargs) if tape is None else tape.call(function, args, kwargs)
+            finally:
+                self.tape = tape
 
         return call
 
@@ -168,14 +189,43 @@ class RowsOnCpu(NativeAttention):
 
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
-    """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
+    """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself.
+
+    Experts and recurrences, whose kernels for a GPU find their rows on the device, are one call each.
+    """
     for name in (
         "add_", "copy_", "narrow_", "filled", "rows_of", "widened", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul",
-        "cos_sin", "powers", "cpu_linear", "place_heads",
+        "clamped_swiglu", "cos_sin", "powers", "cpu_linear", "place_heads", "likeliest", "sigmoid", "softmax",
     ):  # fmt: skip
         monkeypatch.setattr(cpu_kernels, name, device.kernel(getattr(cpu_kernels, name)))
     for name in ("project", "finish_"):
         monkeypatch.setattr(FewRowLayer, name, device.kernel(getattr(FewRowLayer, name)))
+    monkeypatch.setattr(cpu_delta, "sigmoid_gate_", device.kernel(cpu_delta.sigmoid_gate_))
+    monkeypatch.setattr(RecurrentLayer, "recur_", device.kernel(_without_padding(RecurrentLayer.recur_)))
+    for name in ("__call__", "mixed"):
+        monkeypatch.setattr(Experts, name, device.kernel(getattr(Experts, name)))
+    monkeypatch.setattr(Decoder, "is_recordable", True)
+
+
+def _without_padding(recur: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`RecurrentLayer.recur_` for runs without a slot too, whose rows get zeros."""
+
+    def call(layer: RecurrentLayer, x: Tensor, rows: StateRows, *others: Any) -> tuple[Tensor, Tensor]:
+        slots, starts, run_of_row, _ = rows
+        if x.is_meta:
+            return recur(layer, x, rows, *others)
+        count = int((slots >= 0).sum())
+        end = int(starts[count]) if count else 0
+        assert bool((slots[count:] == -1).all()), "padding comes last"
+        widths = (layer.delta.spec.value_size, layer.delta.spec.projected_size)
+        found = tuple(x.new_zeros(len(x), width) for width in widths)
+        if count:
+            real = StateRows(slots[:count], starts[: count + 1], run_of_row[:end])
+            for padded, part in zip(found, recur(layer, x[:end], real, *others), strict=True):
+                padded[:end] = part
+        return found[0], found[1]
+
+    return call
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:
@@ -185,6 +235,26 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows
     if rows:
         monkeypatch.setattr(build, "select_backend", lambda *_: RowsOnCpu(device))
         monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))
+
+
+def use_grouped_adapters(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
+    """Engines made from now on find adapters as a GPU does, by tables and rows in memory; torch multiplies."""
+
+    def add_low_rank_(
+        y: Tensor, x: Tensor, memory: Tensor, table: Tensor, rows: Tensor, ends: Tensor, max_rank: int
+    ) -> None:
+        elements, starts = memory.flatten(), [0, *ends.tolist()]
+        for slot, (start, end) in enumerate(pairwise(starts)):
+            of_slot = rows[start:end]
+            for a, rank, b, first, last in table[slot].tolist() if end > start else ():
+                assert rank <= max_rank
+                if rank:
+                    of_a = elements[a : a + rank * x.shape[1]].view(rank, -1)
+                    of_b = elements[b : b + (last - first) * rank].view(-1, rank)
+                    y[of_slot, first:last] += linear(linear(x[of_slot], of_a), of_b)
+
+    monkeypatch.setattr(manager, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(grouped_adapters, "add_low_rank_", device.kernel(add_low_rank_))
 
 
 def arguments(mode: str, **others: Any) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
-from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
+from engines import greedy, logits_of_greedy_rows, offloaded, random_prompt, recorded_logits, token_ids
 from ordering_check import OrderingCheck
 from waiting import PATIENCE
 
@@ -308,7 +308,7 @@ def test_logits_do_not_depend_on_the_memory_budget(model_dir: Path, dtype: str) 
 @pytest.mark.cuda
 def test_a_step_makes_the_host_wait_once(model_dir: Path) -> None:
     """For its sampled tokens. torch warns of every call that makes the host wait for the device."""
-    with LLM(model_dir, **arguments(6)) as llm:
+    with LLM(model_dir, **arguments(6)) as llm, logits_of_greedy_rows():
         llm.engine.add_request("warm", None, greedy(4), random_prompt(60, VOCAB, 7))
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
@@ -343,14 +343,14 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
         llm.engine.step()
         device, number = llm._runner.device, torch.zeros(1, device="cuda")
 
-        def work() -> None:
+        def work(cut: Callable[[], None]) -> None:
             number.add_(1)
             if torch.cuda.is_current_stream_capturing():
                 records.set()
                 assert copied.wait(PATIENCE)
 
         with device.compute():
-            (graph,) = device.capture([work])
+            ((graph,),) = device.capture([work])
         outputs = []
         while llm.engine.has_unfinished_requests():
             outputs += [output for output in llm.engine.step() if output.finished]

@@ -4,31 +4,57 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
+from checkpoints import FAMILIES, MIXES, ROPES, checkpoint_fixture, make_checkpoint
+from drafters import CheckedDrafter
 from engines import greedy, logits_by_request, random_prompt, token_ids
-from graph_devices import MODES, PROMPTS, VOCAB, CapturingDevice, arguments, measured_memory, use_graphs
+from graph_devices import (
+    BLOCK,
+    MODES,
+    PROMPTS,
+    VOCAB,
+    CapturingDevice,
+    arguments,
+    measured_memory,
+    use_graphs,
+    use_grouped_adapters,
+)
+from lora_helpers import ALL, make_adapter
 from ordering_check import OrderingCheck
+from test_launch_counts import WAITING_OPERATORS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm import LLM
-from nanovllm.features.cuda_graphs.decode_graphs import (
-    DecodeGraphs,
-    StepMemory,
-    run_piece,
-)
+from nanovllm import LLM, SamplingParams, build
+from nanovllm.config import EngineConfig
+from nanovllm.data.batch import Batch, BlockMove
+from nanovllm.device import Graph, RecordedWork
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.engine.model_runner import ComputedRows, FlatBatch
+from nanovllm.engine.request import Sequence as Running
+from nanovllm.features.cuda_graphs import decode_graphs
+from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
+from nanovllm.features.cuda_graphs.run_ahead import NextStep
+from nanovllm.features.cuda_graphs.shapes import step_shapes
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.kvcache.states import StatePool
+from nanovllm.layers import experts, gated_delta
 from nanovllm.memory import profiling
-from nanovllm.models.decoder import Decoder
+from nanovllm.memory.sizing import StateSlots
+from nanovllm.models import decoder
+from nanovllm.models.create import create_decoder
 from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.ops import row_kernels
 
 LAYERS = 2
 Logits = dict[tuple[int, int], Tensor]
@@ -48,9 +74,11 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     batches: list[int] = []
     run = DecodeGraphs.run
 
-    def watched(graphs: DecodeGraphs, inputs: Tensor, sequences: Any, kv_cache: Any) -> Tensor:
-        batches.append(len(sequences))
-        return run(graphs, inputs, sequences, kv_cache)
+    def watched(graphs: DecodeGraphs, batch: FlatBatch, kv_cache: Any) -> ComputedRows | None:
+        computed = run(graphs, batch, kv_cache)
+        if computed is not None:
+            batches.append(len(batch.sequences))
+        return computed
 
     monkeypatch.setattr(DecodeGraphs, "run", watched)
     return batches
@@ -131,6 +159,224 @@ def test_windows_and_rope_lengths(
         assert same_logits(logits_by_request(llm, prompts, 20), expected)
 
 
+# Every family, and what a network may have besides.
+NETWORKS: dict[str, dict[str, Any]] = {
+    **{family: {"family": family, "layers": 2} for family in FAMILIES},
+    **MIXES,
+    "shared K and V, inputs of layers": {
+        **{"family": "gemma4", "layers": 6, "sliding_window": 24, "global_head_dim": 32, "kv_heads": 1},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2, "tie": True},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES[:3:2])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_family_is_recorded(network: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, and tokens that the last graph chooses, with requests that join and end."""
+    make_checkpoint(tmp_path, **{"vocab": VOCAB, "hidden": 32, "intermediate": 48, **NETWORKS[network]})
+    prompts = [random_prompt(n, VOCAB, 5) for n in (60, 4, 33)]
+    params = [greedy(4 + 3 * index) for index in range(3)]
+    limits = {"max_model_len": 120}
+    with LLM(tmp_path, **arguments("eager", **limits)) as llm:
+        expected, tokens = logits_by_request(llm, prompts, 8), token_ids(llm, prompts, params)
+    device = graphed(monkeypatch, mode)
+    with LLM(tmp_path, **arguments(mode, **limits)) as llm:
+        assert same_logits(logits_by_request(llm, prompts, 8), expected)
+        replays = device.replays
+        assert replays and token_ids(llm, prompts, params) == tokens and device.replays > replays
+
+
+DRAFTED = 5  # tokens of a sequence in a step, at most
+
+
+class Scripted(CheckedDrafter):
+    """Drafts what is known to follow a prompt, one to DRAFTED tokens of it; every fourth time with an error."""
+
+    def __init__(self, known: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        self._known = known
+        self._calls = 0
+
+    def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
+        self._calls += 1
+        output = self._known[tuple(seq.token_ids[: seq.prompt_len])]
+        found = list(output[seq.num_output_tokens :][: min(most, 1 + self._calls % DRAFTED)])
+        if found and self._calls % 4 == 0:
+            found[len(found) // 2] = (found[len(found) // 2] + 1) % VOCAB
+        return found
+
+
+@pytest.mark.parametrize("mode", MODES[:3:2])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma4"])
+def test_steps_with_drafts_are_recorded(
+    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and with others, right and wrong drafts; recurrent layers replay the right ones."""
+    make_checkpoint(tmp_path, family=family, vocab=VOCAB, hidden=32, intermediate=48, layers=4)
+    prompts = [random_prompt(n, VOCAB, 5) for n in (60, 4, 33)]
+    params = [SamplingParams(temperature=0.0, max_tokens=9 + 20 * n, ignore_eos=True) for n in range(3)]
+    params[1].logprobs = 2
+    limits = {"max_model_len": 120}
+    with LLM(tmp_path, **arguments("eager", **limits)) as llm:
+        expected = outputs(llm, prompts, params)
+    known = {tuple(prompt): tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)}
+    drafter = Scripted(known)
+    monkeypatch.setattr(build, "_drafter", lambda *_: drafter)
+    graphed(monkeypatch, mode)
+    widths = Counter[int]()
+    run = DecodeGraphs.run
+
+    def watched(graphs: DecodeGraphs, batch: FlatBatch, kv_cache: Any) -> ComputedRows | None:
+        computed = run(graphs, batch, kv_cache)
+        widths[max(seq.query_len for seq in batch.sequences)] += computed is not None
+        return computed
+
+    monkeypatch.setattr(DecodeGraphs, "run", watched)
+    config = {"method": "ngram", "num_speculative_tokens": DRAFTED}
+    with LLM(tmp_path, **arguments(mode, **limits, speculative_config=config)) as llm:
+        assert outputs(llm, prompts, params) == expected
+    assert drafter.accepted > 20 and sum(widths[rows] > 0 for rows in range(2, DRAFTED + 2)) > 2, widths
+
+
+def outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in found]
+
+
+@pytest.mark.parametrize("mode", MODES[:3:2])
+def test_steps_with_adapters_are_recorded(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of three adapters, of which one leaves modules as they are, and rows of none; two slots on the device."""
+    model = make_checkpoint(tmp_path / "model", vocab=VOCAB, hidden=32, intermediate=48)
+    targets = [ALL, ("k_proj", "o_proj"), ALL]
+    adapters = [make_adapter(tmp_path / f"a{n}", model, n + 1, targets[n]) for n in range(3)]
+    names = [None, *adapters, adapters[0], None]
+    prompts = [random_prompt(n, VOCAB, 5) for n in (40, 4, 33, 2, 9, 17)]
+    params = [greedy(6 + 3 * index) for index in range(len(prompts) - 1)] + [greedy(60)]
+    limits = {"max_model_len": 120, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+
+    def tokens(llm: LLM) -> list[Any]:
+        found = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=names, use_tqdm=False
+        )
+        return [output.outputs[0].token_ids for output in found]
+
+    with LLM(tmp_path / "model", **arguments("eager", **limits)) as llm:
+        expected = tokens(llm)
+    device = graphed(monkeypatch, mode)
+    use_grouped_adapters(monkeypatch, device)
+    adapted = Counter[bool]()
+    run = DecodeGraphs.run
+
+    def watched(graphs: DecodeGraphs, batch: FlatBatch, kv_cache: Any) -> ComputedRows | None:
+        computed = run(graphs, batch, kv_cache)
+        adapted[any(seq.adapter is not None for seq in batch.scheduled)] += computed is not None
+        return computed
+
+    monkeypatch.setattr(DecodeGraphs, "run", watched)
+    with LLM(tmp_path / "model", **arguments(mode, **limits)) as llm:
+        assert tokens(llm) == expected
+    assert adapted[True] > 10 and adapted[False] > 4
+
+
+# ---- the next step, begun before the host has the tokens
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps were "begun" ahead, and "taken": asked for next."""
+    found, after, is_step = Counter[str](), NextStep.after, NextStep.is_step
+
+    def watched_after(batch: FlatBatch, groups: Any) -> NextStep | None:
+        step = after(batch, groups)
+        found["begun"] += step is not None
+        return step
+
+    def watched_is_step(step: NextStep, batch: FlatBatch, token_ids: Sequence[int]) -> bool:
+        is_asked = is_step(step, batch, token_ids)
+        found["taken"] += is_asked
+        return is_asked
+
+    monkeypatch.setattr(NextStep, "after", watched_after)
+    monkeypatch.setattr(NextStep, "is_step", watched_is_step)
+    return found
+
+
+def test_steps_begun_ahead_change_no_token(
+    model_dir: Path, ahead: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that join, end, are preempted, draw at random, or report log-probabilities; prefix hits."""
+    shared = random_prompt(40, VOCAB, 3)
+    prompts = [shared + random_prompt(n, VOCAB, 4) for n in (1, 9, 2, 30, 7)]
+    params = [SamplingParams(temperature=0.0, max_tokens=8 * n + 44, ignore_eos=True) for n in range(5)]
+    params[2].logprobs, params[3].temperature, params[3].seed = 1, 1.0, 5
+    small = {"num_gpu_blocks": 16, "max_model_len": 150}
+    with LLM(model_dir, **arguments("eager", **small)) as llm:
+        expected = outputs(llm, prompts, params)
+    graphed(monkeypatch, "full steps")
+    with LLM(model_dir, **arguments("full steps", **small)) as llm:
+        assert outputs(llm, prompts, params) == expected
+        assert outputs(llm, prompts, params) == expected, "from the prefix cache"
+        assert llm.metrics().preemptions_by_recompute > 0
+    assert ahead["begun"] > ahead["taken"] > 20
+
+
+def test_a_step_begun_ahead_is_dropped_where_another_one_is_asked_for(
+    model_dir: Path, ahead: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is aborted, and another one gets its blocks: what was written ahead in them is not seen."""
+    prompts = [random_prompt(n, VOCAB, 8) for n in (20, 35, 19)]
+    with LLM(model_dir, **arguments("eager")) as llm:
+        expected = [token_ids(llm, [prompt], greedy(20))[0] for prompt in prompts]
+    graphed(monkeypatch, "full steps")
+    with LLM(
+        model_dir, **arguments("full steps", num_gpu_blocks=7, max_model_len=80, enable_prefix_caching=False)
+    ) as llm:
+        for name, prompt in zip("ab", prompts, strict=False):
+            llm.engine.add_request(name, None, greedy(20), prompt)
+        found: dict[str, list[int]] = {}
+        for step in range(60):
+            if step == 8:
+                assert ahead["taken"] > 2
+                llm.engine.abort_request("a")
+                llm.engine.add_request("c", None, greedy(20), prompts[2])
+            for output in llm.engine.step():
+                found[output.request_id] = output.outputs[0].token_ids
+            if not llm.engine.has_unfinished_requests():
+                break
+    assert found["b"] == expected[1] and found["c"] == expected[2] and found["a"] == expected[0][: len(found["a"])]
+    assert ahead["begun"] > ahead["taken"] > 10
+
+
+def test_a_step_that_moved_blocks_or_failed_forgets_what_was_begun(
+    model_dir: Path, ahead: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphed(monkeypatch, "full steps")
+    with LLM(model_dir, **arguments("full steps")) as llm:
+        chunked = llm._runner.passes[0]
+        llm.engine.add_request("r", None, greedy(20), random_prompt(20, VOCAB, 9))
+        while chunked.decode_runner._ahead is None:
+            llm.engine.step()
+        chunked.begin_step(Batch((), moves=[BlockMove(5, 6)]))
+        assert chunked.decode_runner._ahead is None
+        llm.engine.step()
+        assert chunked.decode_runner._ahead is not None and not ahead["taken"]
+        chunked.abandon_step()
+        assert chunked.decode_runner._ahead is None
+
+
+def test_logits_that_are_not_finite_end_a_request_also_ahead(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that follows reads the embedding of no token."""
+    graphed(monkeypatch, "full steps")
+    with LLM(model_dir, **arguments("full steps")) as llm:
+        llm.engine.add_request("r", None, greedy(20), random_prompt(20, VOCAB, 9))
+        for _ in range(4):
+            llm.engine.step()
+        llm._runner.model.norm.fill_(float("nan"))
+        results = [output for _ in range(2) for output in llm.engine.step()]
+    assert "NaN or infinity" in str(results[-1].error) and results[-1].finished
+
+
 # ---- memory
 
 
@@ -165,28 +411,81 @@ def test_padded_rows_leave_every_block_as_it_is(mode: str, model_dir: Path, monk
     assert batches[-3:] == [5, 5, 5] and changed == 3 * 5 * LAYERS * 2 * 2
 
 
-def test_pieces_touch_nothing_of_the_host(tmp_path: Path) -> None:
-    """A graph could not record a copy from the host; on a device of its own every tensor has to be there."""
-    for kind, rope in ROPES.items():
-        make_checkpoint(tmp_path, "qwen3", vocab=VOCAB, rope=rope)
-        meta = torch.device("meta")
-        model = Decoder(load_decoder_spec(tmp_path), torch.float32, meta)
-        step, inputs = StepMemory.of(model, 4), torch.zeros(3, 4, dtype=torch.int64, device=meta)
+class Devices(TorchDispatchMode):
+    """The devices of all tensors, and the operators."""
 
-        class Watch(TorchDispatchMode):
-            def __init__(self) -> None:
-                super().__init__()
-                self.seen: set[str] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.operators = Counter[str]()
 
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                self.seen.update(t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
-                return result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen.update(t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
+        self.operators[func.overloadpacket.__name__] += 1
+        return result
 
-        with Watch() as watch:
-            for index in range(model.spec.num_layers + 1):
-                run_piece(model, index, step, inputs)
-        assert watch.seen == {"meta"}, kind
+
+class MetaDevice(CpuDevice):
+    """Records nothing, and runs each work once more, watched."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = Devices()
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def capture(self, works: Sequence[RecordedWork]) -> list[list[Graph]]:
+        for work in works:
+            work(lambda: None)
+            with self.watch:
+                work(lambda: None)
+        return [[] for _ in works]
+
+
+META_NETWORKS = {
+    **{kind: {"family": "qwen3", "rope": rope} for kind, rope in ROPES.items()},
+    **{family: {"family": family, "layers": 4} for family in ("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma4", "olmo3")},
+}
+
+
+@pytest.mark.parametrize("network", META_NETWORKS)
+def test_a_recorded_step_touches_nothing_of_the_host(
+    network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph could not record a copy from the host, nor a wait for a number: on a device without data every tensor has
+    to be there, and none can be read. With the kernels of a GPU, which are not run."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("launches are left out in Triton's interpreter, which does not run where there is a GPU")
+    from triton.runtime import interpreter
+
+    from nanovllm.ops import triton_delta, triton_rows
+    from nanovllm.ops.triton_attention import TritonAttention
+
+    launches = Counter[str]()
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda run, *_, **__: launches.update([run.fn.__name__]))
+    monkeypatch.setattr(decoder, "kernels_on", lambda *_: triton_rows)
+    for module in (decoder, gated_delta):
+        monkeypatch.setattr(module, "recurrent_kernels_on", lambda *_: triton_delta)
+    monkeypatch.setattr(experts, "use_triton", lambda _: True)
+    monkeypatch.setattr(row_kernels, "kernels_for", lambda *_: triton_rows)
+    make_checkpoint(tmp_path, vocab=VOCAB, **META_NETWORKS[network])
+    drafts = {"method": "ngram", "num_speculative_tokens": DRAFTED}
+    config = EngineConfig(model=str(tmp_path), max_num_seqs=4, kvcache_block_size=BLOCK, speculative_config=drafts)
+    spec, device = load_decoder_spec(tmp_path), MetaDevice()
+    model = create_decoder(spec, torch.float16, device.torch_device)
+    assert model.is_recordable
+    pool, states = decode_graphs._scratch_pool(model, TritonAttention(), config), None
+    if spec.recurrent is not None:
+        states = StatePool(device, spec, model.dtype, StateSlots(1, 0, 1, 0, 9), model.recurrences)
+    with torch.no_grad():
+        decode_graphs._record(device, model, pool, states, 120, config)
+    assert device.watch.seen == {"meta"} and device.watch.operators["embedding"] > 0
+    assert not [name for name in device.watch.operators if name.startswith(WAITING_OPERATORS)]
+    assert launches["_decode_kernel"] > 0 and (states is None) == (not launches["_recurrence_kernel"])
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
@@ -197,13 +496,29 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
     facts = measured_memory(monkeypatch)
     sizes = {"num_gpu_blocks": -1, "gpu_memory_utilization": 0.7}
     with LLM(model_dir, **arguments(mode, max_num_seqs=40, **sizes)) as llm:
-        # 1, 2, 4, 8, 16, 24, 32, 40, under offload without 24
-        count = {"full steps": 8, "pieces, resident": 8 * (LAYERS + 1), "pieces, offloaded": 7 * (LAYERS + 1)}[mode]
+        # 1, 2, 4, 8, 16, 24, 32, 40, in pieces without 24; each has a graph for the tokens besides.
+        count = {"full steps": 8 * 2, "pieces, resident": 7 * (LAYERS + 2), "pieces, offloaded": 7 * (LAYERS + 2)}[mode]
         graphs = llm._runner.passes[0].decode_runner
         assert graphs is not None and graphs.num_graphs == len(device.live) == count
         eager = profiling.activation_peak(llm._runner.model, llm.config)
     assert facts[0].activation_peak == eager + count * each
     assert facts[0].device_free == device._free
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 64])
+@pytest.mark.parametrize("most", [1, 7, 256, 4096])
+def test_the_number_of_graphs_does_not_grow_with_the_limits(most: int, drafts: int, model_dir: Path) -> None:
+    config = EngineConfig(model=str(model_dir), max_num_seqs=most, max_num_batched_tokens=8192, enable_lora=True)
+    if drafts:
+        config = replace(config, speculative_config={"method": "ngram", "num_speculative_tokens": drafts})
+    for records_attention, largest, limit in ((True, 512, 2 * 27), (False, 64, 2 * 18)):
+        shapes = step_shapes(config, records_attention, recurrent=True)
+        assert len(shapes) <= limit and shapes == sorted(shapes, key=lambda shape: shape.rows)
+        for rows in range(1, min(most, largest) + 1):
+            found = next(shape for shape in shapes if shape.takes(rows, rows, 1, adapters=False))
+            assert found.rows <= max(4, 2 * rows)
+        alone = [shape for shape in shapes if shape.sequences == 1 and not shape.adapters]
+        assert [shape.rows for shape in alone][:8] == [*range(1, min(8, 1 + drafts) + 1)]
 
 
 # ---- when there are none
@@ -244,7 +559,7 @@ def test_a_failed_recording_is_one_warning(
 
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_replayed_steps_are_checked_and_traced(
-    mode: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, model_dir: Path, ahead: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphed(monkeypatch, mode)
     batches = watch_batches(monkeypatch)
@@ -259,5 +574,6 @@ def test_replayed_steps_are_checked_and_traced(
         llm.engine.step()
         assert device.num_checked > checked
     names = Counter(event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X")
-    assert names["decode graph"] == (len(batches) if mode == "full steps" else 0)
+    dropped = ahead["begun"] - ahead["taken"]
+    assert names["decode graph"] == (len(batches) + dropped if mode == "full steps" else 0)
     assert names["attend"] > 0

@@ -225,6 +225,12 @@ class SamplingRow(DrawParams):
     mask: TokenMask | None = None
     processors: LogitsProcessors | None = None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the token is the one with the largest logit, and nothing else is reported of the logits."""
+        changes = (self.num_logprobs, self.adjustments, self.mask, self.processors)
+        return self.temperature == 0 and changes == (None,) * len(changes)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -6,7 +6,19 @@ import logging
 
 import torch
 
-from nanovllm.device.base import Busy, CallStream, CopyKind, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.base import (
+    Busy,
+    CallStream,
+    CopyKind,
+    Device,
+    Event,
+    Graph,
+    HostTask,
+    Mark,
+    PitchedCopy,
+    RecordedWork,
+    Stream,
+)
 from nanovllm.device.busy import BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda, use_all_connections
@@ -24,6 +36,7 @@ __all__ = [
     "HostTask",
     "Mark",
     "PitchedCopy",
+    "RecordedWork",
     "Stream",
     "create_device",
 ]

@@ -113,6 +113,9 @@ class Graph(Protocol):
         ...
 
 
+RecordedWork = Callable[[Callable[[], None]], object]  # see `Device.capture`
+
+
 class Device(ABC):
     """Memory, streams and copies of one device. `compute_stream` is where the model runs.
 
@@ -188,14 +191,26 @@ class Device(ABC):
         """
         return None
 
-    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+    def capture(self, works: Sequence[RecordedWork]) -> list[list[Graph]]:
         """Run each of `works`, then record it, on a device that `captures`; call it within `compute`.
 
-        A work may use memory that exists before and after, and memory that it allocates itself. The graphs share the
-        latter, so that a work must leave no result in it. A work neither waits nor copies between host and device.
-        Raises the error of a failed work; the device stays usable, the graphs do not.
+        Gives each work's graphs, in the order in which they must be replayed. A work calls its argument where a graph
+        ends and another begins, between which other work may be submitted.
+
+        A work may use memory that exists before and after, and memory that it allocates itself. Tensors that it still
+        refers to when it is done hold their results until graphs of another work are replayed, with which they may
+        share their memory. A work neither waits nor copies between host and device. Raises the error of a failed work;
+        the device stays usable, the graphs do not.
         """
         raise NotImplementedError(f"device {self.name} records no graphs")
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a small tensor of the compute stream to the host; call it within `compute`.
+
+        The result waits for the copy, and for nothing that is submitted later.
+        """
+        copied = tensor.clone()
+        return lambda: copied
 
     @abstractmethod
     def free_memory(self) -> int:

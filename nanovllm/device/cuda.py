@@ -21,7 +21,18 @@ from nanovllm.comm import _sgdma, copy_on_host_async, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.data.memory_checks import gib
 from nanovllm.device import memory
-from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.base import (
+    Busy,
+    CallStream,
+    Device,
+    Event,
+    Graph,
+    HostTask,
+    Mark,
+    PitchedCopy,
+    RecordedWork,
+    Stream,
+)
 from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
@@ -309,9 +320,20 @@ class CudaDevice(Device):
             torch.cuda.empty_cache()
         return peak
 
-    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+    def capture(self, works: Sequence[RecordedWork]) -> list[list[Graph]]:
         with self.compute():
             return record_graphs(works, self.torch_device.index)
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copied, arrived = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+        copied.copy_(tensor, non_blocking=True)
+        arrived.record()
+
+        def wait() -> Tensor:
+            arrived.synchronize()
+            return copied
+
+        return wait
 
     def free_memory(self) -> int:
         torch.cuda.empty_cache()  # memory that torch caches is free as well

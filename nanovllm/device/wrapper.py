@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
+from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, PitchedCopy, RecordedWork, Stream
 
 
 class StreamWrapper(Stream):
@@ -83,8 +83,11 @@ class DeviceWrapper(Device):
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         return self.inner.peak_memory(work)
 
-    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+    def capture(self, works: Sequence[RecordedWork]) -> list[list[Graph]]:
         return self.inner.capture(works)
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner.read(tensor)
 
     def free_memory(self) -> int:
         return self.inner.free_memory()

@@ -38,12 +38,28 @@ class ComputedRows:
     """Hidden states after the final norm, [rows, hidden], of sequences whose rows begin at `starts`.
 
     A pass that keeps only the last row of a sequence gives a start before the first row, so that
-    `start + len(token_ids) - 1` is the row to sample from in either case.
+    `start + len(token_ids) - 1` is the row to sample from in either case. likeliest: the most likely token of each row,
+    or NOT_FINITE, computed faster than with `Decoder.compute_logits`; call it last, since it may overwrite `hidden`.
     """
 
     hidden: Tensor
     sequences: Sequence[ScheduledSequence]
     starts: Sequence[int]
+    likeliest: Callable[[], Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """The sequences of a step that go through the layers chunk by chunk, one after the other."""
+
+    inputs: Tensor  # int64 [3, rows] on the host: token ids, positions and RoPE lengths
+    sequences: tuple[SequenceMetadata, ...]
+    scheduled: Sequence[ScheduledSequence]
+
+    @property
+    def adapters(self) -> Sequence[tuple[int | None, int]]:
+        """Of each sequence its adapter and its number of rows."""
+        return [(seq.adapter, len(seq.token_ids)) for seq in self.scheduled]
 
 
 class StepWatch:
@@ -93,15 +109,24 @@ class ForwardPass(Protocol):
 class DecodeRunner(Protocol):
     """Runs decode steps in a faster way than calling the model, where it can take them."""
 
-    def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
-        """Whether `run` can compute a step of these sequences."""
+    def run(self, batch: FlatBatch, kv_cache: KVCache) -> ComputedRows | None:
+        """The rows of a step, valid until the next step; None if it cannot compute them."""
         ...
 
-    def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
-        """Hidden states after the final norm, [rows, hidden], valid until the next step.
+    def forget(self) -> None:
+        """Blocks have moved, or a step failed: what was computed ahead of the next step is not that step's."""
+        ...
 
-        inputs: int64 [3, rows] on the host: token ids, positions and RoPE lengths.
-        """
+
+class RecordedAdapters(Protocol):
+    """The adapters of rows whose products are recorded before the rows are known."""
+
+    def of_rows(self, rows: int) -> RowAdapters:
+        """Those of a step of so many rows, whose content is that of the latest `fill`."""
+        ...
+
+    def fill(self, sequences: Sequence[tuple[int | None, int]]) -> None:
+        """Take the sequences of a step, as `AdapterManager.of_rows`."""
         ...
 
 
@@ -114,6 +139,10 @@ class AdapterManager(Protocol):
 
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
         """`ForwardContext.adapters` of a batch, from each sequence's adapter and its number of rows, in order."""
+        ...
+
+    def recorded(self, most_rows: int) -> RecordedAdapters | None:
+        """The adapters of steps of at most so many rows; None if their products cannot be recorded."""
         ...
 
 
@@ -145,6 +174,8 @@ class ChunkedPass:
             SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, *seq.block_tables)
             for start, seq in zip(starts, self._sequences, strict=False)
         )
+        if self.decode_runner is not None and (batch.moves or batch.state_moves):
+            self.decode_runner.forget()
         traffic = self._kv_cache.begin_step(self._metadata, batch.moves, batch.state_moves)
         return traffic if self._sequences else None
 
@@ -159,23 +190,24 @@ class ChunkedPass:
         rope_lengths = torch.maximum(positions + 1, rope_lens.repeat_interleave(query_lens))
         inputs = torch.stack((token_ids, positions, rope_lengths))  # on the host
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
-        rows = [(seq.adapter, len(seq.token_ids)) for seq in self._sequences]
-        adapters = self._adapters.of_rows(rows) if self._adapters is not None else ()
-        if not adapters and self.decode_runner is not None and self.decode_runner.take(sequences):
-            hidden = self.decode_runner.run(inputs, sequences, kv_cache)
-        else:
-            token_ids, positions, rope_lengths = upload(inputs, self._model.device)
-            pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
-            num_kept = [len(seq.token_ids) if seq.num_drafts else 0 for seq in self._sequences]
-            states = None
-            if pool is not None:
-                states = pool.of_step([slot for slot in slots if slot is not None], num_kept)
-            read = self._hidden(self._sequences) if self._hidden is not None else None
-            context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states, read)
-            hidden = self._model(token_ids, context)
+        batch = FlatBatch(inputs, sequences, self._sequences)
+        if self.decode_runner is not None and (rows := self.decode_runner.run(batch, kv_cache)) is not None:
+            return rows
+        adapters = self._adapters.of_rows(batch.adapters) if self._adapters is not None else ()
+        token_ids, positions, rope_lengths = upload(inputs, self._model.device)
+        pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
+        num_kept = [len(seq.token_ids) if seq.num_drafts else 0 for seq in self._sequences]
+        states = None
+        if pool is not None:
+            states = pool.of_step([slot for slot in slots if slot is not None], num_kept)
+        read = self._hidden(self._sequences) if self._hidden is not None else None
+        context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states, read)
+        hidden = self._model(token_ids, context)
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
 
     def abandon_step(self) -> None:
+        if self.decode_runner is not None:
+            self.decode_runner.forget()
         self._kv_cache.abandon_step()
 
 
@@ -307,14 +339,32 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
-    drawn_rows = torch.tensor([row for i in range(len(sequences)) for row in _drawn_rows(rows, i)])
-    logits = model.compute_logits(hidden[upload(drawn_rows, hidden.device)])
+    sampling = [row for _, row in due]
+    drawn_rows = [row for i in range(len(sequences)) for row in _drawn_rows(rows, i)]
+    if rows.likeliest is not None and all(row.takes_likeliest for row in sampling):
+        of_rows = rows.likeliest()
+        return _count_samples(sequences, due, [of_rows[row] for row in drawn_rows], {}, samples, None)
+    logits = model.compute_logits(hidden[upload(torch.tensor(drawn_rows), hidden.device)])
     if not model.has_logits:
         return {}
-    sampling = [row for _, row in due]
     has_processors = any(row.processors is not None for row in sampling)
     processed, errors = _processed(logits, sampling) if has_processors else ({}, {})
-    tokens = sample(logits, sampling, processed)
+    return _count_samples(sequences, due, sample(logits, sampling, processed), errors, samples, logits)
+
+
+def _count_samples(
+    sequences: Sequence[ScheduledSequence],
+    due: Sequence[tuple[int, SamplingRow]],
+    tokens: Sequence[int],
+    errors: Mapping[int, str],
+    samples: list[list[Sample]],
+    logits: Tensor | None,
+) -> dict[int, str | None]:
+    """Append those tokens that count to the `samples` of their sequences; see `_draw_samples`.
+
+    due: of each token the index of its sequence, and how it was drawn; errors: by place among them. logits: [due,
+    vocab], None if no log-probabilities are asked.
+    """
     failed: dict[int, str | None] = {}
     counting = _Counting(sequences)
     for position, ((i, row), token) in enumerate(zip(due, tokens, strict=True)):
@@ -329,7 +379,8 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     drawn = enumerate(due)
     counts = [row.num_logprobs if i not in failed and at in counting.positions else None for at, (i, row) in drawn]
     asked = any(count is not None for count in counts)
-    logprobs = token_logprobs(logits, tokens, counts) if asked else [None] * len(due)
+    assert logits is not None or not asked, "log-probabilities need logits"
+    logprobs = [None] * len(due) if logits is None or not asked else token_logprobs(logits, tokens, counts)
     for position, ((i, _), token, found) in enumerate(zip(due, tokens, logprobs, strict=True)):
         if position in counting.positions:
             samples[i].append(Sample(token, found))

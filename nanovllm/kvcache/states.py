@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 import torch
@@ -62,6 +62,7 @@ class StatePool:
         width = spec.recurrent.projected_size
         kept = device.empty("inputs of rows with drafts", (count, slots.draft_rows, 1, 1, 1, width), dtype)
         self._kept = kept.view(count, slots.draft_rows, width)
+        self.num_kept_rows = slots.draft_rows
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -132,6 +133,28 @@ class StatePool:
             kept = KeptRowsOfStep(self._device, self._layers, self._kept, rows)
         on_device = upload(torch.tensor(slots), self._device.torch_device)
         return SlotStates(self._device, self._layers, self._on_device, slots, on_device, kept)
+
+    def of_recorded(self, slots: Tensor, num_kept: int) -> SlotStates:
+        """The states of a pass that is recorded before its slots are known; it keeps its first `num_kept` rows.
+
+        slots: int64 on the device, refilled before each replay, after a call of `begin_replay`.
+        """
+        assert num_kept <= self.num_kept_rows, "more rows with drafts than there is memory for"
+        kept = KeptRowsOfStep(self._device, self._layers, self._kept, [range(num_kept)]) if num_kept else None
+        return SlotStates(self._device, self._layers, self._on_device, (), slots, kept)
+
+    def begin_replay(self, slots: Sequence[int], rows: Sequence[range]) -> None:
+        """A recorded pass over the states of these slots follows. rows: of each sequence, if the pass keeps them."""
+        if rows:
+            self._rows_of = dict(zip(slots, rows, strict=True))
+        kept = [self._kept.flatten()] if rows else []
+        states = (
+            memory[layer, slot].flatten()
+            for memory in self._on_device
+            for layer in range(len(memory))
+            for slot in slots
+        )
+        self._device.declare_kernel("recorded recurrent layers", writes=chain(states, kept))
 
     def _copy(
         self, src: int, dst: int, own: range, stream: Stream, count: Callable[[CopyKind, int, int], None]

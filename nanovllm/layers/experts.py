@@ -88,6 +88,11 @@ class Experts:
             out += shared[0].float() * shared[1]
         return out.to(x.dtype)
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether the kernels find the rows of each expert by themselves, so that a CUDA graph can record them."""
+        return self.gate_up.dense is not None and self.down.dense is not None and use_triton(self.gate)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights fp32 [rows, k] and the numbers int64 [rows, k] of each row's k experts.
 

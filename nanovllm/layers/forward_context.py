@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.ops.attention import SequenceMetadata
+from nanovllm.ops.delta_inputs import StatePart
 
 
 class KVCache(Protocol):
@@ -82,7 +83,8 @@ class ForwardContext:
     """The inputs of all layers of one forward pass.
 
     adapters: of each part of `Decoder.chunk_rows` rows, in order; empty if no row has one. hidden: [tokens, hidden],
-    the hidden states that a head for multi-token prediction reads beside the tokens.
+    the hidden states that a head for multi-token prediction reads beside the tokens. state_parts: see
+    `gated_delta.parts_of_states`, which makes them of `sequences` if there are none.
     """
 
     positions: Tensor  # int64 [tokens]
@@ -92,6 +94,7 @@ class ForwardContext:
     adapters: Sequence[RowAdapters | None] = ()
     states: StepStates | None = None  # of recurrent layers, if the network has any
     hidden: Tensor | None = None
+    state_parts: Sequence[StatePart] = ()
 
     @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +15,9 @@ from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, WeightSlot, slot_of
 from nanovllm.ops.cpu_delta import FewRows
-from nanovllm.ops.delta_inputs import ChunkRows, DecayWeights, StateRows
+from nanovllm.ops.delta_inputs import ChunkRows, DecayWeights, KeptRows, StatePart, StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.upload import upload
-
-
-class KeptRows(NamedTuple):
-    """Rows of a part of a step whose input projections are kept: int64 [rows] each, on the device."""
-
-    source: Tensor  # in the part
-    target: Tensor  # in the memory of `KeptInputs`
-
-
-class StatePart(NamedTuple):
-    """What rows of a part of a step have to do with states."""
-
-    rows: StateRows
-    kept: KeptRows | None
 
 
 def part_sizes(ctx: ForwardContext, most: int) -> list[int]:
@@ -52,6 +37,8 @@ def part_sizes(ctx: ForwardContext, most: int) -> list[int]:
 
 def parts_of_states(ctx: ForwardContext, sizes: Sequence[int]) -> Sequence[StatePart]:
     """Each part of so many rows of a step, all rows being of sequences that follow each other."""
+    if ctx.state_parts:
+        return ctx.state_parts
     assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
     slots, device = ctx.states.slots, ctx.states.slots.device
     parts = list(pairwise(accumulate(sizes, initial=0)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.gated_delta import GatedDelta, StatePart, part_sizes, parts_of_states
+from nanovllm.layers.gated_delta import GatedDelta, part_sizes, parts_of_states
 from nanovllm.layers.joint_norms import JointNorms
 from nanovllm.layers.linear import GatedMLP, Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
@@ -21,7 +21,7 @@ from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, HeadLayout, LayerNorms, few_row_layer
-from nanovllm.ops.delta_inputs import StateRows
+from nanovllm.ops.delta_inputs import StatePart, StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
 from nanovllm.ops.row_kernels import kernels_on, widened
 
@@ -99,6 +99,11 @@ class DecoderLayer(ABC):
     def finish_loading(self) -> None:
         """Called when the weights have the form in which their kernels read them."""
         self.few_rows = self._few_rows()
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can record the layer: the host need not know its numbers."""
+        return not isinstance(self.mlp, Experts) or self.mlp.is_recordable
 
     def finish_(self, x: Tensor, mixed: Tensor, adapters: RowAdapters | None = None) -> None:
         """Add the output projection of what was mixed, then the MLP, to rows x of the residual stream, in place."""
@@ -396,6 +401,11 @@ class Decoder:
         for (rows,) in row_parts(self.chunk_rows, x):
             self._kernels.copy_(rows, self._kernels.rms_norm(rows, self.norm, self.spec.rms_norm_eps))
         return x
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can record a pass of few rows."""
+        return all(layer.is_recordable for layer in self.layers)
 
     @property
     def recurrences(self) -> Sequence[GatedDelta]:

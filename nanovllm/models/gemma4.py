@@ -55,6 +55,10 @@ class Gemma4Layer(AttentionLayer):
     def _few_rows(self) -> FewRowLayer | None:
         return None
 
+    @property
+    def is_recordable(self) -> bool:
+        return self._experts is None or self._experts.is_recordable
+
     def project(
         self,
         x: Tensor,

@@ -146,14 +146,16 @@ class DeviceMetadata:
         return cls(blocks, MetadataGroup.of(groups[0], few), MetadataGroup.of(groups[1], many))
 
     @classmethod
-    def of_rows(cls, rows: Tensor, blocks: Tensor, max_blocks: int) -> DeviceMetadata:
-        """Sequences of one query row each, in memory that may be refilled after a kernel was recorded or launched.
+    def of_rows(
+        cls, sequences: Tensor, blocks: Tensor, max_blocks: int, max_rows: int, total_rows: int
+    ) -> DeviceMetadata:
+        """Sequences of few query rows, in memory that may be refilled after a kernel was recorded or launched.
 
-        rows: int32 [rows, METADATA_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
-        `max_blocks` blocks.
+        sequences: int32 [sequences, METADATA_FIELDS], all zero for one without rows; blocks: int32. No sequence ever
+        has more than `max_blocks` blocks and `max_rows` rows, and all together no more than `total_rows`.
         """
-        none = MetadataGroup(rows[:0], 0, 0, 0)
-        return cls(blocks, MetadataGroup(rows, 1, max_blocks, rows.shape[0]), none)
+        none = MetadataGroup(sequences[:0], 0, 0, 0)
+        return cls(blocks, MetadataGroup(sequences, max_rows, max_blocks, total_rows), none)
 
 
 @dataclass(slots=True)

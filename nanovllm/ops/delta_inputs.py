@@ -39,6 +39,20 @@ class StateRows(NamedTuple):
     chunks: ChunkRows | None = None  # for the Triton kernels; None: no chunk is whole, or nobody knows the positions
 
 
+class KeptRows(NamedTuple):
+    """Rows of a part of a step whose input projections are kept: int64 [rows] each, on the device."""
+
+    source: Tensor  # in the part
+    target: Tensor  # in the memory of `layers.forward_context.KeptInputs`
+
+
+class StatePart(NamedTuple):
+    """What rows of a part of a step have to do with states."""
+
+    rows: StateRows
+    kept: KeptRows | None
+
+
 class DeltaInputs(NamedTuple):
     """What the recurrence reads of each row."""
 

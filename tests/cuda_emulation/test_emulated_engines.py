@@ -52,6 +52,8 @@ def test_tokens_are_those_of_the_cpu(
         emulated_gpu.default_stream_watched() as on_default,
     ):
         assert llm._runner.device.name == "cuda"  # type: ignore[union-attr]
+        is_eager = llm._runner.passes[0].decode_runner is None  # type: ignore[union-attr]
+        assert is_eager == bool(model.case.arguments.get("enforce_eager")), "recording failed: see the log"
         assert model.generate(llm) == tokens
         assert CASES[name].happened(llm)
     assert not on_default, on_default[0]

@@ -1,18 +1,15 @@
-"""CUDA graphs of decode steps.
+"""CUDA graphs of decode steps: recorded calls of the model, with static inputs and a KV cache made for recording.
 
-Where attention can be recorded, one graph computes a complete step. Elsewhere there is one graph for each piece of the
-model between two attention calls, and attention runs eagerly between the replays. Piece 0 computes the first layer's q,
-k and v from the token ids. Piece i computes the q, k and v of layer i from the attention output of layer i - 1, which
-is in the memory of its queries. The last piece ends with the final norm.
+Where attention can be recorded, one graph computes a complete step. Elsewhere a recording is cut at each call of
+attention, which runs eagerly between the replays. A last graph computes the most likely token of each row.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -20,207 +17,280 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
+from nanovllm.engine.model_runner import ComputedRows, FlatBatch, RecordedAdapters
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
+from nanovllm.features.cuda_graphs.recorded_states import RecordedStates
+from nanovllm.features.cuda_graphs.run_ahead import NextStep
+from nanovllm.features.cuda_graphs.shapes import Shape, step_shapes
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
+from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.memory.layout import layout_of, of_rank
-from nanovllm.models.decoder import AttentionLayer, Decoder
+from nanovllm.memory.sizing import StateSlots
+from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.kv_quantization import stored_dtype
+from nanovllm.ops.row_kernels import likeliest
 from nanovllm.ops.upload import refill
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BUCKET = 512
-TRIED_BUCKETS = 4  # recorded to estimate the memory of all buckets but the largest
-
-
-def bucket_sizes(config: EngineConfig) -> list[int]:
-    """Batch sizes that have graphs: 1, 2, 4, then every multiple of 8, and the largest that a step can have.
-
-    A step takes the next larger one, so it computes fewer than 8 padded rows. Steps above LARGEST_BUCKET run eagerly.
-    Under offload a bucket takes a graph for each layer and one more, and steps wait for the link: there the sizes are
-    powers of two, which makes 330 graphs for 32 layers instead of 2,211.
-    """
-    most = min(config.max_num_seqs, config.max_num_batched_tokens, LARGEST_BUCKET)
-    doubled = [2**power for power in range(3, LARGEST_BUCKET.bit_length())]
-    larger = doubled if config.enable_cpu_offload else range(8, most, 8)
-    return [size for size in (1, 2, 4, *larger) if size < most] + [most]
+TRIED_SHAPES = 4  # recorded to estimate the memory of all shapes but the largest
+TAIL_ROWS = 64  # of the largest step whose tokens are chosen in a graph: logits take a megabyte a row
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
-    """The tensors that the pieces of a step exchange, with one row per sequence."""
+class Attended:
+    """A call of attention between two graphs: q [rows, heads, head_dim], which gets the output; k, v [rows, kv_heads,
+    head_dim]."""
 
-    x: Tensor  # [rows, hidden]: the residual stream, and at the end the hidden states after the final norm
-    cos: Tensor  # [rows, rotary embeddings, head_dim], each as of `RotaryEmbedding.cos_sin`
-    sin: Tensor  # [rows, rotary embeddings, head_dim / 2]
-    q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then its attention output
-    k: Tensor  # [rows, kv_heads, head_dim]
+    layer: int
+    q: Tensor
+    k: Tensor
     v: Tensor
-    query_scale: Tensor  # [rows, 1, 1], if the network has one
 
-    @classmethod
-    def of(cls, model: Decoder, rows: int) -> StepMemory:
-        """Memory for at most `rows` rows, filled with zeros, so that padded rows never compute on arbitrary content."""
-        spec, head_dim = model.spec, model.spec.head_dim
-
-        def zeros(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
-
-        return cls(
-            x=zeros(spec.hidden_size),
-            cos=zeros(len(spec.ropes), head_dim, dtype=torch.float32),
-            sin=zeros(len(spec.ropes), head_dim // 2, dtype=torch.float32),
-            q=zeros(spec.num_heads, head_dim),
-            k=zeros(spec.num_kv_heads, head_dim),
-            v=zeros(spec.num_kv_heads, head_dim),
-            query_scale=zeros(1, 1),
-        )
-
-    def first(self, rows: int) -> StepMemory:
-        """The first rows of the same memory."""
-        return StepMemory(*(getattr(self, field.name)[:rows] for field in fields(self)))
+    def attend(self, rows: int, ctx: ForwardContext) -> None:
+        """Attend for the first rows."""
+        q, k, v = (each[:rows] for each in (self.q, self.k, self.v))
+        q.copy_(ctx.kv_cache.attend(self.layer, q, k, v, ctx))
 
 
-def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> None:
-    """Run one of `num_layers + 1` pieces. inputs: int64 [3, rows], token ids, positions and RoPE lengths."""
-    if index == 0:
-        token_ids, positions, rope_lengths = inputs
-        step.x.copy_(model.embed(token_ids))
-        for rope, rotary in enumerate(model.rotaries):
-            cos, sin = rotary.cos_sin(positions, rope_lengths)
-            step.cos[:, rope : rope + 1].copy_(cos)
-            step.sin[:, rope : rope + 1].copy_(sin)
-        if (scale := model.rotaries[0].query_scale(positions, model.dtype)) is not None:
-            step.query_scale.copy_(scale)
-    else:
-        model.layers[index - 1].finish_(step.x, step.q.flatten(1))
-    if index < model.spec.num_layers:
-        layer = model.layers[index]
-        assert isinstance(layer, AttentionLayer), "graphs have no slots of recurrent states"
-        cos, sin = (angles[:, layer.rope : layer.rope + 1] for angles in (step.cos, step.sin))
-        layer.project(step.x, cos, sin, step.q, step.k, step.v)
-        if model.spec.rope.query_beta:
-            step.q.mul_(step.query_scale)
-    else:
-        model.normalize_(step.x)
+@dataclass(slots=True)
+class AttentionBetweenGraphs:
+    """The KV cache of a recording in which a graph ends at each call of attention, and the next one begins."""
+
+    cut: Callable[[], None]
+    calls: list[Attended] = field(default_factory=list)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """See `layers.forward_context.KVCache`."""
+        self.calls.append(Attended(layer, q, k, v))
+        self.cut()
+        return q
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The graphs of steps of up to `rows` rows, in order, and the memory that they read and write."""
+@dataclass(slots=True)
+class RecordedStep:
+    """The graphs of steps of one shape, and the tensors in which they leave their results.
 
-    inputs: Tensor  # int64 [3, rows]: token ids, positions, RoPE lengths
-    step: StepMemory
-    graphs: Sequence[Graph]
+    inputs: int64 [3, rows], token ids, positions and RoPE lengths. hidden: [rows, hidden], after the final norm.
+    tokens: int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes it.
+    """
+
+    shape: Shape
+    inputs: Tensor
+    calls: Sequence[Attended] = ()  # between the graphs; none if they record attention
+    hidden: Tensor | None = None
+    tokens: Tensor | None = None
+    graphs: Sequence[Graph] = ()
 
 
 class DecodeGraphs:
-    """Records its graphs when made. All buckets share one memory, of which a smaller bucket uses the first rows."""
+    """Records its graphs when made. All shapes share the memory of their inputs, of which a smaller one uses the first
+    rows, and that in which they compute. See `engine.model_runner.DecodeRunner`.
+    """
 
-    def __init__(self, device: Device, model: Decoder, tables: DecodeTables | None, sizes: Sequence[int]) -> None:
-        """tables: for recorded attention, None if it runs eagerly; sizes: batch sizes of the buckets, ascending."""
+    def __init__(
+        self,
+        device: Device,
+        model: Decoder,
+        shapes: Sequence[Shape],
+        tables: DecodeTables | None,
+        states: RecordedStates | None = None,
+        adapters: RecordedAdapters | None = None,
+        runs_ahead: bool = False,
+    ) -> None:
+        """shapes: from the smallest on. tables: for recorded attention, None if it runs eagerly. runs_ahead: whether a
+        step begins before the tokens of the one before are read, see `run_ahead`.
+        """
         self._device = device
         self._model = model
         self._tables = tables
-        self._sizes = sizes
-        self._inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=model.device)
-        memory = StepMemory.of(model, sizes[-1])
-        # The largest bucket first: the others then allocate from the memory that it took.
-        cut = [(self._inputs[: 3 * rows].view(3, rows), memory.first(rows)) for rows in reversed(sizes)]
-        graphs = device.capture([work for inputs, step in cut for work in self._works(inputs, step)])
-        count = len(graphs) // len(sizes)
-        self._buckets = [Bucket(*cut[i], graphs[i * count : (i + 1) * count]) for i in range(len(sizes))][::-1]
-        self.num_graphs = len(graphs)
+        self._states = states
+        self._adapters = adapters
+        self._runs_ahead = runs_ahead
+        most = max(shape.rows for shape in shapes)
+        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=model.device)
+        self._steps = [RecordedStep(shape, self._inputs[: 3 * shape.rows].view(3, -1)) for shape in shapes]
+        # The largest first: the others then allocate from the memory that it took.
+        largest_first = self._steps[::-1]
+        graphs = device.capture([self._work(step) for step in largest_first])
+        for step, of_step in zip(largest_first, graphs, strict=True):
+            step.graphs = of_step
+        self.num_graphs = sum(map(len, graphs))
+        self._ahead: tuple[RecordedStep, NextStep, Sequence[int]] | None = None  # with the token ids, once computed
+        self.most_rows = most
 
-    def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
-        """Whether a step of these sequences has graphs: each computes one token, and the largest bucket holds them."""
-        return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
-
-    def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
+    def run(self, batch: FlatBatch, kv_cache: KVCache) -> ComputedRows | None:
         """See `engine.model_runner.DecodeRunner`."""
-        rows = len(sequences)
-        bucket = self._buckets[bisect_left(self._sizes, rows)]
-        padding = bucket.inputs.shape[1] - rows
-        refill(self._inputs, F.pad(inputs, (0, padding)).flatten())
+        step, rows, (ahead, self._ahead) = self._step_for(batch), batch.inputs.shape[1], (self._ahead, None)
+        if step is None:
+            return None
+        if ahead is None or step is not ahead[0] or not ahead[1].is_step(batch, ahead[2]):
+            self._fill(step, batch)
+            self._replay(step, rows, batch.sequences, kv_cache)
+        assert step.hidden is not None
+        tail = None if step.tokens is None else lambda: self._tokens(step, batch, kv_cache)
+        starts = [sequence.query_start for sequence in batch.sequences]
+        return ComputedRows(step.hidden[:rows], batch.scheduled, starts, tail)
+
+    def forget(self) -> None:
+        """See `engine.model_runner.DecodeRunner`."""
+        self._ahead = None
+
+    def _fill(self, step: RecordedStep, batch: FlatBatch) -> None:
+        if self._states is not None:
+            self._states.fill(batch.scheduled, step.shape)
+        if self._adapters is not None and step.shape.adapters:
+            self._adapters.fill(batch.adapters)
+        self._fill_rows(step, batch.inputs, batch.sequences)
+
+    def _fill_rows(self, step: RecordedStep, inputs: Tensor, sequences: Sequence[SequenceMetadata]) -> None:
+        refill(self._inputs, F.pad(inputs, (0, step.shape.rows - inputs.shape[1])).flatten())
         if self._tables is not None:
-            self._tables.fill(sequences, rows + padding)
+            self._tables.fill(sequences, step.shape)
             self._tables.declare(self._device, sequences)
-            bucket.graphs[0].replay()
-            self._device.end_kernel()
-        else:
-            _, positions, rope_lengths = bucket.inputs[:, :rows]
-            ctx = ForwardContext(positions, rope_lengths, sequences, kv_cache)
-            self._run_pieces(bucket.graphs, bucket.step.first(rows), ctx)
-        return bucket.step.x[:rows]
 
-    def _run_pieces(self, graphs: Sequence[Graph], step: StepMemory, ctx: ForwardContext) -> None:
-        for layer, graph in enumerate(graphs[:-1]):
-            graph.replay()
-            step.q.copy_(ctx.kv_cache.attend(layer, step.q, step.k, step.v, ctx))
-        graphs[-1].replay()
+    def _replay(
+        self, step: RecordedStep, rows: int, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache
+    ) -> None:
+        _, positions, rope_lengths = step.inputs[:, :rows]
+        ctx = ForwardContext(positions, rope_lengths, sequences, kv_cache)
+        replays = iter(step.graphs)
+        next(replays).replay()
+        self._device.end_kernel()
+        for call in step.calls:
+            call.attend(rows, ctx)
+            next(replays).replay()
 
-    def _works(self, inputs: Tensor, step: StepMemory) -> list[Callable[[], None]]:
-        """The functions that a bucket records, a graph of each."""
-        num_layers = self._model.spec.num_layers
+    def _tokens(self, step: RecordedStep, batch: FlatBatch, kv_cache: KVCache) -> Sequence[int]:
+        """The tokens of a step. Begins the next one, if it is known, before it waits for them."""
+        assert step.tokens is not None
+        step.graphs[-1].replay()
+        rows, arrived, following = batch.inputs.shape[1], self._device.read(step.tokens), None
+        if self._tables is not None and self._runs_ahead:
+            following = NextStep.after(batch, self._tables.groups)
+        if following is not None:
+            self._fill_rows(step, following.inputs, following.sequences)
+            torch.clamp(step.tokens[:rows], min=0, out=step.inputs[0, :rows])  # NOT_FINITE is no token
+            self._replay(step, rows, following.sequences, kv_cache)
+        token_ids = arrived().tolist()[:rows]
+        if following is not None:
+            self._ahead = step, following, token_ids
+        return token_ids
 
-        def piece(index: int) -> Callable[[], None]:
-            return lambda: run_piece(self._model, index, step, inputs)
+    def _step_for(self, batch: FlatBatch) -> RecordedStep | None:
+        width = max((seq.query_len for seq in batch.sequences), default=0)
+        sizes = batch.inputs.shape[1], len(batch.sequences), width
+        has_adapters = any(number is not None for number, _ in batch.adapters)
+        return next((step for step in self._steps if step.shape.takes(*sizes, has_adapters)), None)
 
-        def complete_step(tables: DecodeTables) -> None:
-            for layer in range(num_layers):
-                run_piece(self._model, layer, step, inputs)
-                step.q.copy_(tables.attend(layer, step.q, step.k, step.v))
-            run_piece(self._model, num_layers, step, inputs)
+    def _work(self, step: RecordedStep) -> Callable[[Callable[[], None]], None]:
+        shape, model = step.shape, self._model
+        has_tail = model.group is None and shape.rows <= TAIL_ROWS
 
-        tables = self._tables
-        return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: complete_step(tables)]
+        def work(cut: Callable[[], None]) -> None:
+            between = AttentionBetweenGraphs(cut)
+            kv_cache: KVCache = between if self._tables is None else self._tables.of_shape(shape)
+            states, parts = self._states.of_shape(shape) if self._states is not None else (None, ())
+            adapters = [self._adapters.of_rows(shape.rows)] if self._adapters is not None and shape.adapters else []
+            token_ids, positions, rope_lengths = step.inputs
+            ctx = ForwardContext(
+                positions, rope_lengths, (), kv_cache, adapters=adapters, states=states, state_parts=parts
+            )
+            step.hidden = model(token_ids, ctx)
+            step.calls = between.calls
+            if has_tail:
+                cut()
+                step.tokens = likeliest(model.compute_logits(step.hidden))
+
+        return work
 
 
 @torch.inference_mode()
 def record_decode_graphs(
-    device: Device, model: Decoder, kv_cache: KVCacheBase, max_len: int, config: EngineConfig
+    device: Device,
+    model: Decoder,
+    kv_cache: KVCacheBase,
+    max_len: int,
+    config: EngineConfig,
+    adapters: Callable[[int], RecordedAdapters | None] | None = None,
 ) -> DecodeGraphs | None:
     """The graphs of an engine whose longest sequence has `max_len` tokens.
 
-    None, so that every step is eager, with a warning, if recording fails.
+    adapters: gives those of steps of so many rows, None if no graph can record them. None, so that every step is eager,
+    with a warning, if recording fails.
     """
-    sizes, start, free = bucket_sizes(config), time.perf_counter(), device.free_memory()
+    start, free = time.perf_counter(), device.free_memory()
     try:
         with device.compute():
-            tables = _decode_tables(kv_cache.attended_pool, sizes[-1], max_len)
-            graphs = DecodeGraphs(device, model, tables, sizes)
+            graphs = record(device, model, kv_cache.attended_pool, kv_cache.pools.states, max_len, config, adapters)
     except Exception as error:  # torch, CUDA and compilers raise errors of many types
         logger.warning("decode runs without CUDA graphs, recording them failed: %s", error)
         return None
     seconds, mib = time.perf_counter() - start, (free - device.free_memory()) / 2**20
-    text = "CUDA graphs: %d for decode steps of up to %d sequences, recorded in %.1f s, %.0f MiB"
-    logger.info(text, graphs.num_graphs, sizes[-1], seconds, mib)
+    text = "CUDA graphs: %d for decode steps of up to %d rows, recorded in %.1f s, %.0f MiB"
+    logger.info(text, graphs.num_graphs, graphs.most_rows, seconds, mib)
     return graphs
+
+
+def record(
+    device: Device,
+    model: Decoder,
+    pool: AttendedPool | None,
+    states: StatePool | None,
+    max_len: int,
+    config: EngineConfig,
+    adapters: Callable[[int], RecordedAdapters | None] | None = None,
+    tried: slice = slice(None),
+) -> DecodeGraphs:
+    """tried: of the shapes, from the smallest on."""
+    attention = None if pool is None else row_attention(pool.backend)
+    shapes = step_shapes(config, attention is not None, states is not None)
+    if states is not None:
+        shapes = [shape for shape in shapes if not shape.keeps_rows or shape.rows <= states.num_kept_rows]
+    of_graphs = adapters(max(shape.rows for shape in shapes)) if adapters is not None else None
+    shapes = [shape for shape in shapes if of_graphs is not None or not shape.adapters][tried]
+    tables = None
+    if pool is not None and attention is not None:
+        tables = DecodeTables(pool, attention, shapes, max_len)
+    recorded = None if states is None else RecordedStates(states, shapes, model.device)
+    runs_ahead = tables is not None and states is None and not config.num_speculative_tokens
+    return DecodeGraphs(device, model, shapes, tables, recorded, of_graphs, runs_ahead)
 
 
 @torch.inference_mode()
 def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
     """Bytes of device memory that graphs will take, measured by recording some over a KV cache of one block.
 
-    The largest bucket takes the memory that all share. The memory of the others is extrapolated from TRIED_BUCKETS of
+    The largest shape takes the memory that all share. The memory of the others is extrapolated from TRIED_SHAPES of
     them. 0 if recording fails.
     """
-    sizes, free, kept = bucket_sizes(config), [device.free_memory()], list[DecodeGraphs]()
-    few = sizes[:-1][:TRIED_BUCKETS]
+    if not device.captures:
+        return 0
+    spec, kept = model.spec, list[DecodeGraphs]()
     try:
-        for part in (sizes[-1:], few):
-            if part:
-                with device.compute():
-                    pool, max_len = _scratch_pool(model, backend, config), config.max_model_len
-                    tables = _decode_tables(pool, part[-1], max_len or model.spec.max_model_len)
-                    kept.append(DecodeGraphs(device, model, tables, part))
-            free.append(device.free_memory())
+        with device.compute():
+            pool, states = _scratch_pool(model, backend, config), _scratch_states(device, model, config)
+            records_attention = pool is not None and row_attention(backend) is not None
+            others = len(step_shapes(config, records_attention, states is not None)) - 1
+            few, free = min(TRIED_SHAPES, others), [device.free_memory()]
+            for tried in (slice(-1, None), slice(0, few))[: 1 + (few > 0)]:
+                max_len = config.max_model_len or spec.max_model_len
+                kept.append(record(device, model, pool, states, max_len, config, None, tried))
+                free.append(device.free_memory())
     except Exception:  # `record_decode_graphs` will fail in the same way, and logs why
         return 0
-    return free[0] - free[1] + (free[1] - free[2]) * (len(sizes) - 1) // max(1, len(few))
+    return max(0, free[0] - free[1]) + max(0, free[1] - free[-1]) * others // max(1, few)
+
+
+def _scratch_states(device: Device, model: Decoder, config: EngineConfig) -> StatePool | None:
+    """State slots for the recording of graphs, of which none is used."""
+    if model.spec.recurrent is None:
+        return None
+    rows = config.max_num_seqs + config.num_speculative_tokens
+    return StatePool(device, model.spec, model.dtype, StateSlots(1, 0, 1, 0, rows), model.recurrences)
 
 
 def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> AttendedPool | None:
@@ -234,11 +304,3 @@ def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfi
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(layout.planes, 1, *shape)
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, model.dtype, model.sinks)
     return AttendedPool(layout.views(pool), layout.groups, geometry, backend)
-
-
-def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
-    """Tables for graphs of steps of up to `max_rows` rows; None if a graph cannot record attention."""
-    attention = None if attended is None else row_attention(attended.backend)
-    if attended is None or attention is None:
-        return None
-    return DecodeTables(attended.pools, attended.groups, attended.geometry, attention, max_rows, max_len)

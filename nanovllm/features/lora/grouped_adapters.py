@@ -12,7 +12,7 @@ from nanovllm.features.lora.weights import AdapterWeights, LinearLayout, ranges_
 from nanovllm.layers.linear import Linear
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.triton_lora import A_OFFSET, B_OFFSET, END_COLUMN, FIELDS, FIRST_COLUMN, RANK, add_low_rank_
-from nanovllm.ops.upload import upload
+from nanovllm.ops.upload import refill, upload
 
 DeviceAdapters = Mapping[int, tuple[int, AdapterWeights]]  # by number: the slot of each, and its matrices
 
@@ -69,17 +69,51 @@ class AdapterTables:
         """
         return [self._grouped(part, slots) for part in ranges_of_parts(sequences, slots, part_rows)]
 
+    def recorded(self, most_rows: int) -> RecordedAdapters:
+        """The adapters of steps that are recorded before their rows are known, which have at most `most_rows`."""
+        tables = {linear: self._table[index, :, : len(linear.parts)] for linear, index in self._rows.items()}
+        return RecordedAdapters(tables, self._memory, self._max_rank, most_rows)
+
     def _grouped(self, part: Mapping[int, Sequence[range]], slots: DeviceAdapters) -> GroupedAdapters | None:
         if not part:
             return None
-        by_slot = sorted((slots[number][0], ranges) for number, ranges in part.items())
-        counts = torch.zeros(len(self._memory), dtype=torch.int64)
-        for slot, ranges in by_slot:
-            counts[slot] = sum(map(len, ranges))
-        rows = [torch.arange(each.start, each.stop) for _, ranges in by_slot for each in ranges]
-        ends, on_device = upload(torch.cat([counts.cumsum(0), *rows]), self._memory.device).split(
-            [len(counts), int(counts.sum())]
-        )
+        packed = _packed({slots[number][0]: ranges for number, ranges in part.items()}, len(self._memory))
+        ends, on_device = upload(packed, self._memory.device).tensor_split([len(self._memory)])
         adapted = {linear for number in part for linear in slots[number][1]}
         tables = {linear: self._table[self._rows[linear], :, : len(linear.parts)] for linear in adapted}
         return GroupedAdapters(on_device, ends, tables, self._memory, self._max_rank)
+
+
+class RecordedAdapters:
+    """The rows of each adapter at fixed device addresses, from which a graph reads them at every replay.
+
+    Every layer that adapters may change is multiplied with all of them: a layer that an adapter of the step leaves as
+    it is has rank 0 in its table, and nothing is added there.
+    """
+
+    def __init__(self, tables: Mapping[Linear, Tensor], memory: Tensor, max_rank: int, most_rows: int) -> None:
+        self._tables = tables
+        self._memory = memory
+        self._max_rank = max_rank
+        self._packed = torch.zeros(len(memory) + most_rows, dtype=torch.int64, device=memory.device)
+
+    def of_rows(self, rows: int) -> GroupedAdapters:
+        """Those of a recorded step of so many rows, whose content is that of the latest `fill`."""
+        ends, entries = self._packed[: len(self._memory) + rows].tensor_split([len(self._memory)])
+        return GroupedAdapters(entries, ends, self._tables, self._memory, self._max_rank)
+
+    def fill(self, sequences: Sequence[tuple[int | None, int]], slots: DeviceAdapters) -> None:
+        """See `AdapterTables.batch_parts`, of one part."""
+        parts = ranges_of_parts(sequences, slots, part_rows=max(1, sum(rows for _, rows in sequences)))
+        ranges = {slots[number][0]: of_number for number, of_number in parts[0].items()} if parts else {}
+        refill(self._packed, _packed(ranges, len(self._memory)))
+
+
+def _packed(ranges: Mapping[int, Sequence[range]], num_slots: int) -> Tensor:
+    """Where the rows of each slot end, then these rows, sorted by slot: int64, on the host."""
+    by_slot = sorted(ranges.items())
+    counts = torch.zeros(num_slots, dtype=torch.int64)
+    for slot, of_slot in by_slot:
+        counts[slot] = sum(map(len, of_slot))
+    rows = [torch.arange(each.start, each.stop) for _, of_slot in by_slot for each in of_slot]
+    return torch.cat([counts.cumsum(0), *rows])

@@ -20,7 +20,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.ops.triton_support import use_triton
 
 if TYPE_CHECKING:  # imports triton
-    from nanovllm.features.lora.grouped_adapters import AdapterTables
+    from nanovllm.features.lora.grouped_adapters import AdapterTables, RecordedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,10 @@ class LoRAManager:
         weights = {number: weights for number, (_, weights) in self.on_device.items()}
         return batch_parts(sequences, weights, self._model.chunk_rows, self._model.device)
 
+    def recorded(self, most_rows: int) -> RecordedRowAdapters | None:
+        """See `engine.model_runner.AdapterManager`."""
+        return None if self._tables is None else RecordedRowAdapters(self, self._tables.recorded(most_rows))
+
     def _load(self, number: int, packed: PackedAdapter) -> None:
         if len(self.on_device) == len(self._slots):
             self.on_device.popitem(last=False)
@@ -115,3 +119,17 @@ class LoRAManager:
             self.num_reads += 1
         self.on_host.move_to_end(adapter.number)
         return self.on_host[adapter.number]
+
+
+class RecordedRowAdapters:
+    """Implements `engine.model_runner.RecordedAdapters`."""
+
+    def __init__(self, manager: LoRAManager, adapters: RecordedAdapters) -> None:
+        self._manager = manager
+        self._adapters = adapters
+
+    def of_rows(self, rows: int) -> RowAdapters:
+        return self._adapters.of_rows(rows)
+
+    def fill(self, sequences: Sequence[tuple[int | None, int]]) -> None:
+        self._adapters.fill(sequences, self._manager.on_device)
