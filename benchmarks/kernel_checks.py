@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks import interpreted_ptx
 from benchmarks.checks import Check, expect_close
 from benchmarks.kernel_variants import few_rows_variants
 from nanovllm.data.network import RopeSpec
+from nanovllm.formats.gguf.header import TENSOR_TYPES
+from nanovllm.formats.gguf.model import GgufWeight
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.ops import row_kernels, triton_packed, triton_rows
+from nanovllm.ops import row_kernels, triton_gguf, triton_packed, triton_rows
 from nanovllm.ops.backends import CHECK_BOUND, difference_from_reference
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
+from nanovllm.ops.gguf_planes import PLANES
 from nanovllm.ops.kv_quantization import LARGEST, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
@@ -24,16 +28,29 @@ from nanovllm.ops.triton_merge import merge_parts_triton
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
 
 
+def random_gguf(scheme: str, out_features: int, in_features: int, device: str | torch.device = "cpu") -> PackedWeight:
+    """A weight of a GGUF type with random values, as a file has it."""
+    kind, of_device = TENSOR_TYPES[scheme.upper()], torch.device(device)
+    weight = GgufWeight(kind, {"matrix": out_features}, in_features, torch.float32, of_device)
+    for _, slot in weight.slots():
+        assert slot.randomize is not None
+        slot.randomize(torch.Generator(device=of_device).manual_seed(0))
+    return weight.packed
+
+
 class KernelChecks:
     """One check for each kernel, on "cuda" or in Triton's interpreter on "cpu"."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
+        if device == "cpu":
+            interpreted_ptx.install()
 
     def checks(self) -> dict[str, Check]:
         return {
             "packed_linear": self.packed,
+            "gguf_linear": self.gguf,
             "kv_in_8_bits": self.kv_in_8_bits,
             "store_kv": self.store,
             "merge": self.merge,
@@ -131,6 +148,18 @@ class KernelChecks:
                 data, scales = weight.data.to(self.device), weight.scales.to(self.device)
                 y = triton_packed.packed_linear(x, weight.scheme, data, scales, points, weight.group_size)
                 expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
+
+    def gguf(self) -> None:
+        for scheme in PLANES:
+            stored = random_gguf(scheme, 96, 512)
+            dense = dequantize(stored)
+            weight = stored.to(self.device).in_planes()
+            values = triton_gguf.gguf_dequantize_(weight, torch.empty(96, 512, device=self.device))
+            assert torch.equal(values.cpu(), dense), scheme
+            for rows in (1, 20):
+                x = self.random(rows, 512) / 16
+                y = triton_gguf.gguf_linear(x, weight)
+                expect_close(y.cpu(), x.cpu().double() @ dense.double().T, 4e-2)
 
     def kv_in_8_bits(self) -> None:
         x = self.random(ROWS, KV_HEADS, HEAD_DIM)

@@ -1,8 +1,9 @@
-"""The configurations of Triton kernels that a sweep tries; the tests run each and compile every third."""
+"""The configurations of the Triton kernels that a sweep tries. Of attention the tests run each and compile some."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from nanovllm.ops.kernel_config import (
     prefill_config,
     row_bytes,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.ops.triton_packed import PackedConfig
 
 
 def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
@@ -53,3 +57,13 @@ def few_rows_variants() -> list[FewRowsConfig]:
     tiles = [(16, 128, 1, 6), (16, 256, 1, 4), (16, 256, 2, 5), (16, 512, 4, 3), (32, 128, 2, 5), (32, 256, 4, 3),
              (64, 64, 4, 5), (64, 128, 4, 4)]  # fmt: skip
     return [FewRowsConfig(*tile) for tile in tiles]
+
+
+def packed_variants(default: PackedConfig) -> list[PackedConfig]:
+    """The configurations for products of few rows with packed weights, the default first: tiles, then parts."""
+    tiles = [(32, 1, 4), (32, 2, 6), (64, 2, 3), (64, 2, 6), (64, 4, 4), (128, 2, 4), (128, 4, 3)]
+    return [
+        default,
+        *(replace(default, outputs=outputs, warps=warps, stages=stages) for outputs, warps, stages in tiles),
+        *(replace(default, splits=splits) for splits in (1, 2, 4, 8) if splits != default.splits),
+    ]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import interpreted_ptx
 from benchmarks.gpu_timing import queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
@@ -379,6 +380,7 @@ def open_device(prog: str, dry: bool) -> torch.device | None:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if dry:
+        interpreted_ptx.install()
         return torch.device("cpu")
     print(f"{prog}: error: torch sees no CUDA device, and these kernels run on nothing else", file=sys.stderr)
     return None

@@ -1,12 +1,14 @@
 """Finds the fastest tiles and pipelines of the attention kernels on this GPU, and for which shapes of a dense weight a
-product of few rows of our own is faster than torch's.
+product of few rows of our own is faster than torch's; or times products with packed weights.
 
-    python -m benchmarks.sweep [--head-dim 128 ...] [--only-products] [--keep] [--dry] [--output-json FILE]
+    python -m benchmarks.sweep [--head-dim 128 ...] [--only dense|packed] [--keep] [--dry] [--output-json FILE]
 
 Every configuration is timed on the same problems, with the heads of Llama-3.1-8B in bf16. One whose results differ from
 the default's is left out. --keep writes the fastest to nanovllm/ops/tuned under the device's name, for engines on such
 a device; entries for other head sizes are kept. The file with all figures is written after each step. --dry runs tiny
-sizes and a few configurations, without a GPU in Triton's interpreter, and writes no entry.
+sizes and a few configurations, without a GPU in Triton's interpreter, and writes no entry. --only dense leaves the
+attention kernels out. --only packed times products of few rows with packed weights instead, by the sizes of
+`benchmarks.products`, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefill_variants
+from benchmarks import products as packed_products
+from benchmarks.kernel_variants import decode_variants, few_rows_variants, packed_variants, prefill_variants
 from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
@@ -40,6 +43,10 @@ from nanovllm.ops.kernel_config import (
     read_table,
     table_path,
 )
+from nanovllm.ops.packed_weights import PackedWeight, dequantize
+
+if TYPE_CHECKING:
+    from nanovllm.ops.triton_packed import PackedConfig
 
 BOUND = 2e-2  # of outputs and LSE between two configurations
 MARGIN = 1.03  # how many times faster a product of our own must be than torch's
@@ -228,7 +235,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     print("faster than torch: " + ("; ".join(map(str, products)) or "none"))
     if args.keep and not args.dry:
         print(f"kept in {keep(facts, named, products=products)}")
-    for head_dim in [] if args.only_products else [Sizes.tiny().head_dim] if args.dry else args.head_dim:
+    for head_dim in [] if args.only else [Sizes.tiny().head_dim] if args.dry else args.head_dim:
         sizes = Sizes.tiny() if args.dry else replace(Sizes(), head_dim=head_dim)
         sweep = Sweep(sizes, Problems.tiny() if args.dry else Problems(), device)
         results.append({"head_dim": head_dim, "dtype": str(sizes.dtype).removeprefix("torch.")})
@@ -252,16 +259,52 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
+def sweep_packed(dry: bool, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each configuration, scheme and number of rows. One that cannot run or is wrong has a note."""
+    from nanovllm.ops.triton_packed import packed_config, packed_linear
+
+    sizes = packed_products.Sizes.tiny() if dry else packed_products.Sizes()
+    found: list[dict[str, Any]] = []
+    for name, product in packed_products.products(sizes, packed_products.SCHEMES, device).items():
+        weight, dense = product.weight, dequantize(product.weight).double()
+        for rows in (1,) if dry else (1, 16, 64):
+            x = torch.randn(rows, sizes.in_features, device=device).to(sizes.dtype)
+            default = packed_config(rows, sizes.out_features, sizes.in_features)
+            for config in packed_variants(default)[: 2 if dry else None]:
+
+                def multiply(
+                    weight: PackedWeight, x: Tensor = x, config: PackedConfig = config, fp8: bool = product.fp8_inputs
+                ) -> Tensor:
+                    assert weight.scales is not None
+                    parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
+                    return packed_linear(x, *parts, None, config, fp8_inputs=fp8)
+
+                found.append({"product": name, "rows": rows, "config": asdict(config)})
+                try:
+                    packed_products.check(multiply(weight), x, dense, product.bound)
+                    call = packed_products.in_turn(multiply, weight, weight.nbytes, sizes)
+                    found[-1]["us"] = seconds(call, device, sizes.repeats) * 1e6
+                except Exception as error:  # most often: more shared memory than there is
+                    found[-1]["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                told = f"{found[-1]['us']:,.1f}" if "us" in found[-1] else "left out"
+                print_row(told, "us", f"{name}, {rows} rows: {config}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--head-dim", type=positive, nargs="+", default=[128], help="sizes of heads (default: 128)")
-    add("--only-products", action="store_true", help="leave the attention kernels out")
+    add("--only", choices=("dense", "packed"), help="products with weights in this form, and no attention kernels")
     add("--keep", action="store_true", help="write what was fastest to the package's table of this device")
     add("--dry", action="store_true", help="tiny sizes, to see that everything runs")
     add_json_option(parser)
     args = parser.parse_args(argv)
     device = open_device("sweep", args.dry)
+    if device is not None and args.only == "packed":
+        facts = kernel_facts(device)
+        write_json(args.output_json, args, facts, products=sweep_packed(args.dry, device))
+        return 0
     return 1 if device is None else run(args, device)
 
 

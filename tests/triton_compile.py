@@ -33,9 +33,10 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.layers.gated_delta import runs_of_rows
-from nanovllm.ops import triton_delta, triton_delta_chunks, triton_packed, triton_rows
+from nanovllm.ops import triton_delta, triton_delta_chunks, triton_gguf, triton_packed, triton_rows, triton_unpack
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.delta_inputs import DecayWeights
+from nanovllm.ops.gguf_planes import PLANES
 from nanovllm.ops.kernel_config import FEW_ROWS, FewRowsConfig, prefill_config
 from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
 from nanovllm.ops.merge import MAX_PARTS
@@ -154,7 +155,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
     """Batches that differ in everything that differs from step to step, through every kernel in one configuration."""
     pool = torch.empty(40, 2, KV_HEADS, 16, head_dim, dtype=dtype)
     memory, table_of_adapters = torch.empty(4, 4096, dtype=dtype), torch.zeros(4, 3, FIELDS, dtype=torch.int64)
-    packed_weight, weights = random_weight("int4 zeros", 64, 64), torch.empty(32, 64, 64, dtype=dtype)
+    packed_weight, weights = random_weight("int4 zeros", 64, 1024), torch.empty(32, 64, 64, dtype=dtype)
     found: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
 
@@ -184,8 +185,9 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             triton_rows.rms_norm(x, x[0], 1e-6)
             triton_rows.silu_and_mul(x)
             triton_rows.place_heads(heads, heads[0, KV_HEADS:], 1e-6, angles, angles[..., ::2].contiguous(), q, k, k)
-            multiply(k[:16, 0, :64], packed_weight)
             few_rows_linear(k[:FEW_ROWS, 0, :64], weights[0], None, FewRowsConfig(16, 32, 1, 2))
+            multiply(torch.empty(min(rows, 8), 1024, dtype=dtype), packed_weight)
+            dequantize_(torch.empty(64, 1024, dtype=dtype), packed_weight)
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
             of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
@@ -270,7 +272,7 @@ def recurrent(rows: int, dtype: torch.dtype) -> Launches:
 def products(arch: int, rows: int, dtype: torch.dtype) -> Launches:
     """Products of this many rows with packed weights, experts and adapters."""
     x = torch.empty(rows, 1024, dtype=dtype)
-    return packed(arch, x) | experts(rows, 128, dtype) | low_rank(x) | few_rows(x[:FEW_ROWS])
+    return packed(arch, x) | gguf(x) | experts(rows, 128, dtype) | low_rank(x) | few_rows(x[:FEW_ROWS])
 
 
 def few_rows(x: Tensor) -> Launches:
@@ -284,18 +286,40 @@ def few_rows(x: Tensor) -> Launches:
 
 
 def packed(arch: int, x: Tensor) -> Launches:
-    """Products with packed weights; with inputs in fp8 where the GPU multiplies fp8."""
+    """Products with packed weights by each tile of rows, with inputs in fp8 where the GPU multiplies fp8; their values
+    in 16 bits."""
     weights = {
         variant: random_weight(variant, 1024, x.shape[1])
         for variant in VARIANTS
-        if variant.split()[0] in triton_packed.SCHEMES
+        if variant.split()[0] in triton_unpack.SCHEMES
     }
-    bias = torch.empty(1024, dtype=x.dtype)
-    launches: Launches = {f"packed {variant}": lambda w=weight: multiply(x, w) for variant, weight in weights.items()}
-    launches["packed int4, bias"] = lambda: multiply(x, weights["int4"], bias)
-    if arch >= 89 and x.dtype != torch.float32:
-        for variant in ("fp8 channel", "fp8 blocks"):
-            launches[f"packed {variant}, fp8 inputs"] = lambda w=weights[variant]: multiply(x, w, fp8_inputs=True)
+    bias, values = torch.empty(1024, dtype=x.dtype), torch.empty(1024, x.shape[1], dtype=x.dtype)
+    launches: Launches = {"packed int4, bias": lambda: multiply(x, weights["int4"], bias)}
+    for rows in [1] if len(x) == 1 else [16, 32, 64]:
+        name, some = "packed" if rows == 1 else f"packed, {rows} rows,", x[:rows]
+        for variant, weight in weights.items():
+            launches[f"{name} {variant}"] = lambda x=some, w=weight: multiply(x, w)
+            if arch >= 89 and x.dtype != torch.float32 and variant in ("fp8 channel", "fp8 blocks"):
+                launches[f"{name} {variant}, fp8 inputs"] = lambda x=some, w=weight: multiply(x, w, fp8_inputs=True)
+    if len(x) > 1:
+        for variant, weight in weights.items():
+            launches[f"dequantize {variant}"] = lambda w=weight: dequantize_(values, w)
+    return launches
+
+
+def gguf(x: Tensor) -> Launches:
+    """Products with GGUF weights, of few rows in any case, and their values; with a mixture of eight experts."""
+    x, bias = x[: triton_gguf.MOST_ROWS], torch.empty(1024, dtype=x.dtype)
+    ends, entries = torch.zeros(8, dtype=torch.int64), torch.zeros(2 * len(x), dtype=torch.int64)
+    weights = {scheme: random_weight(scheme, 1024, x.shape[1]).in_planes() for scheme in PLANES}
+    launches: Launches = {}
+    for scheme, weight in weights.items():
+        launches[f"gguf {scheme}"] = lambda w=weight: triton_gguf.gguf_linear(x, w)
+        launches[f"gguf {scheme}, values"] = lambda w=weight: triton_gguf.gguf_dequantize_(w, x.new_empty(w.shape))
+        launches[f"gguf {scheme}, experts"] = lambda w=weight: triton_gguf.gguf_grouped_linear(x, w, ends, entries)
+    launches["gguf q4_k, bias"] = lambda: triton_gguf.gguf_linear(x, weights["q4_k"], bias)
+    rows = x.new_empty(len(x), x.shape[1])
+    launches["gguf q4_k, rows"] = lambda: triton_gguf.gguf_dequantize_(weights["q4_k"], rows, entries[: len(x)])
     return launches
 
 
@@ -327,6 +351,11 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, fp8_in
     assert weight.scales is not None
     parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
     triton_packed.packed_linear(x, *parts, bias, fp8_inputs=fp8_inputs)
+
+
+def dequantize_(out: Tensor, weight: PackedWeight) -> None:
+    assert weight.scales is not None
+    triton_packed.dequantize_(out, weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
 
 
 def engine_launches(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:

@@ -67,14 +67,16 @@ class DenseWeight:
         cpu_kernels.interleave_(plain, back=True)
         return plain
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if self._interleaved:
-            return cpu_kernels.cpu_linear(x, self._matrix, bias, interleaved=True)
-        if self._few_rows is not None and x.shape[0] <= FEW_ROWS:
+            y = cpu_kernels.cpu_linear(x, self._matrix, bias, interleaved=True)
+        elif self._few_rows is not None and x.shape[0] <= FEW_ROWS:
             from nanovllm.ops.triton_few_rows import few_rows_linear
 
-            return few_rows_linear(x, self._matrix, bias, self._few_rows)
-        return self._product(x, self._matrix, bias)
+            y = few_rows_linear(x, self._matrix, bias, self._few_rows)
+        else:
+            y = self._product(x, self._matrix, bias)
+        return y if out is None else out.copy_(y)
 
     def rows(self, indices: Tensor) -> Tensor:
         if self._matrix.is_cpu and self._matrix.dtype in cpu_kernels.KERNEL_DTYPES:

@@ -81,8 +81,8 @@ class StoredWeight(Protocol):
         """The matrix, if it is stored as plain floating-point numbers; else None."""
         ...
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b: [rows, in] -> [rows, out], in the dtype of x."""
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x W^T + b: [rows, in] -> [rows, out], in the dtype of x. out: memory for it, whose rows may be strided."""
         ...
 
     def rows(self, indices: Tensor) -> Tensor:

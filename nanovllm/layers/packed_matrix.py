@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight
 from nanovllm.ops.cpu_kernels import WeightPart
-from nanovllm.ops.packed_weights import PackedWeight, dequantize, kernel_weight, packed_linear
+from nanovllm.ops.packed_weights import PackedWeight, dequantized_rows, kernel_weight, packed_linear
 
 Form = TypeVar("Form")
 
@@ -30,12 +30,12 @@ class PackedMatrix:
         self._parts = dict(parts)
         self._dtype = dtype
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `StoredWeight.apply`. On the CPU the bits of a row do not depend on the other rows."""
-        return packed_linear(x, self.packed, bias)
+        return packed_linear(x, self.packed, bias, out)
 
     def rows(self, indices: Tensor) -> Tensor:
-        return dequantize(self.packed.rows(indices)).to(self._dtype)
+        return dequantized_rows(self.packed, indices, self._dtype)
 
     def module_weights(self) -> Iterator[tuple[str, PackedWeight]]:
         """Each module and its rows: views until `finish_loading`."""
@@ -45,8 +45,8 @@ class PackedMatrix:
             start += size
 
     def finish_loading(self) -> None:
-        """Rearrange the weight for the CPU's kernels, where it lies, so that it is never in memory twice."""
-        self.packed = self.packed.in_panels(in_place=True)
+        """Rearrange the weight for the kernels, where it lies, so that it is never in memory twice."""
+        self.packed = self.packed.for_kernels()
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
@@ -66,9 +66,13 @@ class StackedWeights:
         self._sizes = sizes
         self._dtype = dtype
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """See `StoredWeight.apply`. Each product writes into its part of the result."""
+        y = x.new_empty(x.shape[0], sum(self._sizes)) if out is None else out
         biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
-        return torch.cat([weight.apply(x, of) for weight, of in zip(self._weights, biases, strict=True)], dim=-1)
+        for weight, of, part in zip(self._weights, biases, y.split(self._sizes, dim=-1), strict=True):
+            weight.apply(x, of, part)
+        return y
 
     def rows(self, indices: Tensor) -> Tensor:
         start, found = 0, []

@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops import _cpu_kernels, packed_panels
+from nanovllm.ops import _cpu_kernels, gguf_planes, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
+from nanovllm.ops.dequantized_product import dequantized_linear
 from nanovllm.ops.packed_panels import HALF_BYTES
+from nanovllm.ops.scaled_product import scaled_linear
 from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
 MXFP4_GROUP = 32  # inputs that share a scale
@@ -41,6 +43,8 @@ class PackedWeight:
     [out_features, groups]: of int4 and int8 in bfloat16, float16 or float32, of fp8 in float32, of mxfp4 uint8. zeros:
     of int4 uint8 and of int8 int8 [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that
     share a scale. panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
+    planes: whether data is as `in_planes` leaves it. arrivals: of planes int32 zeros, which a product counts up and
+    leaves at zero; None for some rows of a weight.
     fp8_inputs: of fp8, whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where
     they are.
     """
@@ -53,9 +57,12 @@ class PackedWeight:
     in_features: int
     panel_outputs: int | None = None
     fp8_inputs: bool = False
+    planes: bool = False
+    arrivals: Tensor | None = None
 
     def __post_init__(self) -> None:
-        misfit = _misfit(self) if self.panel_outputs is None else None  # panels come from parts that fit
+        is_as_stored = self.panel_outputs is None and not self.planes  # other orders come from parts that fit
+        misfit = _misfit(self) if is_as_stored else None
         if misfit is not None:
             raise ValueError(misfit)
 
@@ -89,7 +96,7 @@ class PackedWeight:
         if self.panel_outputs is not None:
             return self._rows_of_panels(torch.arange(self.out_features)[index])
         scales, zeros = (None if part is None else part[index] for part in (self.scales, self.zeros))
-        return replace(self, data=self.data[index], scales=scales, zeros=zeros)
+        return replace(self, data=self.data[index], scales=scales, zeros=zeros, arrivals=None)
 
     def in_panels(self, in_place: bool = False) -> PackedWeight:
         """The same weight in the order in which the C++ kernel reads it; `packed_linear` rearranges others every time.
@@ -108,8 +115,29 @@ class PackedWeight:
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
 
     def in_rows(self) -> PackedWeight:
-        """The same weight in rows, the inverse of `in_panels`."""
+        """The same weight in rows, the inverse of `in_panels` and `in_planes`."""
+        if self.planes:
+            data = gguf_planes.planes_to_rows(self.scheme, self.data, self.in_features)
+            return replace(self, data=data, planes=False, arrivals=None)
         return self if self.panel_outputs is None else self.rows(slice(None))
+
+    def for_kernels(self) -> PackedWeight:
+        """The same weight in the order of the kernels of its device, in place: this weight cannot be used then."""
+        if self.scheme in GGUF_BLOCKS and use_triton(self.data):
+            return self.in_planes()
+        return self.in_panels(in_place=True)
+
+    def in_planes(self) -> PackedWeight:
+        """The same weight of a GGUF scheme in the order in which the Triton kernels read it, `gguf_planes`.
+
+        In the same memory where rows have room for it, as `gguf_planes.empty_rows` makes them; this weight cannot be
+        used then.
+        """
+        if self.planes:
+            return self
+        data = gguf_planes.rows_to_planes(self.scheme, self.data, self.in_features)
+        arrivals = torch.zeros(self.out_features, dtype=torch.int32, device=self.device)
+        return replace(self, data=data, planes=True, arrivals=arrivals)
 
     @property
     def _block_bytes(self) -> int:
@@ -151,21 +179,37 @@ def unpack_int4(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + b: [rows, in_features] -> [rows, out_features] of x's dtype. bias: [out_features] or None.
+
+    out: memory for the result, whose rows may be strided.
 
     On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed. With
     `fp8_inputs` a GPU that multiplies fp8 rounds 16-bit x to fp8 (`triton_packed.round_inputs`); nothing else does.
     """
     _check_product(x, weight, bias)
+    if weight.planes:
+        return _gguf_linear(x, weight, bias, out)
+    y = _row_linear(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def _gguf_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """`packed_linear` with a weight in planes."""
+    from nanovllm.ops import triton_gguf
+
+    if x.shape[0] <= triton_gguf.MOST_ROWS:
+        return triton_gguf.gguf_linear(x, weight, bias, out)
+    return dequantized_linear(x, weight, bias, triton_gguf.gguf_dequantize_, out)
+
+
+def _row_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`packed_linear` with a weight in another order."""
     if x.is_cpu:
         return cpu_packed_linear(x, weight, bias)
     if weight.scales is not None and use_triton(x):
-        from nanovllm.ops import triton_packed
-
-        parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
         fp8_inputs = weight.fp8_inputs and x.dtype != torch.float32 and multiplies_fp8(x.device)
-        return triton_packed.packed_linear(x, *parts, bias, fp8_inputs=fp8_inputs)
+        return triton_linear(x, weight, bias, fp8_inputs=fp8_inputs)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))
@@ -173,6 +217,30 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         part = slice(begin, begin + count)
         y[:, part] = F.linear(wide, dequantize(weight.rows(part)), None if bias is None else bias[part].float())
     return y
+
+
+def triton_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, fp8_inputs: bool = False) -> Tensor:
+    """`packed_linear` on a GPU, of int4, int8, fp8 and mxfp4: few rows are multiplied with the packed weight, many with
+    its values in their dtype, by torch.
+
+    fp8_inputs: whether x, in 16 bits, may be rounded to fp8. Many rows are where torch multiplies fp8 with such scales.
+    """
+    from nanovllm.ops import triton_packed
+
+    parts = _parts(weight)
+    if x.shape[0] <= triton_packed.MOST_ROWS:
+        return triton_packed.packed_linear(x, *parts, bias, fp8_inputs=fp8_inputs)
+    _, data, scales, _, group_size = parts
+    y = scaled_linear(x, data, scales, bias, group_size) if fp8_inputs else None
+    if y is not None:
+        return y
+    return dequantized_linear(x, weight, bias, lambda some, out: triton_packed.dequantize_(out, *_parts(some)))
+
+
+def _parts(weight: PackedWeight) -> tuple[str, Tensor, Tensor, Tensor | None, int]:
+    """The parts of a weight whose scales are not in its data, as `triton_packed` takes them."""
+    assert weight.scales is not None, weight.scheme
+    return weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size
 
 
 def cpu_packed_linear(
@@ -230,6 +298,16 @@ def dequantize(weight: PackedWeight) -> Tensor:
         return q.float() * scales
     zeros = float(_DEFAULT_ZEROS[weight.scheme]) if weight.zeros is None else weight.zeros[:, columns].float()
     return (q.float() - zeros) * scales
+
+
+def dequantized_rows(weight: PackedWeight, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows of the weight, rounded to dtype: int64 [n] -> [n, in_features]."""
+    if not weight.planes:
+        return dequantize(weight.rows(indices)).to(dtype)
+    from nanovllm.ops.triton_gguf import gguf_dequantize_
+
+    rows = torch.empty(len(indices), weight.in_features, dtype=dtype, device=weight.device)
+    return gguf_dequantize_(weight, rows, indices)
 
 
 def powers_of_two(codes: Tensor) -> Tensor:

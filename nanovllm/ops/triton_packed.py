@@ -1,7 +1,11 @@
-"""Products with packed weights in Triton: int4, int8, fp8 and mxfp4 weights, inputs in bf16, fp16 or fp32.
+"""Products of few rows with packed weights in Triton, and the weights in 16 bits for products of many rows.
 
-A tile of quantized values minus their zero point is exact in each of these dtypes, so that a tile's product is exact up
-to its fp32 sum. The scale multiplies the sum. Weights are read once for each tile of rows and are never written out.
+Weights are int4, int8, fp8 or mxfp4, inputs bf16, fp16 or fp32. The numbers of a group without their scale are exact in
+each of these dtypes, and so are products up to the sums in fp32, which the scale multiplies.
+
+With few rows, reading the weights determines the time. A tile is [outputs, rows]: the packed bytes are copied to shared
+memory several tiles ahead, in words of 16 bytes, become numbers in the registers from which the matrix units take
+them, and are never written. So few warps compute a tile that each unpacks weights of its own.
 
 With `fp8_inputs` each row of the inputs is rounded to fp8 as well, with a scale for each group of the weight, and the
 matrix units multiply fp8 by fp8. A row's scales depend on the row alone.
@@ -18,69 +22,51 @@ from torch import Tensor
 
 from nanovllm.ops.packed_panels import HALF_BYTES
 from nanovllm.ops.triton_kv import quantized
+from nanovllm.ops.triton_unpack import unpack, unpack_halves, unpack_scales
 
-SCHEMES = ("int4", "int8", "fp8", "mxfp4")
-SMALLEST_TILE_ROWS = 16  # rows of the smallest tile
-MOST_COLUMNS = 128  # of a tile
-# With few rows, reading the weights determines the time. More programs than this are not needed to use the bandwidth.
-PROGRAMS = 256
-MOST_SPLITS = 8
+FEW_ROWS = 16  # up to which the bits of a row do not depend on the number of rows
+# More rows are faster with the weight in 16 bits. For each 64 rows a thread takes 6 to 8 instructions a weight to
+# unpack and multiply it: beside two such tiles about as long as it takes to write 16 bits of it and to read them again,
+# counted in instructions and bytes of an H100.
+MOST_ROWS = 128
+LEAST_PAIRED = 64  # inputs of one scale, of which half fill the layout that matrix units read bytes in
+COLUMNS = 128  # inputs of a step of the kernel, of one group or of several
+# With few rows about so many programs, of two warps each, have enough reads on their way: beside 132 multiprocessors
+# 3 to 4 on each, with 3 tiles of 4 KiB ahead. Fewer parts of the inputs would idle some, more would only be added up.
+PROGRAMS = 512
+MOST_SPLITS, MANY_SPLITS = 8, 2  # of few rows and of more, whose parts are more to add up
+LEAST_STEPS = 4  # of a part
+SUMMED_PER_PROGRAM = 1024
 ROUNDED_PER_PROGRAM = 2048  # inputs that a program rounds to fp8, but at least a group of one row
+DEQUANTIZED_PER_PROGRAM = 8192  # weights that a program writes in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig:
-    """One launch of the kernel; not tuned by timing."""
+    """One launch of the product's kernel; not tuned by timing."""
 
     rows: int  # of a tile
     outputs: int  # of a tile
-    columns: int  # of a tile: inputs, within one group
     splits: int  # parts of the inputs, each summed by programs of its own
     warps: int
     stages: int
 
 
-def packed_config(
-    rows: int, out_features: int, in_features: int, group_size: int, dtype: torch.dtype = torch.bfloat16
-) -> PackedConfig:
-    """Tiles and splits for these sizes. They depend on the number of rows only by whether there are few.
-
-    dtype: in which tiles of inputs and weights are multiplied.
-    """
-    most = MOST_COLUMNS if rows <= SMALLEST_TILE_ROWS or dtype.itemsize == 1 else MOST_COLUMNS // 2
+def packed_config(rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> PackedConfig:
+    """Tiles and splits for these sizes. dtype: in which tiles of inputs and weights are multiplied."""
     if dtype == torch.float32:  # for exactness only: larger tiles spill registers
-        most = 32
-    columns = min(most, group_size & -group_size) if group_size < in_features else most
-    if rows > SMALLEST_TILE_ROWS and dtype.itemsize == 1:
-        return PackedConfig(128, 128, columns, 1, 8, 3)
-    if rows > SMALLEST_TILE_ROWS:
-        size = 32 if dtype == torch.float32 else 64
-        return PackedConfig(size, size, columns, 1, 4, 3)
-    programs, steps = triton.cdiv(out_features, 32), triton.cdiv(in_features, columns)
-    splits = min(MOST_SPLITS, steps, max(1, PROGRAMS // programs))
-    return PackedConfig(SMALLEST_TILE_ROWS, 32, columns, splits, 4, 4)
+        return PackedConfig(16, 32, 1, 2, 2)
+    few, outputs = rows <= FEW_ROWS, 64
+    size = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
+    programs, steps = triton.cdiv(out_features, outputs) * triton.cdiv(rows, size), triton.cdiv(in_features, COLUMNS)
+    most = min(MOST_SPLITS if few else MANY_SPLITS, PROGRAMS // programs, steps // LEAST_STEPS)
+    splits = 1 << max(1, most).bit_length() - 1
+    return PackedConfig(size, outputs, splits, 4 if size == 64 else 2, 4 if few else 3)
 
 
-@triton.jit
-def _e4m3_values(codes):  # type: ignore[no-untyped-def]
-    """The fp16 values of float8_e4m3fn codes without NaN: the bits of an fp16 number that is smaller by 2^8."""
-    bits = ((codes & 127).to(tl.uint16) << 7) | ((codes & 128).to(tl.uint16) << 8)
-    return bits.to(tl.float16, bitcast=True) * 256.0
-
-
-@triton.jit
-def _doubled_e2m1(codes):  # type: ignore[no-untyped-def]
-    """Twice the values of float4_e2m1fn codes from 0 to 15, integers."""
-    code = (codes & 7).to(tl.int32)
-    size = tl.where(code < 4, code, tl.where(code < 6, 2 * code - 4, 4 * code - 16))
-    return tl.where(codes >= 8, -size, size)
-
-
-@triton.jit
-def _half_of_power(codes):  # type: ignore[no-untyped-def]
-    """2^(code - 128) of bytes; of codes 0 and 1 the power is subnormal."""
-    code = codes.to(tl.int32)
-    return tl.where(code > 1, (code - 1) << 23, (code + 1) << 21).to(tl.float32, bitcast=True)
+def inputs_of_one_scale(group_size: int, in_features: int) -> int:
+    """A power of two up to COLUMNS: inputs that a program may treat alike."""
+    return min(COLUMNS, group_size & -group_size) if group_size < in_features else COLUMNS
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,67 +84,133 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     row_bytes,
     x_stride,
     scale_columns,
-    group_size,
     SCHEME: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FP8_INPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     SPLITS: tl.constexpr,
+    GROUP_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Program (tile of outputs, tile of rows, part of the inputs)."""
+    """Program (tile of outputs, tile of rows, part of the inputs).
+
+    BLOCK_K inputs have one scale, UNROLL times so many are a step. GROUP_PARTS: how often a group has BLOCK_K inputs;
+    0 if it has all. PAIRS: even and odd inputs are multiplied apart, as the halves of the bytes that their weights are.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
-    is_row, is_output = (m < rows)[:, None], n < out_features
-    dtype = x_ptr.dtype.element_ty
-    x_row = x_ptr + m.to(tl.int64)[:, None] * x_stride
-    scale_row = n * scale_columns
-    steps = tl.cdiv(in_features, BLOCK_K)
+    is_row = (m < rows)[None, :]
+    output = tl.minimum(n, out_features - 1)  # no output beyond the last is stored
+    scale_row = output * scale_columns
+    byte, column = tl.arange(0, BLOCK_BYTES), tl.arange(0, BLOCK_K)
+    data_at = data_ptr + output.to(tl.int64)[:, None] * row_bytes + byte[None, :]
+    x_row = x_ptr + m.to(tl.int64)[None, :] * x_stride
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if PAIRS:
+        word_type: tl.constexpr = tl.int64 if dtype == tl.float32 else tl.int32
+        half_type: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
+        x_words = x_row.to(tl.pointer_type(word_type), bitcast=True) + byte[:, None]
+    steps = tl.cdiv(in_features, UNROLL * BLOCK_K)
     steps_per_split = tl.cdiv(steps, SPLITS)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(split * steps_per_split, min(steps, (split + 1) * steps_per_split)):
-        group = (step * BLOCK_K) // group_size
-        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = tl.load(x_row + column[None, :], mask=is_row & (column < in_features)[None, :], other=0.0)
-        # Data tiles are [outputs, inputs], as in memory.
-        byte = step * ROW_BYTES + tl.arange(0, ROW_BYTES)
-        inside = is_output[:, None] & (byte < row_bytes)[None, :]
-        data = tl.load(
-            data_ptr + n.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=inside, other=0.0 if FP8_INPUTS else 0
-        )
-        if SCHEME == "int4" or SCHEME == "mxfp4":  # a byte holds two inputs, the even one in the low half
-            data = tl.interleave(data & 15, data >> 4)
+        for unrolled in tl.static_range(UNROLL):
+            part = step * UNROLL + unrolled
+            inside = byte < row_bytes - part * BLOCK_BYTES
+            data = tl.load(data_at + part * BLOCK_BYTES, mask=inside[None, :], other=0.0 if FP8_INPUTS else 0)
+            # Parts beyond the last input multiply zeros.
+            group = tl.minimum(part // GROUP_PARTS, scale_columns - 1) if GROUP_PARTS else 0
+            zeros = tl.load(zeros_ptr + scale_row + group) if HAS_ZEROS else None
+            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            if PAIRS:
+                words = tl.load(x_words + part * BLOCK_BYTES, mask=is_row & inside[:, None], other=0)
+                low, high = words.to(half_type), (words >> (8 * dtype.itemsize)).to(half_type)
+                even, odd = unpack_halves(data, zeros, SCHEME, dtype)
+                product = tl.dot(even, low.to(dtype, bitcast=True), product, input_precision="ieee")
+                product = tl.dot(odd, high.to(dtype, bitcast=True), product, input_precision="ieee")
+            else:
+                has_input = column < in_features - part * BLOCK_K
+                x = tl.load(x_row + (part * BLOCK_K + column)[:, None], mask=is_row & has_input[:, None], other=0.0)
+                values = data if FP8_INPUTS else unpack(data, zeros, SCHEME, dtype)
+                product = tl.dot(values, x, product, input_precision="ieee")
+            if GROUP_PARTS:
+                product *= unpack_scales(tl.load(scales_ptr + scale_row + group), SCHEME)[:, None]
+                if FP8_INPUTS:
+                    product *= tl.load(x_scales_ptr + group * rows + m, mask=m < rows, other=0.0)[None, :]
+            total += product
+    if not GROUP_PARTS:
+        total *= unpack_scales(tl.load(scales_ptr + output), SCHEME)[:, None]
         if FP8_INPUTS:
-            values = data
-        elif SCHEME == "fp8":
-            values = _e4m3_values(data).to(dtype)
-        elif SCHEME == "mxfp4":
-            values = _doubled_e2m1(data).to(dtype)
-        elif HAS_ZEROS:
-            zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0).to(tl.int32)
-            values = (data.to(tl.int32) - zero[:, None]).to(dtype)
-        else:
-            values = (data.to(tl.int32) - (8 if SCHEME == "int4" else 0)).to(dtype)
-        if SCHEME == "mxfp4":
-            scale = _half_of_power(tl.load(scales_ptr + scale_row + group, mask=is_output, other=0))
-        else:
-            scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
-        product = tl.dot(x, tl.trans(values), input_precision="ieee") * scale[None, :]
-        if FP8_INPUTS:
-            x_scale = tl.load(x_scales_ptr + m.to(tl.int64) * scale_columns + group, mask=m < rows, other=0.0)
-            product *= x_scale[:, None]
-        total += product
+            total *= tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)[None, :]
     if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + (split * rows + m).to(tl.int64)[:, None] * out_features + n[None, :]
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row & is_output[None, :])
+        total += tl.load(bias_ptr + output).to(tl.float32)[:, None]
+    out_at = out_ptr + (split * rows + m).to(tl.int64)[None, :] * out_features + n[:, None]
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row & (n < out_features)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["elements"])
+def _sum_splits_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    parts_ptr,
+    bias_ptr,
+    elements,
+    out_features,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program: BLOCK elements of all rows and outputs, the sum of their parts in order, and the bias."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < elements
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + split * elements + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + at % out_features, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_features,
+    in_features,
+    row_bytes,
+    row_parts,
+    scale_columns,
+    SCHEME: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    GROUP_PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):
+    """Program: BLOCK_R parts of rows, counted over all rows, one after the other in memory; BLOCK_K inputs have one
+    scale."""
+    index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row, part = (index // row_parts).to(tl.int64), index % row_parts
+    is_row = row < out_features
+    byte = part[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
+    data = tl.load(data_ptr + row[:, None] * row_bytes + byte, mask=is_row[:, None] & (byte < row_bytes), other=0)
+    scale_at = row * scale_columns + (part // GROUP_PARTS if GROUP_PARTS else 0)
+    zeros = tl.load(zeros_ptr + scale_at, mask=is_row, other=0) if HAS_ZEROS else None
+    values = unpack(data, zeros, SCHEME, out_ptr.dtype.element_ty).to(tl.float32)
+    values *= unpack_scales(tl.load(scales_ptr + scale_at, mask=is_row, other=0), SCHEME)[:, None]
+    column = part[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    mask = is_row[:, None] & (column < in_features)
+    tl.store(out_ptr + row[:, None] * in_features + column, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _round_inputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     rounded_ptr,
@@ -167,6 +219,7 @@ def _round_inputs_kernel(  # type: ignore[no-untyped-def]
     in_features,
     group_size,
     x_stride,
+    scale_stride,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -178,24 +231,26 @@ def _round_inputs_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     element, scale = quantized(x, 448.0, BLOCK_R, BLOCK_D, 2)
     tl.store(rounded_ptr + row[:, None] * in_features + column[None, :], element, mask=mask)
-    tl.store(scales_ptr + row * tl.num_programs(1) + tl.program_id(1), scale, mask=row < rows)
+    tl.store(scales_ptr + tl.program_id(1) * scale_stride + row, scale, mask=row < rows)
 
 
-def round_inputs(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def round_inputs(x: Tensor, group_size: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """x [rows, in] in float8_e4m3fn, and the fp32 scales [rows, groups] of each row's groups of inputs.
 
-    Elements and scales are those of `ops.kv_quantization`, with a group in the place of a row.
+    Elements and scales are those of `ops.kv_quantization`, with a group in the place of a row. The scales of a group
+    lie one after the other. multiple: of the number of rows; those beyond x are not initialized.
     """
     (rows, in_features), groups = x.shape, triton.cdiv(x.shape[1], group_size)
-    rounded = torch.empty(rows, in_features, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    all_rows = triton.cdiv(rows, multiple) * multiple
+    rounded = torch.empty(all_rows, in_features, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(min(group_size, in_features))
     rows_per_program = max(1, ROUNDED_PER_PROGRAM // block)
     _round_inputs_kernel[(triton.cdiv(rows, rows_per_program), groups)](
-        x, rounded.view(torch.int8), scales, rows, in_features, group_size, x.stride(0),
+        x, rounded.view(torch.int8), scales, rows, in_features, group_size, x.stride(0), all_rows,
         BLOCK_R=rows_per_program, BLOCK_D=block, num_warps=max(4, min(16, block // 1024)), enable_fp_fusion=False,
     )  # fmt: skip
-    return rounded, scales
+    return rounded, scales.t()
 
 
 def packed_linear(
@@ -212,8 +267,8 @@ def packed_linear(
 ) -> Tensor:
     """x W^T + b: [rows, in] -> [rows, out]; the other arguments are those of `packed_weights.PackedWeight`.
 
-    scheme: one of SCHEMES. x: rows may be strided, the elements of a row are contiguous. fp8_inputs: of scheme "fp8",
-    whether x is rounded to fp8, on a GPU whose matrix units multiply fp8.
+    scheme: one of `triton_unpack.SCHEMES`. x: rows may be strided, the elements of a row are contiguous. fp8_inputs: of
+    scheme "fp8", whether x is rounded to fp8, on a GPU whose matrix units multiply fp8.
     """
     (rows, in_features), out_features = x.shape, data.shape[0]
     if not rows:
@@ -222,22 +277,55 @@ def packed_linear(
     dtype, x_scales = x.dtype, scales  # an absent tensor is replaced by any other
     if fp8_inputs:
         x, x_scales = round_inputs(x, group_size)
-    config = config or packed_config(rows, out_features, in_features, group_size, x.dtype)
-    splits = config.splits
-    out = x.new_empty(splits, rows, out_features, dtype=torch.float32 if splits > 1 else dtype)
+    config = config or packed_config(rows, out_features, in_features, x.dtype)
+    splits, block = config.splits, inputs_of_one_scale(group_size, in_features)
+    pairs = scheme in HALF_BYTES and config.rows <= FEW_ROWS and block >= LEAST_PAIRED
+    if pairs and (x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize)):
+        x = x.contiguous()
+    out = x.new_empty(rows, out_features, dtype=dtype)
+    parts = out if splits == 1 else x.new_empty(splits, rows, out_features, dtype=torch.float32)
+    has_bias, some_bias = bias is not None, x if bias is None else bias
     grid = (triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows), splits)
     # Not every GPU has a type for fp8, which is decoded from bytes.
     codes = data.view(torch.uint8) if scheme == "fp8" and not fp8_inputs else data
     _packed_kernel[grid](
-        out, x, x_scales, codes, scales, scales if zeros is None else zeros, x if bias is None else bias, rows,
-        out_features, in_features, data.shape[1], x.stride(0), scales.shape[1], group_size,
-        SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None and splits == 1,
-        FP8_INPUTS=fp8_inputs, SPLITS=splits,
-        BLOCK_M=config.rows, BLOCK_N=config.outputs, BLOCK_K=config.columns,
-        ROW_BYTES=config.columns // (2 if scheme in HALF_BYTES else 1),
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
+        parts, x, x_scales, codes, scales, scales if zeros is None else zeros, some_bias, rows, out_features,
+        in_features, data.shape[1], x.stride(0), scales.shape[1],
+        SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=has_bias and splits == 1, FP8_INPUTS=fp8_inputs,
+        PAIRS=pairs, SPLITS=splits, GROUP_PARTS=group_parts(group_size, in_features), BLOCK_M=config.rows,
+        BLOCK_N=config.outputs, BLOCK_K=block, BLOCK_BYTES=block // 2 if scheme in HALF_BYTES else block,
+        UNROLL=COLUMNS // block, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if splits == 1:
-        return out[0]
-    total = out.sum(0)
-    return (total if bias is None else total + bias.float()).to(dtype)
+    if splits > 1:
+        _sum_splits_kernel[(triton.cdiv(out.numel(), SUMMED_PER_PROGRAM),)](
+            out, parts, some_bias, out.numel(), out_features, HAS_BIAS=has_bias, SPLITS=splits,
+            BLOCK=SUMMED_PER_PROGRAM, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def dequantize_(
+    out: Tensor, scheme: str, data: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int
+) -> Tensor:
+    """Write the weight's values to out [out_features, in_features], contiguous, rounded to its dtype, and return it.
+
+    Every packed byte is read once, and whole lines are written. Numbers times scales are rounded to fp32 first, which
+    changes nothing with scales of 16 bits: there they are exact. fp16 rounds values below 2^-14 to multiples of 2^-24.
+    """
+    out_features, in_features = out.shape
+    assert out.is_contiguous() and data.is_contiguous() and scales.is_contiguous(), "rows must be contiguous"
+    half_bytes, block = scheme in HALF_BYTES, inputs_of_one_scale(group_size, in_features)
+    row_parts, parts_at_once = triton.cdiv(in_features, block), DEQUANTIZED_PER_PROGRAM // block
+    _dequantize_kernel[(triton.cdiv(out_features * row_parts, parts_at_once),)](
+        out, data.view(torch.uint8), scales, scales if zeros is None else zeros, out_features, in_features,
+        data.shape[1], row_parts, scales.shape[1],
+        SCHEME=scheme, HAS_ZEROS=zeros is not None, GROUP_PARTS=group_parts(group_size, in_features),
+        BLOCK_R=parts_at_once, BLOCK_K=block, BLOCK_BYTES=block // 2 if half_bytes else block,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def group_parts(group_size: int, in_features: int) -> int:
+    """How many times `inputs_of_one_scale` a group has, 0 if it has all inputs."""
+    return group_size // inputs_of_one_scale(group_size, in_features) if group_size < in_features else 0

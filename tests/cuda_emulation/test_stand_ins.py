@@ -13,6 +13,7 @@ import test_segment_attention
 import test_triton_delta
 import test_triton_experts
 import test_triton_few_rows
+import test_triton_gguf
 import test_triton_kernels
 import test_triton_lora
 import test_triton_packed
@@ -135,8 +136,16 @@ def adapters() -> None:
 def packed_weights() -> None:
     for variant in ("int4 zeros", "int8", "fp8 blocks", "mxfp4"):
         test_triton_packed.test_products_are_those_of_the_dequantized_weights(variant, torch.bfloat16)
+        test_triton_packed.test_weights_in_16_bits_are_the_dequantized_ones_rounded(variant, torch.bfloat16)
     test_triton_packed.test_inputs_may_be_summed_in_parts("int4 zeros")
-    test_triton_packed.test_products_of_fp8_inputs("fp8 blocks", 128, 1)
+    test_triton_packed.test_products_of_fp8_inputs("fp8 blocks", 1)
+
+
+def gguf_weights() -> None:
+    for scheme in ("q4_1", "q5_k", "q6_k", "q8_0"):
+        test_triton_gguf.test_products_are_those_of_the_dequantized_weights(scheme, torch.bfloat16)
+    test_triton_gguf.test_values_are_those_of_the_file("q6_k")
+    test_triton_gguf.test_experts("q4_k")
 
 
 def few_rows() -> None:
@@ -170,8 +179,9 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     segments: {"_gather_kernel", "_merge_segments_kernel", "_merge_kernel"},
     experts: {"_grouped_kernel", "_weighted_sum_kernel"},
     adapters: {"_shrink_kernel", "_expand_kernel"},
-    packed_weights: {"_packed_kernel", "_round_inputs_kernel"},
     few_rows: {"_few_rows_kernel"},
+    gguf_weights: {"_gguf_kernel", "_gguf_values_kernel"},
+    packed_weights: {"_packed_kernel", "_sum_splits_kernel", "_dequantize_kernel", "_round_inputs_kernel"},
     rows: {"_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_store_kernel", "_draw_kernel"},
     recurrences: {
         "_inputs_kernel",

@@ -26,6 +26,7 @@ from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers import linear_method as seam
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
+from nanovllm.ops.gguf_planes import empty_rows
 from nanovllm.ops.packed_weights import PackedWeight, gguf_weight
 
 MXFP4 = TENSOR_TYPES["MXFP4"]
@@ -114,9 +115,14 @@ class GgufWeight(PackedMatrix):
     def __init__(
         self, kind: TensorType, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        row_bytes = in_features // kind.block_size * kind.block_bytes
-        data = torch.empty(sum(parts.values()), row_bytes, dtype=torch.uint8, device=device)
-        super().__init__(gguf_weight(kind.name.lower(), data), parts, dtype)
+        scheme, rows = kind.name.lower(), sum(parts.values())
+        if device.type == "cuda":
+            data = empty_rows(scheme, rows, in_features, device)
+        else:
+            data = torch.empty(
+                rows, in_features // kind.block_size * kind.block_bytes, dtype=torch.uint8, device=device
+            )
+        super().__init__(gguf_weight(scheme, data), parts, dtype)
         self._kind = kind
 
     def slots(self) -> seam.NamedSlots:
@@ -141,10 +147,10 @@ class ReorderedInputs:
     def packed(self) -> PackedWeight:
         return self._weight.packed
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See `StoredWeight.apply`."""
         tiled = x.unflatten(1, (*self._heads, -1)).transpose(1, 2).flatten(1)
-        return self._weight.apply(tiled, bias)
+        return self._weight.apply(tiled, bias, out)
 
     def rows(self, indices: Tensor) -> Tensor:
         found = self._weight.rows(indices)

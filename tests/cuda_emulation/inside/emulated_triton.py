@@ -140,14 +140,17 @@ def _interpreter() -> ModuleType:
     """Triton's interpreter, without copies of the arguments, and with right bf16."""
     from triton.runtime import interpreter
 
+    from benchmarks import interpreted_ptx
+
     interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
     interpreter.GridExecutor._restore_args_dev = lambda self, *rest: None
     _right_bf16(interpreter)
+    interpreted_ptx.install()
     return interpreter
 
 
 def _right_bf16(interpreter: ModuleType) -> None:
-    """The interpreter multiplies the bits of bf16 tiles, and cuts fp32 off where it should round."""
+    """The interpreter computes with the bits of bf16 tiles, and cuts fp32 off where it should round."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -190,7 +193,19 @@ def _right_bf16(interpreter: ModuleType) -> None:
             return cast_impl(self, value, target)
         return convert(self, value, target, rounding)
 
+    def arithmetic(operation: Any) -> Any:
+        """In fp32, rounded once."""
+
+        def create(self: Any, a: Any, b: Any) -> Any:
+            if a.dtype.scalar != tl.bfloat16:
+                return operation(self, a, b)
+            return rounded(operation(self, widened(a), widened(b)))
+
+        return create
+
     casts = ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "int_cast")
     for name in casts:
         setattr(builder, f"create_{name}", lambda self, value, target, *_: self.cast_impl(value, target))
+    for name in ("fadd", "fsub", "fmul"):
+        setattr(builder, f"create_{name}", arithmetic(getattr(builder, f"create_{name}")))
     builder.cast_impl, builder.create_dot, builder.create_fp_to_fp = cast_impl, create_dot, create_fp_to_fp

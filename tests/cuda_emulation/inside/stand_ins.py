@@ -119,7 +119,7 @@ def round_inputs(a: Any) -> None:
     groups = a.grid[1]
     x = strided(a.x_ptr, (a.rows, a.in_features), (a.x_stride, 1)).float()
     rounded = strided(a.rounded_ptr, (a.rows, a.in_features), (a.in_features, 1))
-    scales = strided(a.scales_ptr, (a.rows, groups), (groups, 1))
+    scales = strided(a.scales_ptr, (a.rows, groups), (1, a.scale_stride))
     for group, part in enumerate(x.split(a.group_size, 1)):
         elements, scales[:, group] = _quantized(part, 448.0, torch.float8_e4m3fn)
         rounded[:, group * a.group_size : (group + 1) * a.group_size] = elements
@@ -304,14 +304,17 @@ def gather(a: Any) -> None:
 # ---- products
 
 
-def packed(a: Any) -> None:
+def _packed_weight(a: Any, group_size: int) -> tuple[Tensor, Tensor]:
+    """The scales of packed weights by inputs, in fp64, and their values."""
     data = strided(a.data_ptr, (a.out_features, a.row_bytes), (a.row_bytes, 1))
-    group = torch.arange(a.in_features) // a.group_size
+    group = torch.arange(a.in_features) // group_size
     scales = strided(a.scales_ptr, (a.out_features, a.scale_columns), (a.scale_columns, 1))
     if a.SCHEME in ("int4", "mxfp4"):
         data = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    if a.SCHEME == "int8":
+        data = data.view(torch.int8)
     if a.SCHEME == "fp8":
-        data = data if a.FP8_INPUTS else data.view(torch.float8_e4m3fn)
+        data = data.view(torch.float8_e4m3fn)
     if a.SCHEME == "mxfp4":
         data, scales = E2M1[data.int()], torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
     values = data[:, : a.in_features].float()
@@ -319,12 +322,20 @@ def packed(a: Any) -> None:
         values -= strided(a.zeros_ptr, scales.shape, (a.scale_columns, 1))[:, group].float()
     elif a.SCHEME == "int4":
         values -= 8
-    weight = values.double() * scales[:, group].double()
+    return scales[:, group].double(), values.double()
+
+
+def packed(a: Any) -> None:
+    group_size = a.GROUP_PARTS * a.BLOCK_K or a.in_features
+    scales, values = _packed_weight(a, group_size)
+    weight = values * scales
     x = strided(a.x_ptr, (a.rows, a.in_features), (a.x_stride, 1)).float().double()
     if a.FP8_INPUTS:
-        x *= strided(a.x_scales_ptr, (a.rows, a.scale_columns), (a.scale_columns, 1))[:, group].double()
+        groups = torch.arange(a.in_features) // group_size
+        x *= strided(a.x_scales_ptr, (a.rows, a.scale_columns), (1, a.rows))[:, groups].double()
     out = strided(a.out_ptr, (a.SPLITS, a.rows, a.out_features), (a.rows * a.out_features, a.out_features, 1))
-    each = math.ceil(math.ceil(a.in_features / a.BLOCK_K) / a.SPLITS) * a.BLOCK_K
+    step = a.BLOCK_K * a.UNROLL
+    each = math.ceil(math.ceil(a.in_features / step) / a.SPLITS) * step
     for split in range(a.SPLITS):
         columns = slice(split * each, (split + 1) * each)
         total = x[:, columns] @ weight[:, columns].t()
@@ -337,6 +348,55 @@ def few_rows(a: Any) -> None:
     if a.HAS_BIAS:
         total += strided(a.bias_ptr, (a.out_features,), (1,)).double()
     strided(a.out_ptr, (a.rows, a.out_features), (a.out_features, 1)).copy_(total)
+
+
+def _gguf_values(a: Any, rows: int) -> Tensor:
+    """The values of rows of planes, fp32 [rows, in_features]."""
+    from nanovllm.ops.packed_weights import GGUF_BLOCKS, PackedWeight, dequantize
+
+    data = strided(a.data_ptr, (rows, a.row_bytes), (a.row_bytes, 1))
+    size = GGUF_BLOCKS[a.SCHEME].group_size
+    return dequantize(PackedWeight(a.SCHEME, data, None, None, size, a.in_features, planes=True))
+
+
+def gguf(a: Any) -> None:
+    sizes = (len(a.x_ptr), a.in_features)
+    x = strided(a.x_ptr, sizes, (a.x_stride, 1)).double()
+    y = strided(a.out_ptr, (a.rows, a.out_features), (a.out_stride, 1))
+    weight = _gguf_values(a, max(1, a.num_experts) * a.out_features).double().unflatten(0, (-1, a.out_features))
+    groups = _groups(a.ends_ptr[: a.num_experts].tolist()) if a.EXPERTS else [(0, 0, a.rows)]
+    for expert, begin, end in groups:
+        rows = x[a.rows_ptr[begin:end]] if a.HAS_ROWS else x[begin:end]
+        total = rows @ weight[expert].t()
+        if a.SPLITS > 1:
+            parts = strided(
+                a.parts_ptr, (a.SPLITS, a.rows, a.out_features), (a.rows * a.out_features, a.out_features, 1)
+            )
+            width = math.ceil(math.ceil(a.in_features / 256) / a.SPLITS) * 256
+            for split in range(a.SPLITS):
+                columns = slice(split * width, (split + 1) * width)
+                parts[split] = rows[:, columns] @ weight[expert][:, columns].t()
+        if a.HAS_BIAS:
+            total += strided(a.bias_ptr, (a.out_features,), (1,), expert * a.out_features).double()
+        y[begin:end] = total.to(y.dtype)
+
+
+def gguf_values(a: Any) -> None:
+    rows = a.rows_ptr[: a.num_rows] if a.HAS_ROWS else torch.arange(a.num_rows)
+    values = _gguf_values(a, int(rows.max()) + 1)[rows]
+    strided(a.out_ptr, (a.num_rows, a.in_features), (a.out_stride, 1)).copy_(values)
+
+
+def sum_splits(a: Any) -> None:
+    total = strided(a.parts_ptr, (a.SPLITS, a.elements), (a.elements, 1)).sum(0)
+    if a.HAS_BIAS:
+        total = (total.view(-1, a.out_features) + a.bias_ptr.float()).flatten()
+    strided(a.out_ptr, (a.elements,), (1,)).copy_(total)
+
+
+def dequantize(a: Any) -> None:
+    scales, values = _packed_weight(a, a.GROUP_PARTS * a.BLOCK_K or a.in_features)
+    strided(a.out_ptr, values.shape, (a.in_features, 1)).copy_((values * scales).float())
 
 
 def _groups(ends: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -599,6 +659,10 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_gather_kernel": gather,
     "_packed_kernel": packed,
     "_few_rows_kernel": few_rows,
+    "_gguf_kernel": gguf,
+    "_gguf_values_kernel": gguf_values,
+    "_sum_splits_kernel": sum_splits,
+    "_dequantize_kernel": dequantize,
     "_grouped_kernel": grouped,
     "_weighted_sum_kernel": weighted_sum,
     "_shrink_kernel": shrink,

@@ -1,0 +1,184 @@
+"""The order of GGUF weights in memory that the Triton kernels read: planes of numbers, then planes of scales.
+
+Blocks of GGUF are no whole words of 16 bytes, and have numbers and scales side by side. Each row is put into another
+order by itself, so that rows stay what can be cut out, and no bit is lost. A unit has the bits of 256 inputs, which are
+8 segments of 32. A row has one plane after the other, each with the same bytes of all its units:
+
+| plane | bytes of a unit | |
+|---|---|---|
+| low | 128 | input i of segments 2p and 2p + 1 in the low and high half of byte 32p + i; of q8_0 256, a byte each |
+| fifth bits (q5_0, q5_1, q5_k) | 32 | of input i of segment s in bit s of byte i |
+| fifth and sixth bits (q6_k) | 64 | of input i of segment 4h + s in bits 2s and 2s + 1 of byte 32h + i |
+| scales | 12 or 16 | of the K types, as in the file |
+| fp16 numbers | 2 to 32 | as in the file: one or two of each block |
+
+Rows are filled up with zeros to whole units, and to a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+UNIT = 256  # inputs
+SEGMENT = 32  # inputs
+ALIGNMENT = 16  # bytes: rows begin at a multiple
+_CHUNK_BYTES = 4 << 20  # of rows that are put into order at a time; their bits take 24 times as much meanwhile
+_SHIFTS = tuple(range(8))
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """How a scheme's block becomes planes.
+
+    block_inputs, block_bytes: of the file's blocks; low: where the low four bits begin, or all eight of q8_0, and
+    high: where the others do; bits: of a number; rest: (begin, end) in a block of the planes of scales.
+    """
+
+    block_inputs: int
+    block_bytes: int
+    low: int
+    high: int
+    bits: int
+    rest: tuple[tuple[int, int], ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a unit."""
+        return UNIT // self.block_inputs
+
+    @property
+    def low_bytes(self) -> int:
+        return UNIT if self.bits == 8 else UNIT // 2
+
+    @property
+    def high_bytes(self) -> int:
+        return 0 if self.bits == 8 else (self.bits - 4) * UNIT // 8
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of all planes."""
+        return self.blocks * self.block_bytes
+
+
+PLANES = {
+    "q4_0": Planes(32, 18, 2, 0, 4, ((0, 2),)),
+    "q4_1": Planes(32, 20, 4, 0, 4, ((0, 4),)),
+    "q5_0": Planes(32, 22, 6, 2, 5, ((0, 2),)),
+    "q5_1": Planes(32, 24, 8, 4, 5, ((0, 4),)),
+    "q8_0": Planes(32, 34, 2, 0, 8, ((0, 2),)),
+    "q4_k": Planes(256, 144, 16, 0, 4, ((4, 16), (0, 4))),
+    "q5_k": Planes(256, 176, 48, 16, 5, ((4, 16), (0, 4))),
+    "q6_k": Planes(256, 210, 0, 128, 6, ((192, 208), (208, 210))),
+}
+
+
+def plane_bytes(scheme: str, in_features: int) -> int:
+    """Bytes of a row in planes."""
+    used = -(-in_features // UNIT) * PLANES[scheme].unit_bytes
+    return -(-used // ALIGNMENT) * ALIGNMENT
+
+
+def empty_rows(scheme: str, out_features: int, in_features: int, device: torch.device) -> Tensor:
+    """Memory for rows of a file's bytes, uint8 [out_features, bytes of a row], with room for planes in their place."""
+    planes = PLANES[scheme]
+    row_bytes = in_features // planes.block_inputs * planes.block_bytes
+    memory = torch.empty(out_features, plane_bytes(scheme, in_features), dtype=torch.uint8, device=device)
+    return memory.narrow(1, 0, row_bytes)
+
+
+def rows_to_planes(scheme: str, rows: Tensor, in_features: int) -> Tensor:
+    """Rows of a file's bytes, uint8 [out_features, bytes of a row] -> uint8 [out_features, plane_bytes].
+
+    They stay where they are if there is room: if each row begins plane_bytes after the one before it. The rows are lost
+    then. Else they are copied.
+    """
+    size = plane_bytes(scheme, in_features)
+    has_room = rows.stride() == (size, 1) and rows.shape[1] <= size
+    whole = rows.as_strided((len(rows), size), (size, 1)) if has_room else rows.new_empty(len(rows), size)
+    bits = _source_bits(scheme, in_features, size, rows.device)
+    _permute_bits(rows, whole, bits)
+    return whole
+
+
+def planes_to_rows(scheme: str, planes: Tensor, in_features: int) -> Tensor:
+    """The inverse of `rows_to_planes`, a copy: uint8 [out_features, bytes of a row of the file]."""
+    planes_of = PLANES[scheme]
+    row_bytes = in_features // planes_of.block_inputs * planes_of.block_bytes
+    forward = _source_bits(scheme, in_features, planes.shape[1], planes.device)
+    used = forward < 8 * row_bytes
+    back = torch.empty(8 * row_bytes, dtype=torch.int64, device=planes.device)
+    back[forward[used]] = torch.arange(len(forward), device=planes.device)[used]
+    rows = planes.new_empty(len(planes), row_bytes)
+    _permute_bits(planes, rows, back)
+    return rows
+
+
+def _permute_bits(rows: Tensor, into: Tensor, source: Tensor) -> None:
+    """Bit i of a row of `into` becomes bit source[i] of the row, or 0 behind its end. Both may be the same memory."""
+    count = max(1, _CHUNK_BYTES // max(1, into.shape[1]))
+    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=rows.device)
+    for begin in range(0, len(rows), count):
+        chunk = rows[begin : begin + count]
+        bits = chunk.new_zeros(len(chunk), 8 * chunk.shape[1] + 1)
+        torch.bitwise_and(chunk.unsqueeze(-1) >> shifts, 1, out=bits[:, :-1].unflatten(1, (-1, 8)))
+        moved = bits.index_select(1, source).unflatten(1, (-1, 8)) << shifts
+        into[begin : begin + count] = moved.sum(-1, dtype=torch.uint8)
+
+
+def _source_bits(scheme: str, in_features: int, size: int, device: torch.device) -> Tensor:
+    """Where each bit of a row in planes is in a row of the file, behind its end if it is filled up: int64 [8 * size]"""
+    planes = PLANES[scheme]
+    units = -(-in_features // UNIT)
+    row_bits = in_features // planes.block_inputs * planes.block_bytes * 8
+    count = partial(torch.arange, dtype=torch.int64, device=device)
+    of_input, byte = count(UNIT), count(8 * planes.unit_bytes)
+    bits = count(planes.bits)
+    # Of one unit: where each bit of each input is, and where it goes within its plane.
+    block, inner = of_input // planes.block_inputs, of_input % planes.block_inputs
+    found = _number_bits(planes, inner[:, None], bits[None, :]) + (block * planes.block_bytes * 8)[:, None]
+    segment, place = of_input[:, None] // SEGMENT, of_input[:, None] % SEGMENT
+    low_bits = 8 if planes.bits == 8 else 4
+    per_byte = 8 // low_bits
+    low = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * low_bits + bits[None, :low_bits]
+    parts = [_in_order(low, found[:, :low_bits])]
+    if planes.high_bytes:
+        width = planes.bits - 4
+        per_byte = 8 // width
+        high = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * width + bits[None, :width]
+        parts.append(_in_order(high, found[:, 4:]))
+    for begin, end in planes.rest:
+        blocks = count(planes.blocks)[:, None] * (planes.block_bytes * 8)
+        parts.append((blocks + byte[8 * begin : 8 * end]).flatten())
+    unit = count(units)[:, None] * (8 * planes.unit_bytes)
+    source = torch.cat([(unit + part).flatten() for part in parts])
+    source = F.pad(source, (0, 8 * size - len(source)), value=row_bits)
+    return source.clamp_(max=row_bits)
+
+
+def _in_order(to: Tensor, found: Tensor) -> Tensor:
+    """The places `found` in the order of where they go."""
+    ordered = torch.empty_like(to.flatten())
+    ordered[to.flatten()] = found.flatten()
+    return ordered
+
+
+def _number_bits(planes: Planes, i: Tensor, bit: Tensor) -> Tensor:
+    """Where in its block bit `bit` of the number of input i is, as `packed_weights` reads them."""
+    if planes.bits == 8:
+        return (planes.low + i) * 8 + bit
+    if planes.block_inputs == SEGMENT:
+        low = (planes.low + i % 16) * 8 + i // 16 * 4 + bit
+        high = (planes.high + i // 8) * 8 + i % 8
+    elif planes.bits == 6:
+        half, place = i // 128, i % 128
+        low = (planes.low + half * 64 + place % 64) * 8 + place // 64 * 4 + bit
+        high = (planes.high + half * 32 + place % 32) * 8 + place // 32 * 2 + bit - 4
+    else:
+        low = (planes.low + i // 64 * 32 + i % 32) * 8 + i // 32 % 2 * 4 + bit
+        high = (planes.high + i % 32) * 8 + i // 32
+    return torch.where(bit < 4, low, high)
