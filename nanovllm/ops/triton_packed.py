@@ -8,7 +8,7 @@ memory several tiles ahead, in words of 16 bytes, become numbers in the register
 them, and are never written. So few warps compute a tile that each unpacks weights of its own.
 
 With `fp8_inputs` each row of the inputs is rounded to fp8 as well, with a scale for each group of the weight, and the
-matrix units multiply fp8 by fp8. A row's scales depend on the row alone.
+matrix units multiply fp8 by fp8. A row's scales depend on the row alone. Not yet run on a GPU.
 """
 
 from __future__ import annotations
