@@ -482,7 +482,7 @@ def test_a_recorded_step_touches_nothing_of_the_host(
     if spec.recurrent is not None:
         states = StatePool(device, spec, model.dtype, StateSlots(1, 0, 1, 0, 9), model.recurrences)
     with torch.no_grad():
-        decode_graphs._record(device, model, pool, states, 120, config)
+        decode_graphs.record(device, model, pool, states, 120, config)
     assert device.watch.seen == {"meta"} and device.watch.operators["embedding"] > 0
     assert not [name for name in device.watch.operators if name.startswith(WAITING_OPERATORS)]
     assert launches["_decode_kernel"] > 0 and (states is None) == (not launches["_recurrence_kernel"])

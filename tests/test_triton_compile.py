@@ -20,12 +20,14 @@ from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefi
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 REGISTERS = 65536  # of a multiprocessor
 FEW_SPILLED = 96  # bytes of a thread that a variant may spill: a few of its 255 registers
-KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel", "_norm_kernel",
-           "_heads_kernel", "_gated_unit_kernel", "_draw_kernel", "_packed_kernel", "_grouped_kernel",
-           "_weighted_sum_kernel", "_quantize_kernel", "_shrink_kernel", "_expand_kernel", "_gather_kernel",
-           "_merge_segments_kernel", "_inputs_kernel", "_keep_kernel", "_recurrence_kernel", "_solve_kernel",
-           "_advance_kernel", "_gated_norm_kernel", "_few_rows_kernel", "_gguf_kernel", "_gguf_values_kernel",
-           "_sum_splits_kernel", "_dequantize_kernel"}  # fmt: skip
+KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel",
+           "_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_draw_kernel", "_packed_kernel",
+           "_grouped_kernel", "_weighted_sum_kernel", "_quantize_kernel", "_shrink_kernel",
+           "_expand_kernel", "_gather_kernel", "_merge_segments_kernel", "_inputs_kernel",
+           "_keep_kernel", "_recurrence_kernel", "_solve_kernel", "_advance_kernel",
+           "_gated_norm_kernel", "_few_rows_kernel", "_packed_experts_kernel", "_gguf_kernel",
+           "_gguf_values_kernel", "_sum_splits_kernel", "_dequantize_kernel", "_route_kernel",
+           "_place_kernel"}  # fmt: skip
 
 
 OTHER_TRITON = os.environ.get("NANOVLLM_OTHER_TRITON", "")  # pip install --target DIR triton==3.6.0 --no-deps

@@ -7,18 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from packed_cases import VARIANTS, random_weight
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
 from nanovllm.data.network import ExpertSpec, SharedExpert
+from nanovllm.formats.quantization.config_fields import Modules
+from nanovllm.formats.quantization.mxfp4 import Mxfp4
+from nanovllm.formats.quantization.packed_method import PackedMethod
 from nanovllm.layers import experts as experts_module
 from nanovllm.layers.experts import Experts
-from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+from nanovllm.layers.linear import Linear, linear
+from nanovllm.ops.packed_weights import dequantize
+from nanovllm.ops.triton_experts import ExpertConfig, expert_config, grouped_linear, weighted_sum
+from nanovllm.ops.triton_packed import round_inputs
+from nanovllm.ops.triton_routing import route
+from nanovllm.ops.triton_unpack import SCHEMES
 
 pytestmark = TRITON_MARKS
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Sums of up to 100 products of size 1 in another order, rounded once.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 0.3}
+# Of the sum of the products' sizes: rounding of the weights and of the result, and of fp32 sums.
+RELATIVE_BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+PACKED = tuple(variant for variant in VARIANTS if variant.split()[0] in SCHEMES)
+# Of the kernel for few rows and of that for many; few programs: the interpreter runs them one by one.
+SMALL, LARGE = ExpertConfig(16, 16, 64, 4, 1), ExpertConfig(32, 32, 64, 4, 1)
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, not normalized": {"norm_topk_prob": False, "expert_scale": "scale"},
+    "sigmoid, groups": {
+        "scoring": "sigmoid", "correction_bias": "bias", "num_groups": 4, "chosen_groups": 2, "weight_scale": 2.5
+    },
+    "sigmoid, shared": {"scoring": "sigmoid", "correction_bias": "bias", "shared": SharedExpert(24)},
+    "shared, gated": {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
+    "softmax of chosen, biases": {"biases": True, "scoring": "softmax_of_chosen"},
+}  # fmt: skip
+EVERY_ROUTER = pytest.mark.parametrize("facts", ROUTERS.values(), ids=ROUTERS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -56,28 +81,160 @@ def test_weighted_sums(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=BOUNDS[dtype] / 4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {},
-        {"scoring": "sigmoid", "correction_bias": "bias", "num_groups": 3, "chosen_groups": 2, "weight_scale": 2.5},
-        {"shared": SharedExpert(24)},
-        {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
-        {"biases": True, "scoring": "softmax_of_chosen"},
-    ],
-    ids=["softmax", "sigmoid, groups", "shared", "shared, gated", "biases"],
-)
+def test_the_shared_expert_is_added_last() -> None:
+    y, shared, weights = random(21, 70), random(7, 70, seed=1), random(7, 4, seed=2)
+    entries = torch.arange(21, dtype=torch.int32).view(7, 3).to(DEVICE)
+    expected = weighted_sum(y, entries, weights[:, :3].contiguous()) + weights[:, 3:] * shared
+    torch.testing.assert_close(weighted_sum(y, entries, weights, shared), expected, atol=1e-6, rtol=0)
+
+
+# ---- packed matrices
+
+
+def check_packed(
+    variant: str, dtype: torch.dtype, counts: tuple[int, ...], config: ExpertConfig | None = SMALL
+) -> None:
+    """Against the dequantized matrices in fp64, with outputs and inputs beyond the last whole tile."""
+    out_features, in_features, num_experts = 20, 128 if "128" in variant or "64" in variant else 160, len(counts)
+    weight = random_weight(variant, num_experts * out_features, in_features).to(DEVICE)
+    dense = dequantize(weight).double().view(num_experts, out_features, in_features)
+    x, bias = random(9, in_features, dtype=dtype), random(num_experts, out_features, dtype=dtype, seed=2)
+    rows = torch.randint(9, (sum(counts),), generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    expert = torch.arange(num_experts).repeat_interleave(torch.tensor(counts)).to(DEVICE)
+    found = grouped_linear(x, weight, ends, rows, bias, config)
+    wide = x[rows.long()].double()
+    expected = torch.einsum("rk,rnk->rn", wide, dense[expert]) + bias[expert].double()
+    size = torch.einsum("rk,rnk->rn", wide.abs(), dense[expert].abs()) + bias[expert].double().abs()
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= RELATIVE_BOUNDS[dtype] * size + 1e-9).all()
+
+
+@pytest.mark.parametrize("variant", PACKED)
+def test_packed_products(variant: str) -> None:
+    """Rows of several tiles, experts without rows, and one row."""
+    for dtype in DTYPES:
+        check_packed(variant, dtype, (3, 0, 17, 1))
+        check_packed(variant, dtype, (3, 0, 17, 1), LARGE)
+
+
+@pytest.mark.parametrize("counts", [(1,), (0, 0, 18, 0), (0, 0, 0, 1)], ids=["one expert", "all of one", "one row"])
+def test_packed_products_of_few_rows(counts: tuple[int, ...]) -> None:
+    for variant in ("mxfp4", "int4 zeros"):
+        check_packed(variant, torch.float32, counts, None)
+
+
+def test_tiles_are_larger_where_experts_have_more_rows() -> None:
+    counts = (1, 64, 128, 400, 576, 4000)
+    assert [expert_config(entries, 8, torch.bfloat16, packed=False).rows for entries in counts] == [
+        16, 16, 16, 64, 128, 128
+    ]  # fmt: skip
+    assert [expert_config(entries, 8, torch.bfloat16, packed=True).rows for entries in counts] == [
+        8, 8, 64, 64, 128, 128
+    ]  # fmt: skip
+
+
+# ---- the router and whole layers
+
+
+def made_layer(facts: dict[str, Any], method: PackedMethod | None = None) -> Experts:
+    spec = replace(ExpertSpec(12, 3, 32, True, (True,)), **facts)
+    made = Experts(spec, 0, 64, activation="silu", method=method, dtype=torch.float32, device=torch.device(DEVICE))
+    for seed, (_, slot) in enumerate(made.slots()):
+        if slot.randomize is None:
+            slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[-1] ** 0.5)
+        else:
+            slot.randomize(torch.Generator(DEVICE).manual_seed(seed))
+    return made
+
+
+@EVERY_ROUTER
+def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+    """Of a part of a program's rows, of exactly those, and of several programs."""
+    monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
+    made, k = made_layer(facts), 3
+    for rows in (1, 16, 40):
+        x = random(rows, 64, seed=rows)
+        expected, chosen = made.route(x)
+        assert isinstance(chosen, Tensor)
+        logits = linear(x, made.gate, made.gate_bias)
+        share = None if made.shared_gate is None else linear(x, made.shared_gate)
+        weights, grouping = route(made.spec, logits, share, made.correction_bias, made.expert_scale)
+        if made.spec.shared is not None:
+            torch.testing.assert_close(weights[:, k:], made._share(x), atol=1e-6, rtol=0)
+        torch.testing.assert_close(weights[:, :k], expected, atol=1e-6, rtol=0)
+        experts, order = chosen.flatten().sort(stable=True)
+        assert grouping.ends.tolist() == torch.searchsorted(experts.cpu(), torch.arange(12), right=True).tolist()
+        assert torch.equal(grouping.rows.long(), order // k)
+        assert torch.equal(grouping.entries.flatten().long(), order.argsort())
+
+
+@EVERY_ROUTER
+def test_of_equal_scores_the_first_are_chosen(facts: dict[str, Any]) -> None:
+    """And every expert once, whatever the scores: rows of NaN or infinity stay within the experts."""
+    spec = replace(ExpertSpec(12, 3, 64, True, (True,)), **facts)
+    logits = torch.zeros(20, 12, device=DEVICE)
+    bias, scale = torch.zeros(12, device=DEVICE), torch.ones(12, device=DEVICE)
+    tensors = (None, bias if spec.correction_bias else None, scale if spec.expert_scale else None)
+    _, grouping = route(spec, logits, *tensors)
+    assert grouping.ends.tolist() == [20, 40, *[60] * 10]
+    logits[1], logits[2], logits[3, 4:8] = torch.nan, -torch.inf, torch.inf
+    weights, grouping = route(spec, logits, *tensors)
+    assert sorted(grouping.entries.flatten().tolist()) == list(range(60))
+    assert grouping.rows.bincount().tolist() == [3] * 20 and grouping.ends[-1] == 60
+    assert bool(weights[1, :3].isnan().all()), "a row of NaN stays one"
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 5), (0, 3, 27)], ids=["few rows", "many rows"])
+def test_rows_of_fp8_inputs_are_rounded_once(counts: tuple[int, ...]) -> None:
+    """The product is that of the rounded rows; the interpreter multiplies fp8 tiles as fp32."""
+    weight = random_weight("fp8 blocks", 3 * 20, 256).to(DEVICE)
+    x, rows = random(9, 256), torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 9
+    rounded, scales = round_inputs(x, 128)
+    wide = (rounded.float().unflatten(1, (2, 128)) * scales[..., None]).flatten(1)
+    expert = torch.arange(3).repeat_interleave(torch.tensor(counts)).to(DEVICE)
+    dense = dequantize(weight).double().view(3, 20, 256)
+    expected = torch.einsum("rk,rnk->rn", wide[rows.long()].double(), dense[expert])
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    found = grouped_linear(x, weight, ends, rows, fp8_inputs=True)
+    torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=0)
+
+
+MXFP4 = PackedMethod("mxfp4", Mxfp4(), Modules((), targets=(r"re:.*\.experts\.",)))
+
+
+@EVERY_ROUTER
 def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
 ) -> None:
-    spec = replace(ExpertSpec(6, 3, 40, True, (True,)), **facts)
-    layer = Experts(spec, 0, 48, activation="silu", method=None, dtype=torch.float32, device=torch.device(DEVICE))
-    for seed, (_, slot) in enumerate(layer.slots()):
-        slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[-1] ** 0.5)
-    x = random(7, 48)
+    monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
+    for method in (None, MXFP4):
+        made, x = made_layer(facts, method), random(2, 64)
+        monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
+        expected = made(x)
+        monkeypatch.setattr(experts_module, "use_triton", lambda x: True)
+        torch.testing.assert_close(made(x), expected, atol=2e-5, rtol=0)
+        assert made(x[:0]).shape == (0, 64)
+
+
+class AddsTheMean:
+    """Stands for adapters: adds the mean of a row to the outputs of a linear layer, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
+        self.calls += 1
+        y += x.mean(1, keepdim=True)
+
+
+def test_adapters_of_the_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They add to its two products, and to no other."""
+    monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
+    made, x, adapters = made_layer(ROUTERS["shared, gated"]), random(2, 64), AddsTheMean()
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
-    expected = layer(x)
+    expected = made(x, adapters)
+    assert not torch.allclose(expected, made(x), atol=1e-3)
     monkeypatch.setattr(experts_module, "use_triton", lambda x: True)
-    torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
-    assert layer(x[:0]).shape == (0, 48)
-    assert weighted_sum(x[:0], torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), x[:0, :2]).shape == (0, 48)
+    torch.testing.assert_close(made(x, adapters), expected, atol=2e-5, rtol=0)
+    assert adapters.calls == 4

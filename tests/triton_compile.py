@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.data.network import RecurrentSpec
+from nanovllm.data.network import ExpertSpec, RecurrentSpec, SharedExpert
 from nanovllm.layers.gated_delta import runs_of_rows
 from nanovllm.ops import triton_delta, triton_delta_chunks, triton_gguf, triton_packed, triton_rows, triton_unpack
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
@@ -48,6 +48,7 @@ from nanovllm.ops.triton_kv import quantize_rows_triton
 from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
+from nanovllm.ops.triton_routing import route
 from nanovllm.ops.triton_segments import gather_, merge_segments_
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -156,6 +157,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
     pool = torch.empty(40, 2, KV_HEADS, 16, head_dim, dtype=dtype)
     memory, table_of_adapters = torch.empty(4, 4096, dtype=dtype), torch.zeros(4, 3, FIELDS, dtype=torch.int64)
     packed_weight, weights = random_weight("int4 zeros", 64, 1024), torch.empty(32, 64, 64, dtype=dtype)
+    packed_experts = random_weight("mxfp4", 32 * 64, 64)
     found: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
 
@@ -190,6 +192,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             dequantize_(torch.empty(64, 1024, dtype=dtype), packed_weight)
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
+            grouped_linear(k[:, 0, :64], packed_experts, torch.zeros(32, dtype=torch.int64), numbers)
+            route(ExpertSpec(32, 2, 64, True, (True,)), x[:, :32].contiguous())
             of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
             for run in recurrent(rows, dtype).values():
                 run()
@@ -272,7 +276,7 @@ def recurrent(rows: int, dtype: torch.dtype) -> Launches:
 def products(arch: int, rows: int, dtype: torch.dtype) -> Launches:
     """Products of this many rows with packed weights, experts and adapters."""
     x = torch.empty(rows, 1024, dtype=dtype)
-    return packed(arch, x) | gguf(x) | experts(rows, 128, dtype) | low_rank(x) | few_rows(x[:FEW_ROWS])
+    return packed(arch, x) | gguf(x) | experts(arch, rows, 128, dtype) | low_rank(x) | few_rows(x[:FEW_ROWS])
 
 
 def few_rows(x: Tensor) -> Launches:
@@ -323,16 +327,53 @@ def gguf(x: Tensor) -> Launches:
     return launches
 
 
-def experts(rows: int, width: int, dtype: torch.dtype) -> Launches:
-    """The products of 2 of 8 experts for each row, and the sum of their outputs."""
+def experts(arch: int, rows: int, width: int, dtype: torch.dtype) -> Launches:
+    """The router, the products of 2 of 8 experts for each row, and the sum of their outputs."""
     x, weights = torch.empty(rows, width, dtype=dtype), torch.empty(8, 3 * width, width, dtype=dtype)
-    entries, ends = torch.zeros(2 * rows, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
-    y, of_rows = torch.empty(2 * rows, width, dtype=dtype), torch.empty(rows, 2)
-    return {
+    entries, ends = torch.zeros(2 * rows, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    y, of_rows = torch.empty(2 * rows, width, dtype=dtype), torch.empty(rows, 3)
+    many, shared = torch.empty(2000, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
+    launches: Launches = {
         "experts": lambda: grouped_linear(x, weights, ends, entries),
+        "experts, many rows": lambda: grouped_linear(many, weights, ends),
         "experts, own rows": lambda: grouped_linear(y, weights, ends),
         "experts, biases": lambda: grouped_linear(y, weights, ends, bias=weights[:, :, 0].contiguous()),
-        "experts, weighted sum": lambda: weighted_sum(y, entries.view(rows, 2), of_rows),
+        "experts, weighted sum": lambda: weighted_sum(y, entries.view(rows, 2), of_rows, shared),
+    }
+    for variant in ("int4", "int4 zeros", "int4 bfloat16 zeros 128", "int8", "fp8 channel", "fp8 blocks", "mxfp4"):
+        packed = random_weight(variant, 8 * 3 * width, width)
+        launches |= {
+            f"experts, {variant}": lambda w=packed: grouped_linear(x, w, ends, entries),
+            f"experts, {variant}, many rows": lambda w=packed: grouped_linear(many, w, ends),
+        }
+        if variant.startswith("fp8") and arch >= 89 and dtype != torch.float32:
+            launches[f"experts, {variant}, fp8 inputs"] = lambda w=packed: grouped_linear(x, w, ends, fp8_inputs=True)
+            launches[f"experts, {variant}, fp8 inputs, many rows"] = lambda w=packed: grouped_linear(
+                many, w, ends, fp8_inputs=True
+            )
+    return launches | routers(rows, dtype)
+
+
+def routers(rows: int, dtype: torch.dtype) -> Launches:
+    """Of Qwen3-30B-A3B, gpt-oss, GLM-4.5 with groups, and Qwen3-Next."""
+    softmax = ExpertSpec(128, 8, 768, True, (True,))
+    grouped = replace(softmax, scoring="sigmoid", correction_bias="bias", num_groups=8, chosen_groups=4)
+    shared = SharedExpert(512, "shared_expert", "shared_expert_gate")
+    specs = {
+        "softmax": softmax,
+        "softmax of chosen": replace(softmax, num_experts=32, num_experts_per_tok=4, scoring="softmax_of_chosen"),
+        "sigmoid, groups": grouped,
+        "shared, 512": replace(softmax, num_experts=512, num_experts_per_tok=10, shared=shared),
+    }
+    logits, share, bias = torch.empty(rows, 512, dtype=dtype), torch.empty(rows, 1, dtype=dtype), torch.empty(512)
+    return {
+        f"router, {name}": lambda spec=spec: route(
+            spec,
+            logits[:, : spec.num_experts].contiguous(),
+            share if spec.shared else None,
+            bias if spec.correction_bias else None,
+        )
+        for name, spec in specs.items()
     }
 
 

@@ -6,20 +6,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec, Scoring
-from nanovllm.layers.linear import DenseWeight, GatedMLP, RowAdapters, linear
+from nanovllm.layers.linear import DenseWeight, GatedMLP, RowAdapters, create_weight, linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
+from nanovllm.layers.packed_matrix import PackedMatrix
 from nanovllm.ops.cpu_kernels import use_huge_pages
+from nanovllm.ops.packed_weights import packed_linear
 from nanovllm.ops.row_kernels import GATED_UNITS, sigmoid, softmax, widened
 from nanovllm.ops.triton_support import use_triton
+
+if TYPE_CHECKING:
+    from nanovllm.ops.triton_routing import Grouping
 
 Group = tuple[int, Tensor, Tensor]  # expert, its rows int64 [n], and their weights fp32 [n]
 SCORES: Mapping[Scoring, Callable[[Tensor], Tensor]] = MappingProxyType({"softmax": softmax, "sigmoid": sigmoid})
 LEAST_SUM = 1e-20  # added to a sum of scores, of which it changes only those of which nothing else is left
+
+
+class Routing(NamedTuple):
+    """What a router decides about rows.
+
+    weights: fp32 [rows, k], of each row's experts; chosen: their numbers int64 [rows, k]. Where kernels take all
+    experts at once: the rows of each expert, and weights are [rows, k + 1] with the shared expert's, if there is one.
+    """
+
+    weights: Tensor
+    chosen: Tensor | Grouping
 
 
 class Experts:
@@ -73,34 +90,42 @@ class Experts:
 
         adapters: of the shared expert; an adapter with tensors for the others is refused when it is loaded.
         """
-        return self.mixed(x, *self.route(x), adapters)
+        return self.mixed(x, self.route(x), adapters)
 
-    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: RowAdapters | None = None) -> Tensor:
-        """What the chosen experts, see `route`, make of the rows of x."""
-        shared = None if self.shared is None else (self.shared(x, adapters), self._share(x))
-        if self.gate_up.dense is not None and self.down.dense is not None and use_triton(x):
-            return self._all_at_once(x, weights, chosen, shared, self.gate_up.dense, self.down.dense)
+    @property
+    def is_recordable(self) -> bool:
+        """Whether kernels take all experts at once: the host does not wait for the router, and a CUDA graph can record
+        the layer. All have the sizes that the number of rows gives them."""
+        return self.gate_up.is_stacked and self.down.is_stacked and use_triton(self.gate)
+
+    def mixed(self, x: Tensor, routing: Routing, adapters: RowAdapters | None = None) -> Tensor:
+        """What the chosen experts make of the rows of x."""
+        weights, chosen = routing
+        shared = None if self.shared is None else self.shared(x, adapters)
+        if not isinstance(chosen, Tensor):
+            return self._all_at_once(x, weights, chosen, shared)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in _groups(weights, chosen):
             inner = self._gated_unit(self.gate_up.apply(expert, x[rows]))
             out.index_add_(0, rows, self.down.apply(expert, inner).float() * of_rows[:, None])
         if shared is not None:
-            out += shared[0].float() * shared[1]
+            out += shared.float() * self._share(x)
         return out.to(x.dtype)
 
-    @property
-    def is_recordable(self) -> bool:
-        """Whether the kernels find the rows of each expert by themselves, so that a CUDA graph can record them."""
-        return self.gate_up.dense is not None and self.down.dense is not None and use_triton(self.gate)
+    def route(self, x: Tensor) -> Routing:
+        """The experts of each row of x.
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights fp32 [rows, k] and the numbers int64 [rows, k] of each row's k experts.
-
-        As Transformers computes them: scores in fp32, then torch's top k, also among equal ones; or the softmax of the
-        top k alone. The weights stay in fp32, where Transformers rounds those of Qwen3-MoE and gpt-oss to the dtype of
-        x.
+        As Transformers computes them: scores in fp32, then torch's top k, also among equal ones, of which a kernel on a
+        GPU takes the first; or the softmax of the top k alone. The weights stay in fp32, where Transformers rounds
+        those of Qwen3-MoE and gpt-oss to the dtype of x.
         """
-        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate, self.gate_bias).float()
+        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate, self.gate_bias)
+        if self.is_recordable:
+            from nanovllm.ops.triton_routing import route
+
+            share = None if self.shared_gate is None else linear(x, self.shared_gate)
+            return Routing(*route(self.spec, logits, share, self.correction_bias, self.expert_scale))
+        logits = logits.float()
         of_chosen = self.spec.scoring == "softmax_of_chosen"
         scores = logits if of_chosen else SCORES[self.spec.scoring](logits)
         choosing = scores if self.correction_bias is None else scores + self.correction_bias
@@ -115,7 +140,7 @@ class Experts:
             weights = weights / (weights.cumsum(-1)[:, -1:] + LEAST_SUM)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[chosen]
-        return (weights if self.spec.weight_scale == 1.0 else weights * self.spec.weight_scale), chosen
+        return Routing(weights if self.spec.weight_scale == 1.0 else weights * self.spec.weight_scale, chosen)
 
     def _in_chosen_groups(self, scores: Tensor) -> Tensor:
         """The scores [rows, experts] with -inf for the experts of groups that are not chosen."""
@@ -131,31 +156,12 @@ class Experts:
             return torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
         return sigmoid(linear(x, self.shared_gate).float())
 
-    def _all_at_once(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        chosen: Tensor,
-        shared: tuple[Tensor, Tensor] | None,
-        gate_up: Tensor,
-        down: Tensor,
-    ) -> Tensor:
-        """The same with a kernel that takes all experts, so that their numbers stay on the device."""
-        from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+    def _all_at_once(self, x: Tensor, weights: Tensor, grouping: Grouping, shared: Tensor | None) -> Tensor:
+        """The same with kernels that take all experts, so that their numbers stay on the device."""
+        from nanovllm.ops.triton_experts import weighted_sum
 
-        k = self.spec.num_experts_per_tok
-        experts, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(experts, torch.arange(len(gate_up), device=x.device), right=True)
-        inner = self._gated_unit(grouped_linear(x, gate_up, ends, order // k, self.gate_up.bias))
-        entries = order.argsort().view(-1, k)
-        if shared is None:
-            return weighted_sum(grouped_linear(inner, down, ends, bias=self.down.bias), entries, weights)
-        # The shared expert's rows come behind those of the others, as one more expert of each row.
-        y = x.new_empty(len(inner) + len(x), x.shape[1])
-        grouped_linear(inner, down, ends, bias=self.down.bias, out=y[: len(inner)])
-        y[len(inner) :] = shared[0]
-        own = torch.arange(len(inner), len(y), device=x.device)
-        return weighted_sum(y, torch.cat((entries, own[:, None]), 1), torch.cat((weights, shared[1]), 1))
+        inner = self._gated_unit(self.gate_up.all_at_once(x, grouping.ends, grouping.rows))
+        return weighted_sum(self.down.all_at_once(inner, grouping.ends), grouping.entries, weights, shared)
 
     def slots(self) -> NamedSlots:
         for name, tensor in self._routing.items():
@@ -176,8 +182,11 @@ class Experts:
 class ExpertWeights:
     """One matrix [out, in] of every expert.
 
-    dense: all of them, [experts, out, in], if they are stored as plain numbers; else None. Reordered on the CPU.
-    bias: [experts, out] or None.
+    On a GPU those of all experts are one weight, one below the other, so that a kernel finds each, and where a file has
+    the parts of a matrix in different forms, a weight for each part. Elsewhere, and where forms differ from expert to
+    expert, they are weights of their own. Biases are [experts, out] of a stack or of the whole matrix.
+
+    dense: all of them, [experts, out, in], if they are stored as plain numbers on the CPU; else None. Reordered there.
     """
 
     def __init__(
@@ -191,24 +200,53 @@ class ExpertWeights:
     ) -> None:
         """parts: of each expert's matrix; see `LinearMethod.create`."""
         self._parts = parts
-        out_features = sum(parts[0].values())
-        self.bias = torch.empty(len(parts), out_features, dtype=dtype, device=device) if bias else None
         self.dense: Tensor | None = None
+        stacks = _stacks(parts, in_features, method, dtype) if stacked_on(device) else None
+        self.is_stacked = stacks is not None
+        self._sizes = [sum(parts[0].values())] if stacks is None or len(stacks) == 1 else list(parts[0].values())
+        self._biases: list[Tensor | None] = [
+            torch.empty(len(parts), size, dtype=dtype, device=device) if bias else None for size in self._sizes
+        ]
         self._weights: list[StoredWeight] = []
-        if method is not None:
+        if stacks is not None:
+            self._weights += [create_weight(method, stack, in_features, dtype, device) for stack in stacks]
+        elif method is not None:
             self._weights += [method.create(of_expert, in_features, dtype, device) for of_expert in parts]
-            return
-        self.dense = torch.empty(len(parts), out_features, in_features, dtype=dtype, device=device)
-        use_huge_pages(self.dense)
-        for of_expert, memory in zip(parts, self.dense, strict=True):
-            self._weights.append(DenseWeight(of_expert, in_features, dtype, device, memory))
+        else:
+            self.dense = torch.empty(len(parts), self._sizes[0], in_features, dtype=dtype, device=device)
+            use_huge_pages(self.dense)
+            for of_expert, memory in zip(parts, self.dense, strict=True):
+                self._weights.append(DenseWeight(of_expert, in_features, dtype, device, memory))
 
     def __getitem__(self, expert: int) -> StoredWeight:
         return self._weights[expert]
 
     def apply(self, expert: int, x: Tensor) -> Tensor:
         """x times the transposed matrix of an expert, plus its bias: [rows, in] -> [rows, out]."""
-        return self._weights[expert].apply(x, None if self.bias is None else self.bias[expert])
+        if not self.is_stacked:
+            return self._weights[expert].apply(x, None if self._biases[0] is None else self._biases[0][expert])
+        found = []
+        for weight, size, biases in zip(self._weights, self._sizes, self._biases, strict=True):
+            own, bias = slice(expert * size, (expert + 1) * size), None if biases is None else biases[expert]
+            if isinstance(weight, PackedMatrix):
+                found.append(packed_linear(x, weight.packed.rows(own), bias))
+            else:
+                assert weight.dense is not None
+                found.append(linear(x, weight.dense[own], bias))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def all_at_once(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor:
+        """x times each row's own matrix; see `triton_experts.grouped_linear`."""
+        from nanovllm.ops.triton_experts import grouped_linear, grouped_packed_linear
+
+        found = []
+        for weight, size, biases in zip(self._weights, self._sizes, self._biases, strict=True):
+            if isinstance(weight, PackedMatrix):
+                found.append(grouped_packed_linear(x, weight.packed, ends, rows, biases))
+            else:
+                assert weight.dense is not None
+                found.append(grouped_linear(x, weight.dense.view(len(ends), size, -1), ends, rows, biases))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def __iter__(self) -> Iterator[StoredWeight]:
         return iter(self._weights)
@@ -216,9 +254,33 @@ class ExpertWeights:
     def slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
-        for parts, bias in zip(self._parts, () if self.bias is None else self.bias, strict=False):
-            for module, part in zip(parts, bias.split(list(parts.values())), strict=True):
+        for expert, parts in enumerate(self._parts):
+            biases = [biases[expert] for biases in self._biases if biases is not None]
+            each = biases[0].split(list(parts.values())) if len(biases) == 1 else biases
+            for module, part in zip(parts, each, strict=bool(biases)):
                 yield f"{module}.bias", slot_of(part)
+
+
+def stacked_on(device: torch.device) -> bool:
+    """Whether the matrices of all experts are one weight there."""
+    return device.type == "cuda"
+
+
+def _stacks(
+    parts: Sequence[Mapping[str, int]], in_features: int, method: LinearMethod | None, dtype: torch.dtype
+) -> list[dict[str, int]] | None:
+    """The modules of one weight for all experts, or of one for each part of their matrices; None if these have several
+    forms."""
+
+    def has_one_form(stack: dict[str, int]) -> bool:
+        weight = create_weight(method, stack, in_features, dtype, torch.device("meta"))
+        return weight.dense is not None or isinstance(weight, PackedMatrix)
+
+    whole = {module: size for of_expert in parts for module, size in of_expert.items()}
+    if has_one_form(whole):
+        return [whole]
+    by_part = [dict(of_experts) for of_experts in zip(*(of_expert.items() for of_expert in parts), strict=True)]
+    return by_part if all(map(has_one_form, by_part)) else None
 
 
 def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:

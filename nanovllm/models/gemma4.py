@@ -91,7 +91,7 @@ class Gemma4Layer(AttentionLayer):
             return output
         of_router, before, after_mlp, after = self._expert_norms
         routed = self._experts.route(self._normed(x, of_router))
-        mixed = self._summed(self._experts.mixed(self._normed(x, before), *routed))
+        mixed = self._summed(self._experts.mixed(self._normed(x, before), routed))
         return self._kernels.add_(self._normed(output, after_mlp), self._normed(mixed, after))
 
     def finish_layer_(self, x: Tensor, own_input: Tensor | None) -> None:

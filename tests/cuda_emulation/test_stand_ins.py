@@ -28,6 +28,7 @@ from nanovllm.ops import triton_lora
 from nanovllm.ops.kv_quantization import quantize_rows_torch
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_kv import quantize_rows_triton
+from nanovllm.ops.triton_support import triton_runs
 
 # Relative and absolute: sums in another order, and weights rounded to 16 bits of another maximum.
 BOUNDS = {4: 1e-4, 2: 2e-2, 1: 2e-2}  # by the bytes of the shortest floating dtype
@@ -68,7 +69,7 @@ def with_copies(args: list[Any]) -> list[Any]:
 
 def differences_of(ours: list[Any], theirs: list[Any]) -> Iterator[str]:
     pairs = [(index, one, other) for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if is_tensor(one)]
-    bound = BOUNDS[min(one.itemsize for _, one, _ in pairs if one.dtype.is_floating_point)]
+    bound = BOUNDS[min((one.itemsize for _, one, _ in pairs if one.dtype.is_floating_point), default=4)]
     for index, one, other in pairs:
         allowed = bound if one.dtype.is_floating_point else 0.0
         if not torch.allclose(one.double(), other.double(), rtol=allowed, atol=allowed, equal_nan=True):
@@ -124,6 +125,17 @@ def experts() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         test_triton_experts.test_grouped_products((1, 0, 17, 16, 0), dtype)
         test_triton_experts.test_weighted_sums(dtype)
+        for variant in ("int4 zeros", "fp8 blocks", "mxfp4"):
+            for config in (test_triton_experts.SMALL, test_triton_experts.LARGE):
+                test_triton_experts.check_packed(variant, dtype, (3, 0, 17, 1), config)
+    test_triton_experts.test_the_shared_expert_is_added_last()
+    test_triton_experts.test_rows_of_fp8_inputs_are_rounded_once((2, 0, 5))
+
+
+def routers() -> None:
+    for facts in test_triton_experts.ROUTERS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            test_triton_experts.test_routers_choose_and_group_as_torch(patch, facts)
 
 
 def adapters() -> None:
@@ -177,7 +189,8 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
     partitions_and_slopes: ATTENTION - {"_prefill_kernel"},
     merges: {"_merge_kernel"},
     segments: {"_gather_kernel", "_merge_segments_kernel", "_merge_kernel"},
-    experts: {"_grouped_kernel", "_weighted_sum_kernel"},
+    experts: {"_grouped_kernel", "_packed_experts_kernel", "_weighted_sum_kernel", "_round_inputs_kernel"},
+    routers: {"_route_kernel", "_place_kernel"},
     adapters: {"_shrink_kernel", "_expand_kernel"},
     few_rows: {"_few_rows_kernel"},
     gguf_weights: {"_gguf_kernel", "_gguf_values_kernel"},
@@ -196,6 +209,7 @@ LAUNCHES: dict[Callable[[], None], set[str]] = {
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
 def test_launches(launch: Callable[[], None]) -> None:
+    assert triton_runs()  # which is tested once, by a launch
     with compared() as names:
         launch()
     assert names == LAUNCHES[launch]

@@ -406,28 +406,112 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, int, int]]:
             yield number, begin, end
 
 
-def grouped(a: Any) -> None:
+def _of_expert(a: Any, expert: int, row_size: int, group_size: int) -> Tensor:
+    """An expert's matrix in fp64: [outputs, inputs]."""
+    rows = expert * a.out_features
+    data = strided(a.data_ptr, (a.out_features, row_size), (row_size, 1), rows * row_size)
+    if a.SCHEME == "dense":
+        return data.double()
+    sizes, strides = (a.out_features, a.scale_columns), (a.scale_columns, 1)
+    scales = strided(a.scales_ptr, sizes, strides, rows * a.scale_columns)
+    group = torch.arange(a.in_features) // group_size
+    if a.SCHEME in ("int4", "mxfp4"):
+        data = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    if a.SCHEME == "fp8":
+        data = data.view(torch.float8_e4m3fn)
+    if a.SCHEME == "mxfp4":
+        data, scales = E2M1[data.int()], torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+    values = data[:, : a.in_features].float()
+    if a.HAS_ZEROS:
+        values -= strided(a.zeros_ptr, sizes, strides, rows * a.scale_columns)[:, group].float()
+    elif a.SCHEME == "int4":
+        values -= 8
+    return values.double() * scales[:, group].double()
+
+
+def _grouped(a: Any, row_size: int, group_size: int) -> None:
     y = strided(a.y_ptr, (len(a.y_ptr), a.out_features), (a.out_features, 1))
-    x = strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1))
+    x = strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1)).float().double()
+    if a.FP8_INPUTS:
+        scales = strided(a.x_scales_ptr, (len(x), a.scale_columns), (1, a.x_scale_stride))
+        x *= scales[:, torch.arange(a.in_features) // group_size].double()
     for expert, begin, end in _groups(a.ends_ptr[: a.num_experts].tolist()):
-        rows = x[a.rows_ptr[begin:end]] if a.HAS_ROWS else x[begin:end]
-        weight = strided(
-            a.weight_ptr, (a.out_features, a.in_features), (a.in_features, 1), expert * a.out_features * a.in_features
-        )
-        total = rows.double() @ weight.double().t()
+        rows = x[a.rows_ptr[begin:end].long()] if a.HAS_ROWS else x[begin:end]
+        total = rows @ _of_expert(a, expert, row_size, group_size).t()
         if a.HAS_BIAS:
             total += strided(a.bias_ptr, (a.out_features,), (1,), expert * a.out_features).double()
         y[begin:end] = total.to(y.dtype)
 
 
+def grouped(a: Any) -> None:
+    _grouped(a, a.row_size, a.group_size)
+
+
+def packed_experts(a: Any) -> None:
+    _grouped(a, a.row_bytes, a.GROUP_PARTS * a.BLOCK_K or a.in_features)
+
+
 def weighted_sum(a: Any) -> None:
-    rows = a.grid[0]
+    rows, each = a.grid[0], a.EXPERTS + a.HAS_SHARED
     y = strided(a.y_ptr, (len(a.y_ptr), a.size), (a.size, 1))
-    entries, weights = (strided(each, (rows, a.EXPERTS), (a.EXPERTS, 1)) for each in (a.entries_ptr, a.weights_ptr))
+    entries = strided(a.entries_ptr, (rows, a.EXPERTS), (a.EXPERTS, 1)).long()
+    weights = strided(a.weights_ptr, (rows, each), (each, 1))
     total = torch.zeros(rows, a.size)
     for index in range(a.EXPERTS):
         total += weights[:, index : index + 1] * y[entries[:, index]].float()
+    if a.HAS_SHARED:
+        total += weights[:, a.EXPERTS :] * strided(a.shared_ptr, (rows, a.size), (a.size, 1)).float()
     strided(a.out_ptr, (rows, a.size), (a.size, 1)).copy_(total)
+
+
+def _first_of_largest(scores: Tensor, count: int) -> Tensor:
+    """The indices of the largest scores of each row, of equal ones the first; NaN is none."""
+    scores = scores.nan_to_num(-math.inf, math.inf, -math.inf)
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _placed(a: Any, chosen: Tensor) -> None:
+    """Write where the entries of all rows are: chosen [rows, K]."""
+    experts, order = chosen.flatten().sort(stable=True)
+    entries = len(order)
+    ends = torch.searchsorted(experts, torch.arange(a.num_experts), right=True)
+    strided(a.ends_ptr, (a.num_experts,), (1,)).copy_(ends)
+    strided(a.order_ptr, (entries,), (1,)).copy_(order // a.K)
+    strided(a.entries_ptr, (entries,), (1,)).copy_(order.argsort())
+
+
+def route(a: Any) -> None:
+    logits = strided(a.logits_ptr, (a.rows, a.num_experts), (a.logits_stride, 1)).float()
+    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid()}.get(a.SCORING, logits)
+    choosing = scores + a.correction_ptr[: a.num_experts] if a.HAS_CORRECTION else scores
+    if a.GROUPS > 1:
+        grouped = choosing.unflatten(1, (a.GROUPS, -1))
+        groups = _first_of_largest(grouped.topk(2, dim=2).values.sum(2), a.CHOSEN_GROUPS)
+        hidden = torch.ones(a.rows, a.GROUPS, dtype=torch.bool).scatter_(1, groups, value=False)
+        choosing = grouped.masked_fill(hidden[..., None], -math.inf).flatten(1)
+    chosen = _first_of_largest(choosing, a.K)
+    weights = scores.gather(1, chosen)
+    if a.SCORING == "softmax_of_chosen":
+        weights = weights.softmax(1)
+    elif a.NORMALIZED:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    if a.HAS_EXPERT_SCALE:
+        weights = weights * a.expert_scale_ptr[chosen].float()
+    out = strided(a.weights_ptr, (a.rows, a.K + a.SHARED), (a.K + a.SHARED, 1))
+    out[:, : a.K] = weights * a.weight_scale
+    if a.SHARED:
+        out[:, a.K] = a.share_ptr.flatten()[: a.rows].float().sigmoid() if a.HAS_GATE else 1.0
+    if a.grid[0] == 1:
+        _placed(a, chosen)
+        return
+    strided(a.chosen_ptr, (a.rows, a.K), (a.K, 1)).copy_(chosen)
+    for program, part in enumerate(chosen.split(a.BLOCK_R)):
+        counts = part.flatten().bincount(minlength=a.num_experts)
+        strided(a.counts_ptr, (a.num_experts,), (1,), program * a.num_experts).copy_(counts)
+
+
+def place(a: Any) -> None:
+    _placed(a, strided(a.chosen_ptr, (a.rows, a.K), (a.K, 1)).long())
 
 
 def _parts(a: Any) -> Iterator[tuple[int, list[int], Tensor, slice]]:
@@ -664,6 +748,9 @@ STAND_INS: dict[str, Callable[[Any], None]] = {
     "_sum_splits_kernel": sum_splits,
     "_dequantize_kernel": dequantize,
     "_grouped_kernel": grouped,
+    "_packed_experts_kernel": packed_experts,
+    "_route_kernel": route,
+    "_place_kernel": place,
     "_weighted_sum_kernel": weighted_sum,
     "_shrink_kernel": shrink,
     "_expand_kernel": expand,
