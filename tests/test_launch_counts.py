@@ -31,7 +31,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +49,10 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
-from nanovllm.layers import rotary
-from nanovllm.models import decoder
 from nanovllm.models.decoder import AttentionLayer
-from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import (
-    METADATA_FIELDS,
     AttentionMetadata,
     AttentionState,
-    DeviceMetadata,
     SequenceMetadata,
 )
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, PagedStep
@@ -244,47 +238,6 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
     )
     TritonAttention().attend(q, pool, AttentionMetadata(rows), AttentionState.empty(q), 0.25, None)
     assert 1 <= len(launches) <= 2
-
-
-def test_a_layer_of_a_resident_decode_step_is_twelve_launches(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dense network on a GPU, counted without one: on tensors that have no memory, kernels that are not run."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("launches are counted in Triton's interpreter, which does not run where there is a GPU")
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from nanovllm.ops import row_kernels, triton_rows
-    from nanovllm.ops.triton_attention import TritonAttention
-
-    operators = Operators()
-
-    def counted(kernel: Any, grid: object) -> Any:
-        return lambda *arguments, **options: operators.seen.update([kernel.fn.__name__])
-
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", counted)
-    for module in (decoder, rotary, row_kernels):
-        monkeypatch.setattr(module, "kernels_on", lambda *_: triton_rows)
-    monkeypatch.setattr(row_kernels, "kernels_for", lambda *_: triton_rows)
-    device, rows = torch.device("meta"), 2
-    spec = load_decoder_spec(model_dir)
-    layer = AttentionLayer(spec, 0, torch.bfloat16, device, None)
-    memory = partial(torch.empty, dtype=torch.bfloat16, device=device)
-    x, q = memory(rows, spec.hidden_size), memory(rows, spec.num_heads, spec.head_dim)
-    k, v = memory(2, rows, spec.num_kv_heads, spec.head_dim)
-    pool, slots = memory(4, 2, spec.num_kv_heads, BLOCK, spec.head_dim), torch.empty(rows, device=device)
-    cos = torch.empty(rows, 1, spec.head_dim, device=device)
-    metadata = DeviceMetadata.of_rows(torch.zeros(rows, METADATA_FIELDS), torch.zeros(9), 4)
-    with operators, torch.inference_mode():
-        layer.project(x, cos, cos[..., ::2], q, k, v)
-        store_kv(pool, k, v, slots)
-        TritonAttention().attend_rows(q, pool, metadata, q, 0.1, None, None)
-        layer.finish_(x, q.flatten(1))
-    launched = {name: count for name, count in operators.seen.items() if name.endswith("_kernel")}
-    assert launched == {
-        "_norm_kernel": 2, "_heads_kernel": 1, "_store_kernel": 1, "_decode_kernel": 1, "_reduce_kernel": 1,
-        "_gated_unit_kernel": 1,
-    }  # fmt: skip
-    others = {name: operators.seen[name] for name in ("linear", "add_", "copy_", "full", "fill_", "zeros")}
-    assert others == {"linear": 4, "add_": 1, "copy_": 0, "full": 0, "fill_": 0, "zeros": 0}
 
 
 def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

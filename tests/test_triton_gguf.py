@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from packed_cases import random_weight, same_bits
-from test_plan_command import CONFIGS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from benchmarks.interpreted_ptx import computed
 from nanovllm.formats.gguf.header import TENSOR_TYPES
 from nanovllm.formats.gguf.model import GgufMethod, GgufWeight
-from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.packed_matrix import StackedWeights
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import read_decoder_spec
-from nanovllm.ops import packed_weights, row_kernels, triton_gguf, triton_rows
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
+from nanovllm.ops import packed_weights, triton_gguf
 from nanovllm.ops.gguf_planes import PLANES, empty_rows, plane_bytes, planes_to_rows, rows_to_planes
 from nanovllm.ops.packed_weights import GGUF_BLOCKS, PackedWeight, dequantize, dequantized_rows, packed_linear
-from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_gguf import (
     OFFSETS,
     GgufConfig,
@@ -256,74 +245,3 @@ def test_loading_takes_the_memory_of_the_weights_alone() -> None:
     with FakeTensorMode():
         weight = GgufWeight(TENSOR_TYPES["Q6_K"], {"down": 4}, 9728, torch.bfloat16, torch.device("cuda")).packed
     assert weight.shape == (4, 9728) and weight.data.stride() == (plane_bytes("q6_k", 9728), 1)
-
-
-class Counted(TorchDispatchMode):
-    """Counts torch's operators but those that make views or empty memory, and copies to a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        if not is_view and not name.startswith(("empty", "new_empty", "detach", "device")):
-            self.names[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class PagedStub:
-    """What the KV cache launches in a layer's attention."""
-
-    def __init__(self, table: DeviceMetadata) -> None:
-        self._table = table
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        pool = q.new_empty(4, 2, k.shape[1], 256, q.shape[2])
-        row_kernels.store_kv(pool, k, v, ctx.positions)
-        state = AttentionState.empty(q)
-        decode_(q, pool, self._table, state, 0.1, None)
-        return row_kernels.narrow_(q, state.out)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts what it does not run")
-@pytest.mark.parametrize("rows", [1, 16])
-def test_launches_of_a_decode_step_of_8b_in_q4_k_m(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama 3.1 8B as llama.cpp mixes the types, with v and down in Q6_K in every layer, which is the most."""
-    names: Counter[str] = Counter()
-
-    def launch(kernel: Any, grid: object) -> Any:
-        return lambda *args, **options: names.update([kernel.fn.__name__])
-
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", launch)
-    of_triton = {**vars(triton_rows), "KERNEL_DTYPES": row_kernels.cpu_kernels.KERNEL_DTYPES, "takes": lambda *_: True}
-    of_triton |= {"filled": torch.full, "narrow_": Tensor.copy_, "widened": Tensor.float}
-    monkeypatch.setattr(row_kernels, "cpu_kernels", SimpleNamespace(**of_triton))
-    spec = read_decoder_spec(str(CONFIGS / "llama-3.1-8b.json"))
-    types = {module: "Q4_K" for module, _, _ in spec.matrices()}
-    types |= {module: "Q6_K" for module in types if module.endswith(("v_proj", "down_proj", "lm_head"))}
-    sequences = tuple(SequenceMetadata(i, 1, 99, 0, 100, [0]) for i in range(rows))
-    table = AttentionMetadata(sequences).on(torch.device("cpu"))
-    with FakeTensorMode(), Counted() as counted:
-        decoder = Decoder(replace(spec, quantization=GgufMethod(types)), torch.bfloat16, torch.device("cpu"))
-        for weight in decoder._weights():
-            in_planes(weight)
-        positions = torch.zeros(rows, dtype=torch.int64)
-        ctx = ForwardContext(positions, positions, sequences, PagedStub(table))
-        names.clear()
-        counted.names.clear()
-        decoder.compute_logits(decoder(positions, ctx))
-    # In every layer q and k, v, o, gate and up, down, and the logits; no result is put together from others.
-    assert names["_gguf_kernel"] == 32 * 5 + 1 and names["_gguf_values_kernel"] == 1
-    assert counted.names["cat"] == 1, "of the rotary angles alone"
-    assert sum((names + counted.names).values()) <= 530, (names, counted.names)
-
-
-def in_planes(weight: Any) -> None:
-    """As `finish_loading` does on a GPU."""
-    for part in getattr(weight, "_weights", [weight]):
-        size = plane_bytes(part.packed.scheme, part.packed.in_features)
-        data = torch.empty(part.packed.out_features, size, dtype=torch.uint8)
-        arrivals = torch.zeros(part.packed.out_features, dtype=torch.int32)
-        part.packed = replace(part.packed, data=data, planes=True, arrivals=arrivals)

@@ -17,7 +17,8 @@ from benchmarks.kernel_variants import decode_variants, prefill_variants
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.data.network import RopeSpec
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
-from nanovllm.kvcache.base import AttentionGeometry
+from nanovllm.features.cuda_graphs.shapes import Shape as StepShape
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry
 from nanovllm.layers import sampler
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
@@ -225,13 +226,15 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
     sinks = random(2, shape.heads)
     geometry = AttentionGeometry(shape.scale, shape.heads, dtype, tuple(sinks))
-    tables = DecodeTables([pools], kv_groups((window, window), 16), geometry, TritonAttention(), 9, 3000)
-    tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
-    tables.fill(sequences, rows)
+    attention, step = TritonAttention(), StepShape(rows, rows, 1)
+    attended = AttendedPool([pools], kv_groups((window, window), 16), geometry, attention)
+    tables = DecodeTables(attended, attention, [step, StepShape(9, 9, 1)], 3000)
+    tables.fill([*sequences[::-1], *sequences[:4]], StepShape(9, 9, 1))  # a step before
+    tables.fill(sequences, step)
     q = random(rows, shape.heads, 32, dtype=dtype, seed=5)
     q[: len(new)] = case.q[new]
     unused = q[len(new) :].clone()
-    found = tables.attend(1, q, k, v)
+    found = tables.attend(1, q, k, v, step)
 
     assert torch.equal(pools[0], case.pool.nan_to_num(7.0))
     expected = case.pool.clone()

@@ -1,4 +1,4 @@
-"""Low-rank products of LoRA adapters in Triton: all adapters of a batch in two launches. Not yet run on a GPU.
+"""Low-rank products of LoRA adapters in Triton: all adapters of a batch in two launches.
 
 The matrices of all adapters are in one tensor, their memory. A table on the device says for each slot of the memory and
 each part of a linear layer (q, k and v, for example) where A and B are. Rows are sorted by slot. The first launch
