@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast import fast_only
 from packed_cases import VARIANTS, random_weight
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
@@ -43,6 +44,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "shared, gated": {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
     "softmax of chosen, biases": {"biases": True, "scoring": "softmax_of_chosen"},
 }  # fmt: skip
+FAST_LAYERS = ("shared, gated", "softmax of chosen, biases")
 EVERY_ROUTER = pytest.mark.parametrize("facts", ROUTERS.values(), ids=ROUTERS)
 
 
@@ -110,7 +112,7 @@ def check_packed(
     assert ((found.double() - expected).abs() <= RELATIVE_BOUNDS[dtype] * size + 1e-9).all()
 
 
-@pytest.mark.parametrize("variant", PACKED)
+@pytest.mark.parametrize("variant", fast_only(["mxfp4"], PACKED))
 def test_packed_products(variant: str) -> None:
     """Rows of several tiles, experts without rows, and one row."""
     for dtype in DTYPES:
@@ -203,7 +205,13 @@ def test_rows_of_fp8_inputs_are_rounded_once(counts: tuple[int, ...]) -> None:
 MXFP4 = PackedMethod("mxfp4", Mxfp4(), Modules((), targets=(r"re:.*\.experts\.",)))
 
 
-@EVERY_ROUTER
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param(facts, id=name, marks=[] if name in FAST_LAYERS else pytest.mark.slow)
+        for name, facts in ROUTERS.items()
+    ],
+)
 def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
     monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fast import fast_only
 from packed_cases import random_weight, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -155,7 +156,7 @@ def test_few_and_many_rows_of_a_product() -> None:
     assert packed_linear(x[:0], weight).shape == (0, 8)
 
 
-@pytest.mark.parametrize("scheme", ["q4_k", "q5_0"])
+@pytest.mark.parametrize("scheme", fast_only(["q4_k"], ["q4_k", "q5_0"]))
 def test_experts(scheme: str) -> None:
     """Rows of three experts, of which one has none, as the router orders them; biases; rows that are their own."""
     weight, dense = both(scheme, 3 * OUTPUTS)

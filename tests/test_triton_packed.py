@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fast import fast_only
 from packed_cases import VARIANTS, input_multiple, random_weight
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
@@ -83,8 +84,9 @@ def test_every_fp8_number() -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    ["int4 bfloat16 zeros 128", "fp8 blocks"]
-    + [pytest.param(variant, marks=pytest.mark.slow) for variant in ("int4 zeros", "int8 zeros bfloat16")],
+    fast_only(
+        ["int4 bfloat16 zeros 128"], ("int4 bfloat16 zeros 128", "fp8 blocks", "int4 zeros", "int8 zeros bfloat16")
+    ),
 )
 def test_products_by_the_tiles_of_the_sizes(variant: str) -> None:
     """Few rows, in tiles of 8 and of 16, and more in tiles whose even and odd inputs are not apart; several parts."""
@@ -226,7 +228,7 @@ def test_which_kernel_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called(random_weight("q4_k", 32, 256).to("meta"), 1) == []  # whose scales are in the data
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", fast_only([torch.bfloat16], [torch.bfloat16, torch.float16]), ids=str)
 def test_products_in_fp8_by_the_library(dtype: torch.dtype) -> None:
     """With a scale for each row, which the CPU's library has as well."""
     weight = random_weight("fp8 channel", 64, 384).to(DEVICE)
