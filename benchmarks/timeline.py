@@ -23,6 +23,7 @@ from nanovllm.errors import ConfigError
 
 Interval = tuple[float, float]
 WARM_STEPS = 2  # of decode, before those that are profiled
+SPARE_STEPS = 8  # in which the first prompts decode already, while the others are prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def kernel_gaps(llm: LLM, prompt: list[int], output_len: int) -> dict[str, Gaps 
 
 def kernel_output(steps: int) -> int:
     """Output tokens of a request with so many profiled steps."""
-    return steps + WARM_STEPS + 2
+    return steps + WARM_STEPS + SPARE_STEPS
 
 
 def decode_kernels(llm: LLM, prompts: Sequence[list[int]], steps: int) -> DecodeKernels:

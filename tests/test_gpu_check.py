@@ -86,9 +86,12 @@ def test_the_second_run_begins_with_what_failed_in_the_first(check: ModuleType, 
     assert set(check.FIRST) <= set(parts) and set(check.SECOND) <= set(parts)
     assert sum(parts[name].likely for name in check.FIRST) <= 60 * check.FIRST_MINUTES
     report = tmp_path / "gpu-check.json"
-    report.write_text(json.dumps({"parts": [{"part": "smoke", "status": 0}, {"part": "features", "status": 1},
-                                            {"part": "tests", "status": None}]}))  # fmt: skip
+    good = [{"part": name, "status": 0} for name in check.FIRST if name not in ("features", "products", "tests")]
+    report.write_text(
+        json.dumps({"parts": [*good, {"part": "features", "status": 1}, {"part": "tests", "status": None}]})
+    )
     args = check.parser().parse_args(["--output-dir", str(tmp_path), "--second"])
     names = [part.name for part in check.chosen(args)]
-    assert names[:3] == ["build", "features", "tests"]
-    assert set(names) == {"build", "features", "tests", *check.SECOND}
+    assert names == ["build", "features", "products", *check.SECOND, "tests"], "products never began"
+    args = check.parser().parse_args(["--output-dir", str(tmp_path), "--second", "--earlier", str(tmp_path / "none")])
+    assert [part.name for part in check.chosen(args)] == ["build", *check.SECOND]

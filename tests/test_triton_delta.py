@@ -9,7 +9,7 @@ import torch
 from fast import fast_only, fast_pairs
 from test_delta_rule import EPS, SHAPES, Layer, rows_of, spec_of
 from torch import Tensor
-from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
+from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.ops import torch_delta, triton_delta, triton_delta_chunks
@@ -75,7 +75,8 @@ def hard_inputs(spec: RecurrentSpec, tokens: int, dtype: torch.dtype) -> DeltaIn
     return DeltaInputs(*(each.to(DEVICE) for each in inputs if each is not None))
 
 
-@pytest.mark.parametrize("dtype", fast_only([NARROW], DTYPES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_thousand_tokens_are_those_of_fp64(dtype: torch.dtype) -> None:
     spec = SMALL
     inputs, states = hard_inputs(spec, 1000, dtype), torch.zeros(1, *spec.state_shape, device=DEVICE)
@@ -118,7 +119,8 @@ def test_launches_take_a_part_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(torch.cat(found), torch.cat(expected)) and torch.equal(states[0], states[1])
 
 
-@pytest.mark.parametrize("dtype", fast_only([torch.float32], DTYPES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_where_a_prompt_is_cut(dtype: torch.dtype) -> None:
     layer = Layer.random(spec_of(SHAPES[0]), 7, dtype, device=DEVICE)
     states, cut_states = layer.states(), layer.states()
@@ -148,7 +150,8 @@ def test_a_step_of_few_rows_leaves_other_slots_alone() -> None:
         assert torch.equal(ours[0], old[0]) and torch.equal(ours[2], old[2]) and not torch.equal(ours[1], old[1])
 
 
-@pytest.mark.parametrize("dtype", fast_only([torch.float32], DTYPES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_rows_of_a_decode_step_write_no_state(dtype: torch.dtype) -> None:
     """Slot -1, as in a recorded step of fewer sequences than it has rows. Others have the bits of a row alone."""
     layer = Layer.random(spec_of(SHAPES[0]), 4, dtype, device=DEVICE)

@@ -44,7 +44,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "shared, gated": {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
     "softmax of chosen, biases": {"biases": True, "scoring": "softmax_of_chosen"},
 }  # fmt: skip
-FAST_LAYERS = ("shared, gated", "softmax of chosen, biases")
+FAST_LAYERS = ("softmax of chosen, biases",)
 EVERY_ROUTER = pytest.mark.parametrize("facts", ROUTERS.values(), ids=ROUTERS)
 
 
@@ -199,7 +199,7 @@ def test_rows_of_fp8_inputs_are_rounded_once(counts: tuple[int, ...]) -> None:
     expected = torch.einsum("rk,rnk->rn", wide[rows.long()].double(), dense[expert])
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
     found = grouped_linear(x, weight, ends, rows, fp8_inputs=True)
-    torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(found.double(), expected, atol=5e-3 if DEVICE == "cuda" else 2e-3, rtol=0)
 
 
 MXFP4 = PackedMethod("mxfp4", Mxfp4(), Modules((), targets=(r"re:.*\.experts\.",)))

@@ -115,7 +115,7 @@ def test_values_are_those_of_the_file(scheme: str) -> None:
     assert torch.equal(dequantized_rows(weight, index, NARROW), dense.to(NARROW)[index])
 
 
-FAST = {("q4_k", torch.float16), ("q6_k", torch.float16), ("q8_0", torch.float32), ("q5_1", torch.float16)}
+FAST = {("q4_k", torch.float16), ("q6_k", torch.float16)}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_few_and_many_rows_of_a_product() -> None:
     assert packed_linear(x[:0], weight).shape == (0, 8)
 
 
-@pytest.mark.parametrize("scheme", fast_only(["q4_k"], ["q4_k", "q5_0"]))
+@pytest.mark.parametrize("scheme", fast_only([], ["q4_k", "q5_0"]))
 def test_experts(scheme: str) -> None:
     """Rows of three experts, of which one has none, as the router orders them; biases; rows that are their own."""
     weight, dense = both(scheme, 3 * OUTPUTS)

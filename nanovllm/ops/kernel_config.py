@@ -165,7 +165,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     wide = head_dim > 128
     if dtype == torch.float32:  # for exactness only: spills registers and is slow
         return PrefillConfig(16, 16, 8, 1) if wide else PrefillConfig(32, 32, 4 if head_dim <= 64 else 8, 1)
-    if capability[0] in (9, 10):  # 227 KiB of shared memory; most others have 99
+    if capability[0] in (9, 10) and head_dim <= 256:  # 227 KiB of shared memory; most others have 99
         return PrefillConfig(128, 32, 8, 2, True) if wide else PrefillConfig(128, 64, 8, 3)
     return PrefillConfig(64, 16, 8, 2, True) if wide else PrefillConfig(128, 32, 8, 3, True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,19 +56,17 @@ class DecodeTables:
 
     def declare(self, device: Device, sequences: Sequence[SequenceMetadata]) -> None:
         """Declare the blocks that the next replay, over these sequences, reads and writes in all layers."""
-        read: set[tuple[int, int, int]] = set()  # KV group, plane and block
-        written: set[tuple[int, int, int]] = set()
+        written = self._blocks(sequences, written=True)
+        device.declare_kernel("decode graph", reads=self._blocks(sequences), writes=written)
+
+    def _blocks(self, sequences: Sequence[SequenceMetadata], *, written: bool = False) -> Iterator[Tensor]:
+        """The blocks that the next replay reads, or only those that it writes, in all layers, once each."""
         for index, group in enumerate(self.groups):
+            blocks: set[int] = set()
             for seq in (seq.of_group(index).visible(group.window, group.block_size) for seq in sequences):
-                planes, end = range(len(group.layers)), group.num_blocks(seq.total_len - seq.first_position)
-                first = (seq.context_len - seq.first_position) // group.block_size
-                read.update((index, plane, block) for plane in planes for block in seq.block_table[:end])
-                written.update((index, plane, block) for plane in planes for block in seq.block_table[first:end])
-        device.declare_kernel(
-            "decode graph",
-            reads=(self._pools[group][plane, block] for group, plane, block in read),
-            writes=(self._pools[group][plane, block] for group, plane, block in written),
-        )
+                first = (seq.context_len - seq.first_position) // group.block_size if written else 0
+                blocks.update(seq.block_table[first : group.num_blocks(seq.total_len - seq.first_position)])
+            yield from (self._pools[index][plane, block] for plane in range(len(group.layers)) for block in blocks)
 
     def of_shape(self, shape: Shape) -> AttentionOfShape:
         """The KV cache of graphs of this shape."""

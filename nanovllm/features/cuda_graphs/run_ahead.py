@@ -25,10 +25,14 @@ from nanovllm.ops.attention import SequenceMetadata
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A step in which the sequences of another one go on by a token. inputs: as of `FlatBatch`, without token ids."""
+    """A step in which the sequences of another one go on by a token. inputs: as of `FlatBatch`, without token ids.
+
+    seq_ids: another request may have the same blocks, positions and token by the next step, with other K/V in them.
+    """
 
     inputs: Tensor
     sequences: tuple[SequenceMetadata, ...]
+    seq_ids: tuple[int, ...]
 
     @classmethod
     def after(cls, batch: FlatBatch, groups: KVGroups) -> NextStep | None:
@@ -41,13 +45,19 @@ class NextStep:
         _, positions, rope_lengths = batch.inputs
         following = positions + 1
         inputs = torch.stack((torch.zeros_like(positions), following, torch.maximum(rope_lengths, following + 1)))
-        return cls(inputs, tuple(sequences))
+        return cls(inputs, tuple(sequences), _ids(batch))
 
     def is_step(self, batch: FlatBatch, token_ids: Sequence[int]) -> bool:
         """Whether a batch is this step with these token ids."""
-        if self.sequences != batch.sequences or any(number is not None for number, _ in batch.adapters):
+        if self.seq_ids != _ids(batch) or self.sequences != batch.sequences:
+            return False
+        if any(number is not None for number, _ in batch.adapters):
             return False
         return torch.equal(self.inputs[1:], batch.inputs[1:]) and batch.inputs[0].tolist() == list(token_ids)
+
+
+def _ids(batch: FlatBatch) -> tuple[int, ...]:
+    return tuple(seq.seq_id for seq in batch.scheduled)
 
 
 def _begins_block(seq: SequenceMetadata, groups: KVGroups) -> bool:

@@ -611,7 +611,7 @@ def recurrence(a: Any) -> None:
         a.slots_ptr.tolist(), a.begins_ptr[:runs].tolist(), a.ends_ptr[:runs].tolist(), strict=True
     ):
         q, k, v, decay, beta = (each.float() for each in _of_rows(a, slice(begin, end)))
-        kept = _state(a, max(slot, 0))
+        kept = _recurrent_state(a, max(slot, 0))
         state = kept.clone() if slot >= 0 else torch.zeros_like(kept)
         y = _columns(a, a.y_ptr, slice(begin, end))
         for row in range(end - begin):
@@ -623,7 +623,7 @@ def recurrence(a: Any) -> None:
             kept.copy_(state)
 
 
-def _state(a: Any, slot: int) -> Tensor:
+def _recurrent_state(a: Any, slot: int) -> Tensor:
     shape = (a.value_heads, a.key_dim, a.value_dim)
     return strided(a.states_ptr, shape, (a.key_dim * a.value_dim, a.value_dim, 1), slot * a.slot_stride)
 
@@ -706,7 +706,7 @@ def advance(a: Any) -> None:
         for chunk in range(max(begin, a.first), min(end, a.end)):
             first = row + (chunk - begin) * a.CHUNK
             rows = slice(first, first + a.CHUNK)
-            state, index = _state(a, slot), chunk - a.first
+            state, index = _recurrent_state(a, slot), chunk - a.first
             of_k, of_q, after, before = _factors(a, index).double()[..., None]
             t, m = (_in_parts(a, each, index).double().sum(1) for each in (a.solve_ptr, a.mix_ptr))
             (q, k), v = (each.transpose(0, 1) for each in _keys(a, rows)), _columns(a, a.v_ptr, rows).transpose(0, 1)
