@@ -111,7 +111,8 @@ class BuildExt(build_ext):
 
     def add_cuda_half(self, ext: Extension, sources: list[str]) -> str:
         """Compile the .cu sources into `ext` if possible. Returns the outcome as a phrase for the build log."""
-        wish, nvcc = cuda_wish(), find_nvcc()
+        wish = cuda_wish()
+        nvcc = find_nvcc()
         if wish == "0":
             return "without CUDA (NANOVLLM_CUDA=0)"
         if nvcc is None:
@@ -119,7 +120,8 @@ class BuildExt(build_ext):
                 raise SystemExit("NANOVLLM_CUDA=1 but there is no nvcc: put it on PATH or set CUDA_HOME.")
             return "without CUDA (there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda)"
         try:
-            objects, libraries = [self.compile_cuda(nvcc, source) for source in sources], cuda_library_dir(nvcc)
+            objects = [self.compile_cuda(nvcc, source) for source in sources]
+            libraries = cuda_library_dir(nvcc)
         except (OSError, subprocess.CalledProcessError) as error:
             if wish == "1":
                 raise SystemExit(f"NANOVLLM_CUDA=1 but {nvcc} does not work: {error}.") from error

@@ -38,10 +38,12 @@ def run_checks(checks: Mapping[str, Check], args: argparse.Namespace, device: st
 def outcome_of(name: str, check: Check) -> Outcome:
     start = time.perf_counter()
     try:
-        good, note = True, check() or ""
+        good = True
+        note = check() or ""
     except Exception as error:  # a failure of any type does not stop the other checks
         traceback.print_exc()
-        good, note = False, f"{type(error).__name__}: {error}".partition("\n")[0]
+        good = False
+        note = f"{type(error).__name__}: {error}".partition("\n")[0]
     return Outcome(name, good, time.perf_counter() - start, note)
 
 

@@ -48,7 +48,9 @@ class Buffers:
     def __init__(self, device: str, kind: str, rows: int, row_bytes: int) -> None:
         pin = device == "cuda"
         self.kind = kind
-        self.rows, self.row_bytes, self.size = rows, row_bytes, rows * row_bytes
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self.size = rows * row_bytes
         self.far = torch.empty(rows, 2, row_bytes, dtype=torch.uint8, pin_memory=pin)
         self.packed = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
         self.near = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
@@ -56,14 +58,18 @@ class Buffers:
 
     def ways(self) -> dict[str, Callable[[], object]]:
         """The call of each way, by name; the contiguous copy first."""
-        width, rows, size = self.row_bytes, self.rows, self.size
+        width = self.row_bytes
+        rows = self.rows
+        size = self.size
         stream: Any = self.stream or 0
-        near_pitch, far_pitch = width, 2 * width
+        near_pitch = width
+        far_pitch = 2 * width
         dst, src = (self.far, self.near) if self.kind == "d2h" else (self.near, self.far)
         dpitch, spitch = (far_pitch, near_pitch) if self.kind == "d2h" else (near_pitch, far_pitch)
         to, at = (self.packed, self.near) if self.kind == "d2h" else (self.near, self.packed)
         torch_to, torch_at = (self.far[:, 0], self.near) if self.kind == "d2h" else (self.near, self.far[:, 0])
-        flat_dst, flat_src = dst.view(-1), src.view(-1)
+        flat_dst = dst.view(-1)
+        flat_src = src.view(-1)
         dsts = [flat_dst[row * dpitch :] for row in range(rows)] if rows <= MOST_CALLS else []
         srcs = [flat_src[row * spitch :] for row in range(rows)] if rows <= MOST_CALLS else []
 

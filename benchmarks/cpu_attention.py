@@ -24,8 +24,12 @@ from nanovllm.ops.cpu_attention import attend_batch
 from nanovllm.ops.cpu_kernels import instruction_sets
 from nanovllm.ops.timing import call_seconds
 
-HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
-CONTEXT, PREFILL_ROWS, BLOCK_SIZE = 32768, 2048, 4096
+HEADS = 16
+KV_HEADS = 8
+HEAD_DIM = 128
+CONTEXT = 32768
+PREFILL_ROWS = 2048
+BLOCK_SIZE = 4096
 MATRIX = 4096
 KV_BYTES = CONTEXT * KV_HEADS * HEAD_DIM * 2 * 2
 
@@ -87,7 +91,8 @@ def measure(rounds: int, block_size: int, isa: str) -> Figures:
     works = ((memory.sum, 10), (decode, 10), (lambda: torch.mm(a, b), 2), (prefill, 1))  # with calls that count
     times = [[mean(call_seconds(work, calls)) for work, calls in works] for _ in range(rounds)]
     read, decoded, multiplied, prefilled = (median(column) for column in zip(*times, strict=True))
-    matmul_rate, prefill_rate = 2.0 * MATRIX**3 / multiplied / 1e9, prefill_operations() / prefilled / 1e9
+    matmul_rate = 2.0 * MATRIX**3 / multiplied / 1e9
+    prefill_rate = prefill_operations() / prefilled / 1e9
     return Figures(
         isa=isa,
         threads=torch.get_num_threads(),

@@ -143,7 +143,8 @@ def _isa(dtype: torch.dtype) -> str:
 
 def kernel_pass(x: Tensor, weights: Tensor, interleaved: bool) -> Callable[[], object]:
     """Our products of x [rows, in] with all of `weights` [copies, out, in]."""
-    rows, (_, out_features, in_features) = len(x), weights.shape
+    rows = len(x)
+    (_, out_features, in_features) = weights.shape
     if rows >= MANY_ROWS:
         return partial(pass_over, partial(cpu_kernels.cpu_linear, interleaved=interleaved), x, weights)
     y = x.new_empty(rows, out_features)
@@ -180,7 +181,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def print_result(result: Result) -> None:
-    shape, read = f"{result.in_features} x {result.out_features}", result.read_gb_s.median
+    shape = f"{result.in_features} x {result.out_features}"
+    read = result.read_gb_s.median
     rates = f"{result.kernel_gb_s:8.1f} {result.of_read:7.0%} {result.of_each_read:5.0%} {result.kernel_gflop_s:9.1f}"
     torchs = [2.0 * result.rows * result.in_features * result.out_features / spread.median / 1e9
               for spread in (result.torch_seconds, result.torch_fp32_seconds)]  # fmt: skip
@@ -192,7 +194,8 @@ def print_result(result: Result) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
     with open_shape(args.model, 1, args.dtype) as shape:
-        facts, load = machine_facts("cpu"), OtherLoad()
+        facts = machine_facts("cpu")
+        load = OtherLoad()
         isa = _isa(shape.dtype)
         machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
         print(f"{shape.name} in {args.dtype}; {machine}; medians of {args.rounds} rounds")

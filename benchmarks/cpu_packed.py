@@ -95,7 +95,8 @@ def copies_of(weight: PackedWeight, count: int) -> list[PackedWeight]:
 def measure(args: argparse.Namespace) -> Iterator[Result]:
     """All schemes on all numbers of rows."""
     dtype: torch.dtype = getattr(torch, args.dtype)
-    out_features, in_features = args.out_features, args.in_features
+    out_features = args.out_features
+    in_features = args.in_features
     dense = torch.randn(out_features, in_features).to(dtype)
     for scheme in args.schemes:
         weight = packed_weight(scheme, out_features, in_features)
@@ -137,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
     if args.in_features % 256:
         raise ConfigError(f"--in-features {args.in_features}: must be a multiple of 256")
-    facts, load, isa = machine_facts("cpu"), OtherLoad(), cpu_kernels.choose(None, "packed")
+    facts = machine_facts("cpu")
+    load = OtherLoad()
+    isa = cpu_kernels.choose(None, "packed")
     machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
     print(f"{args.in_features} x {args.out_features} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
     print(f"{'bits':>13} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9} {'of dense':>9}")

@@ -85,7 +85,8 @@ class Decoding:
     def __init__(self, llm: LLM, work: Work, prompt: list[int], steps: int) -> None:
         self._llm = llm
         self._steps = steps
-        stats, spec = llm.kv_stats(), work.shape.spec
+        stats = llm.kv_stats()
+        spec = work.shape.spec
         self._resident_blocks = stats.resident_blocks
         sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
         self.layout = KVLayout.of(work.kv_cache_dtype, *sizes)
@@ -104,7 +105,8 @@ class Decoding:
     def turn(self, share: float | None) -> Turn:
         """share: of the host blocks for CPU attention; None for the engine's own choice."""
         contexts = range(self.context_len, self.context_len + self._steps)
-        before, start = self._llm.kv_stats().transfers, time.perf_counter()
+        before = self._llm.kv_stats().transfers
+        start = time.perf_counter()
         for _ in contexts:
             self._step()
         seconds = time.perf_counter() - start

@@ -138,7 +138,9 @@ def timing_of(outputs: Sequence[RequestOutput]) -> RunTiming:
 
 def _request_timing(output: RequestOutput) -> RequestTiming:
     metrics = output.metrics
-    scheduled, first, finished = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
+    scheduled = metrics.first_scheduled_time
+    first = metrics.first_token_time
+    finished = metrics.finished_time
     assert scheduled is not None and first is not None and finished is not None, "the request has finished"
     return RequestTiming(
         prompt_tokens=len(output.prompt_token_ids),

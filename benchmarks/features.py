@@ -39,14 +39,25 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.mtp_spec import mtp_spec, mtp_tensors
 from nanovllm.ops.triton_support import multiplies_fp8
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 512
-PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
+HIDDEN = 256
+INTERMEDIATE = 512
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+LAYERS = 2
+VOCAB = 512
+PROMPT_LEN = 300
+OUTPUT_LEN = 6
+BLOCK = 64
 DRAFTED_LEN = 24
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 MTP_HEAD = {"method": "mtp", "num_speculative_tokens": 3}
 # Of the mean difference of a log-probability: arithmetic in bf16, inputs in fp8, K and V in 8 bits, and rows for which
 # bf16 chooses other experts. Those of other weights differ by about 1.
-BOUND, FP8_BOUND, KV_BOUND, EXPERTS_BOUND = 0.05, 0.2, 0.1, 0.2
+BOUND = 0.05
+FP8_BOUND = 0.2
+KV_BOUND = 0.1
+EXPERTS_BOUND = 0.2
 FORMATS = {
     "gptq": {},
     "awq": {},
@@ -300,7 +311,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> Path:
         if tensor.dim() == 1:
             writer.add_tensor(gguf_name(name, "qwen3"), tensor.numpy())
         else:
-            packed, type_ = quantize(tensor.numpy(), kind), gguf.GGMLQuantizationType[kind]
+            packed = quantize(tensor.numpy(), kind)
+            type_ = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(gguf_name(name, "qwen3"), packed, raw_dtype=type_)
     finish(writer)
     return path

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
-GROUPS, GROUP = 8, 32  # of a block of Q4_K
+# of a block of Q4_K
+GROUPS = 8
+GROUP = 32
 
 
 def quantize(weight: Any, kind: str) -> Any:
@@ -27,8 +29,10 @@ def quantize_q4_k(weight: Any) -> Any:
     groups = weight.reshape(-1, GROUPS, GROUP)
     minimums = np.maximum(-groups.min(-1), 0)
     scales = (groups.max(-1) + minimums) / 15
-    (d, scale_steps), (dmin, minimum_steps) = _six_bits(scales), _six_bits(minimums)
-    step, base = d * scale_steps, dmin * minimum_steps
+    (d, scale_steps) = _six_bits(scales)
+    (dmin, minimum_steps) = _six_bits(minimums)
+    step = d * scale_steps
+    base = dmin * minimum_steps
     q = (groups + base[..., None]) / np.where(step == 0, 1, step)[..., None]
     q = np.clip(np.rint(q), 0, 15).astype(np.uint8)
     packed = np.concatenate([_fp16(d), _fp16(dmin), _packed_steps(scale_steps, minimum_steps), _nibbles(q)], axis=-1)
@@ -48,7 +52,8 @@ def _fp16(values: Any) -> Any:
 
 def _packed_steps(scales: Any, minimums: Any) -> Any:
     """Twelve bytes [blocks, 12]: see `ops.packed_weights`, which reads them."""
-    scales, minimums = scales.astype(np.uint8), minimums.astype(np.uint8)
+    scales = scales.astype(np.uint8)
+    minimums = minimums.astype(np.uint8)
     first = scales[:, :4] | (scales[:, 4:] >> 4) << 6
     second = minimums[:, :4] | (minimums[:, 4:] >> 4) << 6
     return np.concatenate([first, second, (scales[:, 4:] & 15) | (minimums[:, 4:] & 15) << 4], axis=-1)

@@ -44,7 +44,8 @@ KEPT_OUTPUT = 30_000  # characters of a part's output that are kept, from its en
 STACKS_SECONDS = 5  # in which a part prints its stacks before it is killed
 DRY_SECONDS = 300  # for a part of a dry run, on test machines with few cores and other load
 # Llama-3.1-8B as published; KV of 4 GiB and 16 GiB. The longer prompt and its output fit the model's 131,072 positions.
-PROMPT_32K, PROMPT_128K = 32768, 130048
+PROMPT_32K = 32768
+PROMPT_128K = 130048
 LLAMA = ("--device", "cuda", "--model", "llama-3.1-8b", "--num-layers", "all", "--block-size", "1024",
          "--max-num-batched-tokens", "16384", "--warmup", "1")  # fmt: skip
 MODEL = "{model}"  # in arguments of a dry run: the directory of a tiny model
@@ -195,7 +196,9 @@ FIRST = (
 )  # fmt: skip
 # What is chosen otherwise by default: prefill on the own kernel and on longer segments, CPU attention by polling.
 SECOND = ("offload-32k-own", "offload-32k-16k-segments", "cpu-attention-32k-polled", "kernels")
-FIRST_MINUTES, SECOND_MINUTES, ALL_MINUTES = 8.0, 4.0, 9.0
+FIRST_MINUTES = 8.0
+SECOND_MINUTES = 4.0
+ALL_MINUTES = 9.0
 ALWAYS = ("build",)  # for a machine that is new
 LONGEST = "tests"
 
@@ -314,7 +317,8 @@ class Output:
     """The output of a process: shown and logged immediately, with its end kept."""
 
     def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
-        self._process, self._log = process, log
+        self._process = process
+        self._log = log
         self._lines: list[str] = []
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()

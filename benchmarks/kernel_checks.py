@@ -25,12 +25,16 @@ from nanovllm.ops.triton_few_rows import few_rows_linear
 from nanovllm.ops.triton_kv import quantize_rows_triton
 from nanovllm.ops.triton_merge import merge_parts_triton
 
-ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
+ROWS = 5
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
 
 
 def random_gguf(scheme: str, out_features: int, in_features: int, device: str | torch.device = "cpu") -> PackedWeight:
     """A weight of a GGUF type with random values, as a file has it."""
-    kind, of_device = TENSOR_TYPES[scheme.upper()], torch.device(device)
+    kind = TENSOR_TYPES[scheme.upper()]
+    of_device = torch.device(device)
     weight = GgufWeight(kind, {"matrix": out_features}, in_features, torch.float32, of_device)
     for _, slot in weight.slots():
         assert slot.randomize is not None
@@ -67,7 +71,8 @@ class KernelChecks:
 
     def store(self) -> None:
         pool, k, v = self.random(3, 2, KV_HEADS, 16, HEAD_DIM), *self.random(2, ROWS, KV_HEADS, HEAD_DIM)
-        slots, plain = torch.tensor([40, -1, 3, 16, 15]), pool.cpu().clone()
+        slots = torch.tensor([40, -1, 3, 16, 15])
+        plain = pool.cpu().clone()
         row_kernels.store_kv(plain, k.cpu(), v.cpu(), slots)
         triton_rows.store_kv(pool, k, v, slots.to(self.device))
         expect_close(pool.cpu(), plain, 0.0)
@@ -82,7 +87,9 @@ class KernelChecks:
         expect_close(lse.cpu(), plain[1], 1e-5)
 
     def norms(self) -> None:
-        x, residual, weight = self.random(ROWS, 96), self.random(ROWS, 96), self.random(96)
+        x = self.random(ROWS, 96)
+        residual = self.random(ROWS, 96)
+        weight = self.random(96)
         plain = residual.cpu().clone()
         for kind in (weight, weight.float()):
             expected = rms_norm(x.cpu(), kind.cpu(), 1e-6)
@@ -112,30 +119,36 @@ class KernelChecks:
     def draw(self) -> None:
         scores = torch.zeros(ROWS, 3000)
         scores[torch.arange(ROWS), torch.arange(ROWS) * 500] = 1e4
-        starts, tokens = torch.arange(ROWS), torch.arange(3000)
+        starts = torch.arange(ROWS)
+        tokens = torch.arange(3000)
         drawn = triton_rows.draw(*(x.to(self.device) for x in (scores, tokens, starts)))
         assert drawn.tolist() == [500 * row for row in range(ROWS)], drawn
 
     def experts(self) -> None:
-        x, weights = self.random(ROWS, 96), self.random(3, 80, 96)
-        rows, ends = torch.tensor([0, 2, 4, 1, 4]), torch.tensor([1, 1, 5])
+        x = self.random(ROWS, 96)
+        weights = self.random(3, 80, 96)
+        rows = torch.tensor([0, 2, 4, 1, 4])
+        ends = torch.tensor([1, 1, 5])
         y = grouped_linear(x, weights, ends.to(self.device), rows.to(self.device))
         expected = torch.cat([x[:1].cpu().float() @ weights[0].cpu().float().T,
                               x[rows[1:]].cpu().float() @ weights[2].cpu().float().T])  # fmt: skip
         expect_close(y.cpu().float(), expected, 0.3)
-        entries, shares = torch.tensor([[0, 4], [3, 1]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+        entries = torch.tensor([[0, 4], [3, 1]])
+        shares = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
         summed = weighted_sum(y, entries.to(self.device), shares.to(self.device))
         expect_close(summed.cpu().float(), (y.cpu().float()[entries] * shares[..., None]).sum(1), 0.2)
 
     def few_rows(self) -> None:
-        x, weight = self.random(ROWS, 96), self.random(80, 96)
+        x = self.random(ROWS, 96)
+        weight = self.random(80, 96)
         expected = x.cpu().float() @ weight.cpu().float().T
         for config in few_rows_variants()[::3]:
             expect_close(few_rows_linear(x, weight, None, config).cpu().float(), expected, 0.3)
 
     def packed(self) -> None:
         codes = torch.randint(0, 256, (96, 64), dtype=torch.uint8)
-        scales, zeros = torch.rand(96, 4).half() / 16, torch.randint(0, 16, (96, 4), dtype=torch.uint8)
+        scales = torch.rand(96, 4).half() / 16
+        zeros = torch.randint(0, 16, (96, 4), dtype=torch.uint8)
         fp8 = (torch.rand(96, 128) - 0.5).to(torch.float8_e4m3fn)
         for weight in (
             PackedWeight("int4", codes, scales, zeros, 32, 128),
@@ -145,7 +158,8 @@ class KernelChecks:
             points = None if weight.zeros is None else weight.zeros.to(self.device)
             for rows in (1, 40):
                 x = self.random(rows, 128) / 16
-                data, scales = weight.data.to(self.device), weight.scales.to(self.device)
+                data = weight.data.to(self.device)
+                scales = weight.scales.to(self.device)
                 y = triton_packed.packed_linear(x, weight.scheme, data, scales, points, weight.group_size)
                 expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
 
@@ -167,6 +181,7 @@ class KernelChecks:
             rows = quantize_rows_triton(x, dtype).cpu().view(torch.uint8)
             assert torch.equal(rows, quantize_rows_torch(x.cpu(), dtype).view(torch.uint8)), dtype
             if self.device == "cuda":  # the interpreter's products of bf16 are wrong
-                backend, device = TritonAttention(), torch.device(self.device)
+                backend = TritonAttention()
+                device = torch.device(self.device)
                 difference = difference_from_reference(backend, device, HEAD_DIM, dtype)
                 assert difference <= CHECK_BOUND, (dtype, difference)

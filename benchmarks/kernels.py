@@ -123,7 +123,8 @@ def matmul_tflop_s(sizes: Sizes, device: torch.device) -> float:
 
 
 def ceilings(sizes: Sizes, device: torch.device) -> list[Figure]:
-    copy, matmul = copy_gb_s(sizes, device), matmul_tflop_s(sizes, device)
+    copy = copy_gb_s(sizes, device)
+    matmul = matmul_tflop_s(sizes, device)
     print_row("copy on the device", f"{copy:,.0f} GB/s", "read and written")
     print_row(f"torch.matmul {sizes.matrix}", f"{matmul:,.1f} TFLOP/s", str(sizes.dtype))
     return [{"name": "copy", "gb_s": copy}, {"name": "matmul", "tflop_s": matmul}]
@@ -138,7 +139,8 @@ def merge(sizes: Sizes, device: torch.device) -> list[Figure]:
     for tokens in sizes.merge_tokens:
         q = torch.empty(tokens, sizes.heads, sizes.head_dim, device=device)
         state = AttentionState(torch.randn_like(q), torch.randn(sizes.heads, tokens, device=device))
-        part, part_lse = torch.randn_like(q).to(sizes.dtype), torch.randn_like(state.lse)
+        part = torch.randn_like(q).to(sizes.dtype)
+        part_lse = torch.randn_like(state.lse)
 
         def ours(s: AttentionState = state, p: Tensor = part, lse: Tensor = part_lse) -> None:
             merge_states_(s.out, s.lse, p, lse)
@@ -158,7 +160,8 @@ def merge(sizes: Sizes, device: torch.device) -> list[Figure]:
 
 def store(sizes: Sizes, device: torch.device) -> list[Figure]:
     """New K/V of a chunk into blocks by slot mapping: bytes read and written."""
-    tokens, block_size = sizes.store_tokens, 256
+    tokens = sizes.store_tokens
+    block_size = 256
     pool = torch.empty(
         -(-tokens // block_size), 2, sizes.kv_heads, block_size, sizes.head_dim, dtype=sizes.dtype, device=device
     )
@@ -210,13 +213,16 @@ def reduction(sizes: Sizes, device: torch.device) -> list[Figure]:
     from nanovllm.ops.triton_decode import decode_whole
 
     figures: list[Figure] = []
-    default, scale = decode_config_on(device, sizes.head_dim, sizes.dtype), sizes.head_dim**-0.5
+    default = decode_config_on(device, sizes.head_dim, sizes.dtype)
+    scale = sizes.head_dim**-0.5
     for sequences, context, block_size in sizes.decode:
         q, pool, metadata, _ = problem(sizes, device, sequences, 1, context, block_size)
-        table, expected = metadata.on(device), torch.empty_like(q)
+        table = metadata.on(device)
+        expected = torch.empty_like(q)
         decode_whole(q, pool, table, expected, scale, None, None, default)
         for warps in WARPS:
-            config, out = replace(default, reduce_warps=warps), torch.empty_like(q)
+            config = replace(default, reduce_warps=warps)
+            out = torch.empty_like(q)
 
             def attend(config: DecodeConfig = config, q: Tensor = q, pool: Tensor = pool,
                        table: DeviceMetadata = table, out: Tensor = out) -> None:  # fmt: skip
@@ -262,9 +268,11 @@ def segments(sizes: Sizes, device: torch.device) -> list[Figure]:
     """
     from nanovllm.ops.triton_attention import TritonAttention
 
-    own, shape = TritonAttention(), (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    own = TritonAttention()
+    shape = (sizes.heads, sizes.kv_heads, sizes.head_dim)
     figures: list[Figure] = []
-    block_size, most = min(256, *sizes.segments), min(2 * sizes.segments[-1], 16384)
+    block_size = min(256, *sizes.segments)
+    most = min(2 * sizes.segments[-1], 16384)
     ways: list[tuple[AttentionBackend, Figure]] = [(own, {"backend": own.name})]
     for segment, library in itertools.product(sizes.segments, libraries(device)):
         facts: Figure = {"backend": library.name, "segment": segment}

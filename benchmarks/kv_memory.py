@@ -29,7 +29,9 @@ from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.memory.layout import KVLayout
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
-HEAD_DIM, EXPERTS = 16, 4  # of the small network; heads of another size keep their proportion
+# of the small network; heads of another size keep their proportion
+HEAD_DIM = 16
+EXPERTS = 4
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 512, "num_local_experts": EXPERTS}
 
 
@@ -100,7 +102,8 @@ def run(
     arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 1, "enable_prefix_caching": False}
     sizes = {"num_gpu_blocks": num_blocks, "kvcache_block_size": block_size, "max_num_batched_tokens": chunk}
     with LLM(str(shape.path), device="cpu", dtype="bfloat16", **arguments, **sizes) as llm:
-        peak, execute = 0, llm.engine.executor.execute
+        peak = 0
+        execute = llm.engine.executor.execute
 
         def watched(batch: Batch) -> StepResult:
             nonlocal peak

@@ -49,7 +49,8 @@ def run_nanovllm(model: str, prompt: list[int], directory: Path | None, output: 
     result = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
     ended = time.perf_counter()
     llm.close()
-    metrics, completion = result.metrics, result.outputs[0]
+    metrics = result.metrics
+    completion = result.outputs[0]
     return {
         "load": loaded - begin,
         "first_token": metrics.ttft,
@@ -70,10 +71,12 @@ def run_llama(model: str, prompt: list[int], path: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     llm = llama_cpp.Llama(model_path=model, verbose=False, n_ctx=len(prompt) + 256, n_batch=2048, n_ubatch=512)
     loaded = time.perf_counter()
-    document_ids, saved = prompt[:-1], 0.0
+    document_ids = prompt[:-1]
+    saved = 0.0
     context = llm._ctx.ctx
     if path.exists():
-        ids, count = (llama_cpp.llama_token * len(prompt))(), ctypes.c_size_t()
+        ids = (llama_cpp.llama_token * len(prompt))()
+        count = ctypes.c_size_t()
         restored = llama_cpp.llama_state_load_file(context, str(path).encode(), ids, len(prompt), ctypes.byref(count))
         assert restored and list(ids)[: count.value] == document_ids
         llm.n_tokens = count.value

@@ -80,7 +80,9 @@ class Launches:
     def taken(self) -> Launches:
         """What was counted until now; the count begins anew."""
         found = Launches(self.counts, self.num_bytes, self.on_host)
-        self.counts, self.num_bytes, self.on_host = Counter(), Counter(), Counter()
+        self.counts = Counter()
+        self.num_bytes = Counter()
+        self.on_host = Counter()
         return found
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -274,7 +276,8 @@ def count(shape: Shape, chunk: int, context: int) -> Counted:
 
 def _kv_cache(device: Device, model: Decoder, shape: Shape, config: EngineConfig) -> PagedKVCache:
     """With room for the longest sequence and, of a recurrent network, the states of one."""
-    spec, layout = shape.spec, shape.network.layout(BLOCK)
+    spec = shape.spec
+    layout = shape.network.layout(BLOCK)
     backend = TritonAttention()
     geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, shape.dtype, model.sinks)
     assert config.max_model_len is not None

@@ -27,7 +27,8 @@ from nanovllm.memory.layout import KVLayout
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
-OFFLOAD, CHUNK_MAJOR = "offload", "offload, chunk-major"
+OFFLOAD = "offload"
+CHUNK_MAJOR = "offload, chunk-major"
 MODEL_DTYPE = "offload, KV in the model's dtype"
 OTHERS = {
     "on-device": "on device",
@@ -124,20 +125,24 @@ def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.N
 
 def traffic_of(offload: Variant, work: Work) -> Traffic:
     """The transfers of the last run, their prediction, and their rates."""
-    stats, spec = offload.llm.kv_stats(), work.shape.spec
+    stats = offload.llm.kv_stats()
+    spec = work.shape.spec
     sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
     layout = KVLayout.of(offload.kv_cache_dtype, *sizes)
-    resident, chunk = stats.resident_blocks, work.max_num_batched_tokens
+    resident = stats.resident_blocks
+    chunk = work.max_num_batched_tokens
     memory = offload.layerwise_memory
     steps = prefill_steps(stats.block_size, resident, work.prompt_len, chunk, memory)
 
     def predict(output_len: int) -> TransferCount:
         return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill=steps)
 
-    prefill, decode = predict(1), predict(work.output_len) - predict(1)
+    prefill = predict(1)
+    decode = predict(work.output_len) - predict(1)
     counted = offload.moved[-1]
     decode_h2d = max(0, decode.h2d_bytes - counted.cpu_attention_bytes)
-    prefill_s, decode_s = offload.runs[-1].prefill_seconds, offload.runs[-1].decode_seconds
+    prefill_s = offload.runs[-1].prefill_seconds
+    decode_s = offload.runs[-1].decode_seconds
     return Traffic(
         counted=counted,
         prefill=prefill,
@@ -177,7 +182,8 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, device: str
         variants = open_variants(stack, work, placement, args.against)
         load = OtherLoad()
         take_turns(variants, prompt, args)
-        other_load, offload = load.share(), variants[OFFLOAD]
+        other_load = load.share()
+        offload = variants[OFFLOAD]
         kv = {name: variant.llm.kv_stats() for name, variant in variants.items()}
         traffic = {name: traffic_of(v, work) for name, v in variants.items() if name.startswith(OFFLOAD)}
         offload.prepare()
@@ -229,7 +235,8 @@ def open_variants(
         if name in {*names, OFFLOAD}:
             llm = stack.enter_context(work.open(**arguments))
             kv_cache_dtype = arguments.get("kv_cache_dtype", work.kv_cache_dtype)
-            memory, scheduling = llm.kv_stats().layerwise_memory, llm.engine.scheduler.layerwise
+            memory = llm.kv_stats().layerwise_memory
+            scheduling = llm.engine.scheduler.layerwise
             variants[name] = Variant(llm, memory, kv_cache_dtype, scheduling)
     if CHUNK_MAJOR in names:
         variants[CHUNK_MAJOR] = replace(variants[OFFLOAD], layerwise_memory=NO_LAYERWISE, runs=[], moved=[], tokens=[])
@@ -281,7 +288,8 @@ def show_traffic(name: str, traffic: Traffic, ceilings: Ceilings) -> None:
     """Print counts with the formula's, and rates with the copy peak."""
     print(name)
     for name in TRANSFER_FIELDS:
-        count, formula = getattr(traffic.counted, name), getattr(traffic.predicted, name)
+        count = getattr(traffic.counted, name)
+        formula = getattr(traffic.predicted, name)
         spared = getattr(traffic.counted.without_cpu_attention, name) - count
         show = mib if name.endswith("bytes") else "{:,}".format
         left = f", {show(spared)} of it left to the CPU" if spared else ""
@@ -297,7 +305,8 @@ def show_traffic(name: str, traffic: Traffic, ceilings: Ceilings) -> None:
 
 def show_overlap(phase: str, overlap: Overlap, gaps: Gaps | None) -> None:
     """Print how much of a phase's copies was hidden, and how much of its time was lost."""
-    hidden, copies = overlap.hidden_share, f"of {overlap.copies_s:,.3f} s in which copies ran"
+    hidden = overlap.hidden_share
+    copies = f"of {overlap.copies_s:,.3f} s in which copies ran"
     if overlap.copies_s:
         copies += f", at {overlap.copied_bytes / overlap.copies_s / 1e9:,.2f} GB/s"
     print_row(f"{phase}: copies overlapped", "-" if hidden is None else f"{hidden:.1%}", copies)

@@ -83,7 +83,8 @@ class Result:
 def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
     """Rates, prediction and run of one configuration, in every round."""
     (prompt,) = work.shape.prompts(1, work.prompt_len, args.seed)
-    requests, runs = [], []
+    requests = []
+    runs = []
     with work.open(**arguments_for(work, placement, args.device_share)) as llm:
         for _ in range(args.warmup):
             generate(llm, [prompt], work.output_len)
@@ -105,7 +106,8 @@ def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
 
 def rates_for(work: Work, *, offload: bool) -> Rates:
     """Measured as `nanovllm plan` does."""
-    spec, sizes = work.shape.spec, ProbeSizes()
+    spec = work.shape.spec
+    sizes = ProbeSizes()
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, work.block_size, work.shape.dtype.itemsize)
     ring_slots = split_device(0, spec.num_layers, layout.block_layer_bytes).ring_slots if offload else 0
     with closing(create_device(work.device)) as device:
@@ -135,7 +137,8 @@ def show_head() -> None:
 
 
 def show(result: Result) -> None:
-    prefill, decode = result.prefill, result.decode
+    prefill = result.prefill
+    decode = result.decode
     print(
         COLUMNS(
             result.num_layers, result.placement, f"{result.prompt_len:,}",
@@ -151,7 +154,9 @@ def show(result: Result) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output_len < 2:
         raise ConfigError("--output-len must be at least 2: the first token is the prefill's")
-    facts, load, results = machine_facts(device_name(args.device)), OtherLoad(), []
+    facts = machine_facts(device_name(args.device))
+    load = OtherLoad()
+    results = []
     models = []
     for num_layers in args.num_layers:
         with open_shape(args.model, num_layers, args.dtype) as shape:

@@ -45,7 +45,9 @@ from nanovllm.ops.timing import call_seconds
 
 SMALL = 16 << 10  # bytes: about a partial state of 32 heads of 128
 LOADS = 4
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
 STATE_HEADS = 31  # whose outputs and LSEs fit into SMALL
 ROUNDS = 20
 DRY_ROUNDS = 2
@@ -56,10 +58,12 @@ class Link:
 
     def __init__(self, device: Device, load_bytes: int, rounds: int, matrix: int) -> None:
         """matrix: of a product that takes longer than submitting some kernels."""
-        self.device, self._rounds = device, rounds
+        self.device = device
+        self._rounds = rounds
         self._loads = [device.new_stream(f"load-{index}") for index in range(LOADS)]
         self._small = device.new_stream("small")
-        self._there, self._back = device.new_event(), device.new_event()
+        self._there = device.new_event()
+        self._back = device.new_event()
         self._from = device.empty_host("loads", (LOADS, load_bytes), torch.uint8)
         self._to = device.empty("loads", (LOADS, load_bytes), torch.uint8)
         self._host = device.empty_host("small", (SMALL // 4,), torch.float32)
@@ -99,7 +103,8 @@ class Link:
         found = []
         for _ in range(self._rounds + 1):
             for index in range(LOADS if streams else 0):
-                stream, size = self._loads[index % streams], self._from[index].nbytes
+                stream = self._loads[index % streams]
+                size = self._from[index].nbytes
                 copy = PitchedCopy(self._to[index], self._from[index], size, size, size, 1, "h2d")
                 self.device.copy_2d(copy, stream)
             found.append(work() * 1e6)
@@ -127,7 +132,8 @@ class Link:
 
     def _merge(self, partial: Tensor) -> None:
         rows = STATE_HEADS * HEAD_DIM
-        out, lse = partial[:rows].view(self._out.shape), partial[rows : rows + STATE_HEADS].view(self._lse.shape)
+        out = partial[:rows].view(self._out.shape)
+        lse = partial[rows : rows + STATE_HEADS].view(self._lse.shape)
         merge_states_(self._out, self._lse, out, lse)
 
     def _round_trip(self, calls: Any) -> None:
@@ -156,7 +162,8 @@ def calls_polled(polled: bool) -> Iterator[None]:
 
 def rates_by_threads(device: Device, threads: Sequence[int], block_size: int, blocks: int) -> list[dict[str, float]]:
     """CPU attention over the host pool of an engine with Llama-3.1-8B's heads, and the link, in GB/s."""
-    layout, dtype = KVLayout(2, KV_HEADS, HEAD_DIM, block_size, 2), torch.bfloat16
+    layout = KVLayout(2, KV_HEADS, HEAD_DIM, block_size, 2)
+    dtype = torch.bfloat16
     geometry = AttentionGeometry(HEAD_DIM**-0.5, HEADS, dtype)
     engine = OffloadEngine(device, layout, dtype, DeviceSplit(16, 2), blocks)
     engine.host.fill_(0.5)

@@ -33,7 +33,8 @@ from nanovllm.ops.packed_weights import PackedWeight, dequantize, packed_linear,
 from nanovllm.ops.triton_support import multiplies_fp8
 
 # Of the sum of the products' sizes. Rounding inputs to fp8 alone is wrong by up to 2^-4.
-BOUND, FP8_BOUND = 8e-3, 0.08
+BOUND = 8e-3
+FP8_BOUND = 0.08
 CHECKED_ROWS = 4
 Copied = TypeVar("Copied")
 
@@ -59,7 +60,8 @@ class Sizes:
 
 def random_weight(scheme: str, group_size: int, sizes: Sizes, device: torch.device) -> PackedWeight:
     """Values that the bits can have, of about 1 / sqrt(in_features)."""
-    shape, size = (sizes.out_features, sizes.in_features), sizes.in_features**-0.5
+    shape = (sizes.out_features, sizes.in_features)
+    size = sizes.in_features**-0.5
     groups = (sizes.out_features, sizes.in_features // group_size)
     if scheme == "fp8":
         data = (torch.rand(shape, device=device) * 2 - 1).to(torch.float8_e4m3fn)
@@ -124,7 +126,9 @@ def adapters(sizes: Sizes, device: torch.device, rows: int) -> tuple[Callable[[T
     """What adds the products of x to y, in row i of adapter i mod `adapters`; and B A of the checked rows in fp64."""
     from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
 
-    rank, count, (out, inputs) = sizes.rank, sizes.adapters, (sizes.out_features, sizes.in_features)
+    rank = sizes.rank
+    count = sizes.adapters
+    (out, inputs) = (sizes.out_features, sizes.in_features)
     memory = torch.randn(count, rank * (inputs + out), device=device).to(sizes.dtype) * sizes.in_features**-0.25
     table = torch.zeros(count, 1, FIELDS, dtype=torch.int64)
     for slot in range(count):
@@ -144,7 +148,8 @@ def check(found: Tensor, x: Tensor, dense: Tensor, bound: float) -> float:
 
     dense: fp64 [out, in], or one for each row.
     """
-    rows, wide = found[:CHECKED_ROWS].double(), x[:CHECKED_ROWS].double()
+    rows = found[:CHECKED_ROWS].double()
+    wide = x[:CHECKED_ROWS].double()
     expected, size = ((each(wide)[:, None] @ each(dense).mT)[:, 0] for each in (lambda t: t, torch.abs))
     error = float(((rows - expected).abs() / size).max())
     assert error <= bound, f"wrong by {error:g} of the products' sizes, {bound:g} is allowed"

@@ -147,7 +147,8 @@ def quantized(weight: Tensor, format: str, bits: int, group_size: int, symmetric
 def fitted_groups(weight: Tensor, bits: int, size: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     """float16 scales and integer zero points [out, groups], so that a group's values fill the range of the integers."""
     groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(-1, (-1, size))
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    low = groups.amin(-1).clamp(max=0)
+    high = groups.amax(-1).clamp(min=0)
     if symmetric:
         low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
     scales = ((high - low) / (2**bits - 1)).clamp(min=1e-6).half()

@@ -35,7 +35,9 @@ from nanovllm.features.distributed.group import ProcessGroup
 from nanovllm.features.distributed.rank import LOAD_TIME, LOOPBACK, RankSetup, join, with_device
 from nanovllm.models.spec import DecoderSpec
 
-WARMUP, REPEATS = 20, 200  # sums
+# sums
+WARMUP = 20
+REPEATS = 200
 
 
 def time_sums(connection: Connection, setup: RankSetup, rows: Sequence[int], width: int, dtype: torch.dtype) -> None:
@@ -63,7 +65,8 @@ def _seconds_of_sum(group: ProcessGroup, x: torch.Tensor) -> float:
 
 def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dtype: torch.dtype) -> list[float]:
     """Seconds of a sum of [rows, hidden size] over `tensor_parallel_size` ranks, for each number of rows."""
-    context, size = get_context("spawn"), config.tensor_parallel_size
+    context = get_context("spawn")
+    size = config.tensor_parallel_size
     store, port = launch.local_store()
     ranks = []
     for rank in range(size):
@@ -105,7 +108,8 @@ def _arguments(shape: Shape, args: argparse.Namespace, size: int) -> dict[str, A
 
 
 def run(args: argparse.Namespace) -> int:
-    name, size = device_name(args.device), args.ranks
+    name = device_name(args.device)
+    size = args.ranks
     facts = machine_facts(name)
     if name == "cuda" and torch.cuda.device_count() < size:
         skipped = f"{size} ranks need {size} GPUs, and this machine has {torch.cuda.device_count()}"
@@ -113,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.output_json, args, facts, skipped=skipped)
         return 0
     with open_shape(args.model, args.num_layers, args.dtype) as shape:
-        config, rows = EngineConfig(model=str(shape.path), **_arguments(shape, args, size)), [args.num_prompts, 1024]
+        config = EngineConfig(model=str(shape.path), **_arguments(shape, args, size))
+        rows = [args.num_prompts, 1024]
         few, many = sums_alone(config, shape.spec, rows, shape.dtype)
         one, expected = decode_steps(shape, args, 1)
         several, found = decode_steps(shape, args, size)

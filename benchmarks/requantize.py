@@ -44,11 +44,14 @@ def requantize(source: Path, target: Path, kind: str) -> Counter[str]:
         if not key.startswith("GGUF.") and key != "general.architecture":
             inner = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], inner)
-    wanted, counts = gguf.GGMLQuantizationType[kind], Counter[str]()
+    wanted = gguf.GGMLQuantizationType[kind]
+    counts = Counter[str]()
     for tensor in reader.tensors:
-        data, type_ = np.array(tensor.data), tensor.tensor_type
+        data = np.array(tensor.data)
+        type_ = tensor.tensor_type
         if len(tensor.shape) == 2 and tensor.shape[0] % gguf.GGML_QUANT_SIZES[wanted][0] == 0:
-            data, type_ = quantize(dequantize(tensor.data, type_), kind), wanted
+            data = quantize(dequantize(tensor.data, type_), kind)
+            type_ = wanted
         if len(tensor.shape) == 2:
             counts[type_.name] += 1
         writer.add_tensor(tensor.name, data, raw_dtype=type_)

@@ -126,7 +126,8 @@ def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], ope
     engine = open_engine()
     load = OtherLoad()
     results = [measure(args, shape, engine, prompt_len) for prompt_len in args.prompt_len]
-    other_load, peak_rss = load.share(), peak_rss_bytes()
+    other_load = load.share()
+    peak_rss = peak_rss_bytes()
     device_peak = peak_device_bytes(device)
     after = Peaks.now(shape, device)
     peaks = after if before is None else after.better_of(before)

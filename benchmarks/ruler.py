@@ -126,7 +126,8 @@ def questions(args: argparse.Namespace) -> list[Question]:
 
     import numpy as np
 
-    tokenizer, found = HuggingFaceTokenizer(Path(args.model)).tokenizer, []
+    tokenizer = HuggingFaceTokenizer(Path(args.model)).tokenizer
+    found = []
     for name in args.tasks:
         task = TASKS[name]
         for length in args.lengths:
@@ -138,7 +139,8 @@ def questions(args: argparse.Namespace) -> list[Question]:
             except ImportError as error:
                 raise ConfigError(f"RULER's tasks cannot be imported: {error}; pip install '{LM_EVAL}'.") from error
             for sample in samples:
-                text, begun = sample["input"], sample["gen_prefix"]
+                text = sample["input"]
+                begun = sample["gen_prefix"]
                 delimiter = "" if text[-1:].isspace() or begun[:1].isspace() else task.delimiter
                 tokens = tokenizer(f"{text}{delimiter}{begun}").input_ids
                 found.append(Question(name, length, tokens, tuple(sample["outputs"])))

@@ -179,17 +179,23 @@ def _offline_process(pipe: Connection, model: str, engine: dict[str, Any]) -> No
 
 
 def _generate(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
-    start, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor = time.process_time()
     outputs = llm.generate(prompts, _params(output_len), use_tqdm=False)
-    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    seconds = time.perf_counter() - start
+    processor = time.process_time() - processor
     return Run(sum(len(output.outputs[0].token_ids) for output in outputs), seconds, processor)
 
 
 def _stream(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
-    start, processor = time.perf_counter(), time.process_time()
-    tokens, last, gaps = 0, dict[str, float](), []
+    start = time.perf_counter()
+    processor = time.process_time()
+    tokens = 0
+    last = dict[str, float]()
+    gaps = []
     for output in llm.stream(prompts, _params(output_len, output_kind=RequestOutputKind.DELTA)):
-        now, new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
+        now = time.perf_counter()
+        new = sum(len(completion.token_ids) for completion in output.outputs)
         if new and output.request_id in last:
             gaps.append(now - last[output.request_id])
         if new:
@@ -244,7 +250,8 @@ def _server(model: str, engine: dict[str, Any]) -> Iterator[Server]:
 
 
 async def _over_http(server: Server, prompts: list[list[int]], output_len: int, *, stream: bool) -> Run:
-    start, processor = time.perf_counter(), time.process_time() + server.processor_seconds()
+    start = time.perf_counter()
+    processor = time.process_time() + server.processor_seconds()
     done = await asyncio.gather(*(_request(server.port, prompt, output_len, stream) for prompt in prompts))
     seconds = time.perf_counter() - start
     processor = time.process_time() + server.processor_seconds() - processor
@@ -261,7 +268,9 @@ async def _request(port: int, prompt: list[int], output_len: int, stream: bool) 
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     writer.write(f"{header}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    times, tokens, status = [], 0, await reader.readline()
+    times = []
+    tokens = 0
+    status = await reader.readline()
     if b" 200 " not in status:
         raise RuntimeError((status + await reader.read()).decode())
     while line := await reader.readline():

@@ -63,7 +63,8 @@ class Shape:
 
         A token takes each recurrent state through three products, as of a matrix and a vector.
         """
-        network, logits = self.network, 2.0 * self.spec.vocab_size * self.spec.hidden_size
+        network = self.network
+        logits = 2.0 * self.spec.vocab_size * self.spec.hidden_size
         states = 0 if self.spec.recurrent is None else prod(self.spec.recurrent.state_shape)
         recurrence = 6.0 * self.spec.num_recurrent_layers * states * prompt_len
         return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + recurrence + logits
@@ -71,7 +72,8 @@ class Shape:
     def decode_bytes(self, context_len: int) -> int:
         """Bytes that a sequence's decode step must read: visible KV, recurrent states, and weights without the
         embedding table and the experts that its row does not choose."""
-        network, itemsize = self.network, self.dtype.itemsize
+        network = self.network
+        itemsize = self.dtype.itemsize
         table = 0 if self.spec.tie_word_embeddings else self.spec.head_bytes(itemsize)
         unread = self.spec.layer_weight_bytes(itemsize) - self.spec.layer_weight_bytes(itemsize, rows=1)
         weights = network.weight_bytes - table - self.spec.num_layers * unread

@@ -36,7 +36,10 @@ from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_re
 from nanovllm.ops.prefill_libraries import LIBRARIES, VARIABLE, installed
 from nanovllm.ops.segment_attention import SegmentAttention
 
-HEAD_DIM, PROMPT_LEN, OUTPUT_LEN, BLOCK = 64, 300, 6, 64
+HEAD_DIM = 64
+PROMPT_LEN = 300
+OUTPUT_LEN = 6
+BLOCK = 64
 
 
 class Smoke:
@@ -144,7 +147,8 @@ class Smoke:
 
     def segments(self, resident: dict[str, Any], offloaded: dict[str, Any]) -> str:
         """With segments of one block, where there is a library: the same tokens resident and offloaded."""
-        without, notes = self.tokens, []
+        without = self.tokens
+        notes = []
         for name in filter(installed, LIBRARIES):
             self.tokens = None
             with patch.dict(os.environ, {VARIABLE: f"{name}:{BLOCK}"}):
@@ -156,7 +160,8 @@ class Smoke:
 
     def adapters(self, placement: dict[str, Any]) -> str:
         """Beside a request with an adapter, one with an adapter of zeros has the tokens of the model alone."""
-        spec, sizes = load_decoder_spec(self.model), (0.0, 50.0)
+        spec = load_decoder_spec(self.model)
+        sizes = (0.0, 50.0)
         requests = [
             write_adapter(self.model.parent / f"adapter-{i}", spec, ["q_proj"], 8, i, size)
             for i, size in enumerate(sizes, start=1)

@@ -36,7 +36,9 @@ from nanovllm.engine.request import Sequence as Running
 
 NAME = "python -m benchmarks.speculation"
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
-BLOCK, DEVICE_BLOCKS = 256, 2  # tokens in a KV block; blocks on the device of a streamed engine: ring and one more
+# tokens in a KV block; blocks on the device of a streamed engine: ring and one more
+BLOCK = 256
+DEVICE_BLOCKS = 2
 SETTINGS = ("resident", "streamed", "streamed int8", "streamed, CPU attention")
 LOOKUP = {"num_speculative_tokens": 15, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
 NGRAM = {"method": "ngram", **LOOKUP}
@@ -57,7 +59,8 @@ class Task:
 def tasks() -> list[Task]:
     """Answers begin where a paragraph, a sentence or a line does: a model does not go on with half a word."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in TEXT.read_text().split("\n\n") if paragraph.strip()]
-    document, code = "\n\n".join(paragraphs[2:22]), CODE.read_text()
+    document = "\n\n".join(paragraphs[2:22])
+    code = CODE.read_text()
     sentences = [each for each in re.findall(r"\S[^.!?]*[.!?]+'?\)?", document) if len(each) > 60]
     renamed = _beginning(document.replace("Alice", "Mary"), 600, ". ").rstrip()
     new_code = _beginning(code.replace("_found", "_place"), 1400, "\n").rstrip()
@@ -134,7 +137,8 @@ def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: i
     if layers is not None:
         more |= {"hf_overrides": overrides | {"num_hidden_layers": layers}, "load_format": "dummy"}
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
-    random, forced = Random(context), Forced()
+    random = Random(context)
+    forced = Forced()
     with engine(model, setting, longest, speculative_config=config, **more) as llm:
         llm.engine.scheduler.drafter = forced
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
@@ -143,7 +147,8 @@ def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: i
             pass
         for index in range(rounds + 1):
             for rows in ROWS if index % 2 else reversed(ROWS):
-                forced.count, begin = rows - 1, time.perf_counter()
+                forced.count = rows - 1
+                begin = time.perf_counter()
                 llm.engine.step()
                 if index:
                     found[rows].append(1e3 * (time.perf_counter() - begin))
@@ -183,7 +188,8 @@ def answer(llm: LLM, task: Task, max_tokens: int) -> Answer:
     found = [(output.outputs[0].token_ids, output.metrics) for output in outputs]
     first = max(metrics.first_token_time or 0.0 for _, metrics in found)
     last = max(metrics.finished_time or 0.0 for _, metrics in found)
-    drafted, accepted = sum(m.drafted_tokens for _, m in found), sum(m.accepted_tokens for _, m in found)
+    drafted = sum(m.drafted_tokens for _, m in found)
+    accepted = sum(m.accepted_tokens for _, m in found)
     return Answer([list(tokens) for tokens, _ in found], last - first, drafted, accepted)
 
 
@@ -221,7 +227,8 @@ def summary(task: Task, who: str, off: Sequence[Answer], on: Sequence[Answer]) -
 
 def run_tasks(args: argparse.Namespace) -> int:
     chosen = [task for task in tasks() if args.tasks is None or task.name in args.tasks]
-    results, is_exact = [], True
+    results = []
+    is_exact = True
     for setting in args.settings:
         tokens = 4096 if all(len(task.prompts) == 1 for task in chosen) else 32 * (32 + args.max_tokens)
         with (
@@ -240,7 +247,9 @@ def run_tasks(args: argparse.Namespace) -> int:
 
 def others(args: argparse.Namespace, chosen: Sequence[Task]) -> Iterator[dict[str, Any]]:
     """The same greedy tasks by the other engines that were asked for."""
-    drafts, ngram, model = LOOKUP["num_speculative_tokens"], LOOKUP["prompt_lookup_max"], args.model
+    drafts = LOOKUP["num_speculative_tokens"]
+    ngram = LOOKUP["prompt_lookup_max"]
+    model = args.model
     if args.transformers:
         yield from by_other("Transformers", transformers_lookup(model, drafts), args, chosen)
     if args.llama_cpp is not None:

@@ -26,7 +26,8 @@ def transformers_lookup(model_path: str, drafts: int) -> Lookup:
 
     def generate(prompt: str, tokens: int, **how: Any) -> tuple[list[int], float]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        ones, begin = torch.ones_like(ids), time.perf_counter()
+        ones = torch.ones_like(ids)
+        begin = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=ones, max_new_tokens=tokens, do_sample=False, **how)
         return out[0, ids.shape[1] :].tolist(), time.perf_counter() - begin
@@ -51,7 +52,8 @@ def llama_cpp_lookup(python: Path, gguf: Path, model_path: str, settings: dict[s
     arguments = command(python, "benchmarks.peers.run_llama_lookup", str(gguf), json.dumps(settings))
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        asked, answers = process.stdin, process.stdout
+        asked = process.stdin
+        answers = process.stdout
 
         def answer(prompt: str, tokens: int, is_drafting: bool) -> tuple[list[int], float]:
             request = {"prompt": tokenizer(prompt).input_ids, "tokens": tokens, "drafts": is_drafting}

@@ -18,7 +18,10 @@ from nanovllm.formats.gguf.names import LAYER_MODULES, MODULES
 from nanovllm.models.spec import DecoderSpec
 
 GGUF_TYPES = {"F32": 0, "Q4_K": 12, "Q6_K": 14}  # numbers of ggml
-TEXT, UINT32, FLOAT32 = 8, 4, 6  # types of GGUF's values
+# types of GGUF's values
+TEXT = 8
+UINT32 = 4
+FLOAT32 = 6
 ALIGNMENT = 32
 
 

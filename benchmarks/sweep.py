@@ -81,7 +81,9 @@ class Sweep:
     """One head size on one device."""
 
     def __init__(self, sizes: Sizes, problems: Problems, device: torch.device) -> None:
-        self.sizes, self.problems, self.device = sizes, problems, device
+        self.sizes = sizes
+        self.problems = problems
+        self.device = device
         self.scale = sizes.head_dim**-0.5
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         count = problems.configs
@@ -168,7 +170,8 @@ def sweep_products(
     """
     from nanovllm.ops.triton_few_rows import few_rows_linear
 
-    figures, kept = list[dict[str, Any]](), list[FewRowsEntry]()
+    figures = list[dict[str, Any]]()
+    kept = list[FewRowsEntry]()
     for out_features, in_features in sizes.products:
         weight = torch.randn(out_features, in_features, device=device, dtype=sizes.dtype)
         copies = cycle([weight, *(weight.clone() for _ in range(3))])  # more than a cache of the device holds
@@ -179,11 +182,14 @@ def sweep_products(
         ]
         best: tuple[float, FewRowsConfig | None] = (1.0, None)  # of the largest share of torch's time
         for config in [None, *few_rows_variants()[:most]]:
-            name, took = "torch", by_torch
+            name = "torch"
+            took = by_torch
             if config is not None:
-                name, took = " ".join(map(str, asdict(config).values())), []
+                name = " ".join(map(str, asdict(config).values()))
+                took = []
                 for x in inputs:
-                    found, expected = few_rows_linear(x, weight, None, config), F.linear(x, weight)
+                    found = few_rows_linear(x, weight, None, config)
+                    expected = F.linear(x, weight)
                     off = float((found - expected).abs().max() / expected.abs().max())
                     if not off <= BOUND:
                         raise RuntimeError(f"products with {config} are off by {off:g}")
@@ -249,7 +255,8 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         write("prefill", sweep.prefill())
         print(f"decode, heads of {head_dim}")
         write("decode", sweep.decode())
-        prefill, decode = fastest(result["prefill"]), fastest(result["decode"])
+        prefill = fastest(result["prefill"])
+        decode = fastest(result["decode"])
         assert isinstance(prefill, PrefillConfig) and isinstance(decode, DecodeConfig)
         entry = TunedEntry(head_dim, result["dtype"], prefill, decode)
         write("entry", entry)
@@ -266,7 +273,8 @@ def sweep_packed(dry: bool, device: torch.device) -> list[dict[str, Any]]:
     sizes = packed_products.Sizes.tiny() if dry else packed_products.Sizes()
     found: list[dict[str, Any]] = []
     for name, product in packed_products.products(sizes, packed_products.SCHEMES, device).items():
-        weight, dense = product.weight, dequantize(product.weight).double()
+        weight = product.weight
+        dense = dequantize(product.weight).double()
         for rows in (1,) if dry else (1, 16, 64):
             x = torch.randn(rows, sizes.in_features, device=device).to(sizes.dtype)
             default = packed_config(rows, sizes.out_features, sizes.in_features)

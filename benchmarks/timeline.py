@@ -116,7 +116,8 @@ class Overlap:
 def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     """Of one request alone, which decoded for the last `decode_steps` steps."""
     first = len(timeline.steps) - decode_steps
-    prefill, decode = timeline.steps[:first], timeline.steps[first:]
+    prefill = timeline.steps[:first]
+    decode = timeline.steps[first:]
     end = max(piece.end for piece in [*timeline.steps, *timeline.slices])
     found = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
     return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})

@@ -48,7 +48,8 @@ def write_adapter(
     directory: Path, spec: DecoderSpec, modules: Collection[str], rank: int, number: int, size: float = 1.0
 ) -> LoRARequest:
     """A random adapter of these modules in every layer; size: what its products are multiplied with."""
-    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(number)
+    tensors = dict[str, Tensor]()
     for module, (out_size, in_size) in modules_of(spec).items():
         if module.rpartition(".")[2] in modules:
             prefix = f"base_model.model.{module}.lora_"

@@ -37,10 +37,12 @@ def predict_transfers(
     new tokens. Of a model without windows: with windows a block's place depends on what was released before
     (`features.planner.dry_run`).
     """
-    block_size, layers = layout.block_size, layout.num_layers
+    block_size = layout.block_size
+    layers = layout.num_layers
     first = resident_blocks * block_size  # first position on the host
     total = context_len + query_len
-    loaded, stored = max(0, context_len - first), max(0, total - max(first, context_len))
+    loaded = max(0, context_len - first)
+    stored = max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
     spared = 0
     if cpu_attention is not None and query_len <= cpu_attention.most_tokens:

@@ -20,7 +20,8 @@ QUESTIONS = (
 
 
 def show(question: str, output: RequestOutput) -> None:
-    cached, tokens = output.num_cached_tokens, len(output.prompt_token_ids)
+    cached = output.num_cached_tokens
+    tokens = len(output.prompt_token_ids)
     print(f"{question}\n  {' '.join(output.outputs[0].text.split())}")
     print(f"  {cached:,} of {tokens:,} prompt tokens were cached; first token after {output.metrics.ttft:.2f} s")
 

@@ -37,7 +37,8 @@ def main() -> None:
     if not plan["fits"]:
         raise SystemExit(f"The prompt does not fit. Changes that make it fit: {plan['changes_that_fit']}")
 
-    request, cache = plan["request"], plan["kv_cache"]
+    request = plan["request"]
+    cache = plan["kv_cache"]
     print(f"Longest prompt: {plan['longest_prompt']['tokens']:,} tokens")
     print(f"KV cache: {cache['resident_blocks']:,} resident, {cache['host_blocks']:,} host blocks")
     print(f"KV cache of this prompt: {request['kv_bytes'] / 2**20:,.1f} MiB")

@@ -82,7 +82,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     runner = _start_runner(config, model.spec)
     if isinstance(runner, ModelRunner) and mtp_memory(config, model.spec, runner.dtype.itemsize) is not None:
         drafter = _mtp_drafter(runner.sizing.config, runner)
-    plan, spec, states = runner.plan, runner.spec, runner.sizing.memory.states
+    plan = runner.plan
+    spec = runner.spec
+    states = runner.sizing.memory.states
     limits = SchedulerLimits(
         config.max_num_seqs if states is None else states.running,
         config.max_num_batched_tokens,
@@ -135,7 +137,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole.
     """
     _check_quantization(config.quantization, spec)
-    dtype, device = _resolve_dtype(config.dtype, spec), create_device(config.device)
+    dtype = _resolve_dtype(config.dtype, spec)
+    device = create_device(config.device)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
     backend = select_backend(device.torch_device, spec.hardest_head_dim, kv_dtype)
     logger.info("attention backend: %s", backend.name)
@@ -251,7 +254,9 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     from nanovllm.features.speculation.hidden_states import HiddenStates
 
     assert config.speculative_config is not None
-    model, device, hidden = runner.model, runner.device, HiddenStates(runner.device)
+    model = runner.model
+    device = runner.device
+    hidden = HiddenStates(runner.device)
     engine, longest = mtp_engine(
         config, speculative_config(config.speculative_config), model.spec, runner.plan.max_model_len
     )
@@ -266,7 +271,8 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     kv_cache = PagedKVCache(device, sizing.layout, dtype, geometry, backend, plan.num_gpu_blocks)
     chunked = ChunkedPass(head, kv_cache, None, hidden=hidden.of_step)
     own = ModelRunner(device, head, kv_cache, [chunked], sizing, plan, num_swap_blocks=0)
-    own.keep_rows, runner.keep_rows = hidden.keep_drafted, hidden.keep
+    own.keep_rows = hidden.keep_drafted
+    runner.keep_rows = hidden.keep
     return MTPDrafter(own, longest, hidden)
 
 
@@ -321,7 +327,8 @@ def _load_model(
     try:
         with device.compute():
             free = device.free_memory() // (group.local_size if group is not None and device.shares_host else 1)
-            load_format, seed = config.load_format, config.seed
+            load_format = config.load_format
+            seed = config.seed
             return load_model(config.model, spec, dtype, device.torch_device, load_format, seed, free, group)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -352,7 +359,8 @@ def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: Attent
     there are none. False chooses torch's products where torch multiplies with AMX, in bf16, which csrc/cpu_linear does
     not use.
     """
-    misfit, is_cpu = None, model.device.type == "cpu"
+    misfit = None
+    is_cpu = model.device.type == "cpu"
     if not is_cpu:
         misfit = f"on {model.device.type} the order of a sum depends on the number of rows in a step"
     elif not is_chunk_invariant(backend):
@@ -376,7 +384,8 @@ def _plan_memory(
     config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend, group: RankGroup | None
 ) -> tuple[KVSizing, KVPlan, int]:
     """The sizes that all ranks can allocate: of both tiers, and the blocks of the swap space."""
-    spec, itemsize = model.spec, model.dtype.itemsize
+    spec = model.spec
+    itemsize = model.dtype.itemsize
     layout = layout_of(config, spec, itemsize)
 
     def of_graphs() -> int:
@@ -439,7 +448,9 @@ def _offloaded(
 
 def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, kv_dtype: torch.dtype) -> None:
     """Log what the engine holds. All of it is known without running anything."""
-    config, layout, mib = sizing.config, sizing.layout, 2**20
+    config = sizing.config
+    layout = sizing.layout
+    mib = 2**20
     device_name, host_name = ("GPU", "CPU") if device.torch_device.type == "cuda" else ("device", "host")
     host_bytes = plan.num_cpu_blocks * layout.block_bytes
     buffer = plan.layerwise_memory.buffer_bytes(layout)

@@ -259,7 +259,9 @@ class EngineConfig:
 
     def _contradictions(self) -> Iterator[tuple[str, bool, str]]:
         """What is wrong with arguments that are right by themselves: (the argument, whether it is wrong, the rule)."""
-        offload, ranks, backend = self.enable_cpu_offload, self.tensor_parallel_size, self.distributed_executor_backend
+        offload = self.enable_cpu_offload
+        ranks = self.tensor_parallel_size
+        backend = self.distributed_executor_backend
         # With offload, a smaller ring may be enough, depending on the model: see `memory.sizing`.
         too_few = 0 < self.num_gpu_blocks < MIN_GPU_BLOCKS and not offload
         yield "num_gpu_blocks", too_few, f"must be a whole number of at least {MIN_GPU_BLOCKS}{FROM_MEMORY}"
@@ -336,7 +338,8 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
             del given[name]
     for alias, name in ENGINE_ALIASES.items():
         if alias in given:
-            value, default = given.pop(alias), getattr(EngineConfig, name)
+            value = given.pop(alias)
+            default = getattr(EngineConfig, name)
             if given.get(name, default) not in (default, value):
                 rule = f"is another name of {name}, which is {quoted(given[name])}: give only one of them"
                 raise refusal(ConfigError, alias, value, rule)

@@ -76,7 +76,10 @@ class _ShortRepr(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 120, 120, 60
+        self.maxlevel = 4
+        self.maxstring = 120
+        self.maxother = 120
+        self.maxlong = 60
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = self.maxarray = 10
 
     def repr_int(self, value: int, level: int) -> str:

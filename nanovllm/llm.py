@@ -233,7 +233,8 @@ class LLM:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
         from nanovllm.features.planner.page import engine_plan  # which most programs do not need
 
-        runner, dtype = self._runner, str(self._runner.dtype).removeprefix("torch.")
+        runner = self._runner
+        dtype = str(self._runner.dtype).removeprefix("torch.")
         return engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
@@ -246,8 +247,10 @@ class LLM:
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far; with several ranks, those of the first."""
-        manager, stats = self.engine.scheduler.block_manager, self._runner.kv_stats()
-        most, on_device = manager.most_used, manager.most_used_on_device
+        manager = self.engine.scheduler.block_manager
+        stats = self._runner.kv_stats()
+        most = manager.most_used
+        on_device = manager.most_used_on_device
         return replace(stats, most_used_blocks=most, most_used_device_blocks=on_device)
 
     def link_busy(self) -> Busy:
@@ -307,7 +310,8 @@ class LLM:
             params = final_only(params) if is_final else params
             priorities = priority_for_each(priority, len(parts))
             adapters = lora_request_for_each(lora_request, len(parts))
-            now, requests = self.engine.arrival_time(), list[Request]()
+            now = self.engine.arrival_time()
+            requests = list[Request]()
             each = zip(parts, params, priorities, adapters, strict=True)
             for index, (part, sampling, rank, adapter) in enumerate(each):
                 try:

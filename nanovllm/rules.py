@@ -90,7 +90,8 @@ TEXT_OR_NONE = Rule(lambda value: value is None or isinstance(value, str), "must
 
 def with_unit(text: str) -> int:
     """A whole number, such as 4096, -1, 32K, 1.5m, 32Ki or 32KiB, which are 32K. Raises ValueError."""
-    count, unit = r"[-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmgtKMGT])", r"[kmgt]|[KMGT](?:iB?)?|[kmg]iB?"
+    count = r"[-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmgtKMGT])"
+    unit = r"[kmgt]|[KMGT](?:iB?)?|[kmg]iB?"
     match = re.fullmatch(f"({count})({unit})?", text.strip())
     if match is None:
         raise ValueError(text)

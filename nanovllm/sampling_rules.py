@@ -48,7 +48,9 @@ def check_together(values: Mapping[str, Any], off: Mapping[str, tuple[Any, ...]]
 
     off: of the parameters that beam search does without, the values that change nothing.
     """
-    n, best_of, max_tokens = values["n"], values["best_of"], values["max_tokens"]
+    n = values["n"]
+    best_of = values["best_of"]
+    max_tokens = values["max_tokens"]
     if best_of is not None and best_of < n:
         _refuse("best_of", f"must be None or a whole number of at least n={n}", best_of)
     if max_tokens is not None and values["min_tokens"] > max_tokens:

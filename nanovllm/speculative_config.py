@@ -47,7 +47,8 @@ class SpeculativeConfig:
 
 def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """The checked fields of the argument. Raises ConfigError."""
-    method, model = given.get("method"), given.get("model")
+    method = given.get("method")
+    model = given.get("model")
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(f"{NAME}: method={quoted(method)} must be {' or '.join(METHODS)}: give it one of them")
     names = METHODS[method]
@@ -58,7 +59,8 @@ def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         rule.check(f"{NAME}: {name}", given.get(name), ConfigError)
     if method == "draft_model" and (not isinstance(model, str) or not model):
         raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
-    longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
+    longest = given.get("prompt_lookup_max")
+    shortest = given.get("prompt_lookup_min")
     longest, shortest = longest or shortest or DEFAULT_LOOKUP, shortest or longest or DEFAULT_LOOKUP
     if shortest > longest:
         raise ConfigError(f"{NAME}: prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")

@@ -54,11 +54,10 @@ class Case:
         self.keys: list[tuple[Tensor, Tensor]] = []
         start = 1  # rows before, between and after the sequences are of none
         for (context, new), count in zip(shape.lengths, counts, strict=True):
-            blocks, order = order[:count], order[count:]
-            k, v = (
-                random(context + new, shape.kv_heads, shape.head_dim),
-                random(context + new, shape.kv_heads, shape.head_dim),
-            )
+            blocks = order[:count]
+            order = order[count:]
+            k = random(context + new, shape.kv_heads, shape.head_dim)
+            v = random(context + new, shape.kv_heads, shape.head_dim)
             for position in range(context + new):
                 where = blocks[position // shape.block_size], position % shape.block_size
                 self.pool[where[0], 0, :, where[1]], self.pool[where[0], 1, :, where[1]] = k[position], v[position]
@@ -83,7 +82,8 @@ class Case:
     def check(self, state: AttentionState, sinks: Tensor | None = None) -> None:
         """Every row of a sequence is what fp64 says, every other row is empty."""
         out_bound, lse_bound = BOUNDS[self.q.dtype]
-        q, state = self.q.cpu(), AttentionState(state.out.cpu(), state.lse.cpu())
+        q = self.q.cpu()
+        state = AttentionState(state.out.cpu(), state.lse.cpu())
         unused = torch.ones(q.shape[0], dtype=torch.bool)
         for seq, (k, v) in zip(self.sequences, self.keys, strict=True):
             rows = slice(seq.query_start, seq.query_start + seq.query_len)
@@ -91,7 +91,8 @@ class Case:
             out, lse = reference_attention(q[rows], k, v, self.shape.scale, seq.context_len, window=self.shape.window)
             if sinks is not None:
                 with_sinks = torch.logaddexp(lse, sinks.cpu().double().unsqueeze(1))
-                out, lse = out * torch.exp(lse - with_sinks).T.unsqueeze(-1), with_sinks
+                out = out * torch.exp(lse - with_sinks).T.unsqueeze(-1)
+                lse = with_sinks
             assert (state.out[rows] - out).abs().max() <= out_bound
             assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
         empty = AttentionState.empty(q, None if sinks is None else sinks.cpu())

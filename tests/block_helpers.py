@@ -19,7 +19,8 @@ BLOCK = 4
 
 def check_blocks(manager: BlockManager) -> None:
     """The bookkeeping of blocks and of the prefix cache is consistent."""
-    cache, size = manager.prefix_cache, manager.prefix_cache.hash_block_size
+    cache = manager.prefix_cache
+    size = manager.prefix_cache.hash_block_size
     assert manager.num_free + manager.num_cached + manager.num_used == manager.num_blocks
     states = manager.block_states()
     counts = [states[: manager.num_blocks].count(state) for state in list(KVBlockState)[:3]]
@@ -48,7 +49,8 @@ def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
     """Every state slot is free, or holds a state that is held by these sequences or the prefix cache."""
     if manager.states is None:
         return
-    states, held_by = manager.states, list(live)
+    states = manager.states
+    held_by = list(live)
     holders = Counter(seq.state for seq in held_by if seq.state is not None)
     holders.update(state for seq in held_by for state in seq.begun_snapshots.values())
     held = {*holders, *states._snapshots.values()}
@@ -73,7 +75,8 @@ def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
 
 def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) -> None:
     """Mark tokens up to `upto` as computed, as a step does."""
-    before, seq.num_computed = seq.num_computed, len(seq) if upto is None else upto
+    before = seq.num_computed
+    seq.num_computed = len(seq) if upto is None else upto
     manager.register_computed(seq, before)
     check_blocks(manager)
 

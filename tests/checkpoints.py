@@ -312,7 +312,8 @@ def write_old_style_rope(path: str | Path, key: str = "rope_type") -> None:
     key: "rope_type" or, as the oldest have it, "type".
     """
     parameters = json.loads((Path(path) / "config.json").read_text())["rope_parameters"]
-    theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    theta = parameters.pop("rope_theta")
+    kind = parameters.pop("rope_type")
     scaling = None if kind == "default" else {key: kind, **parameters}
     edit_config(path, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
 

@@ -80,7 +80,8 @@ def write_jsonl(path: Path, *lines: object) -> str:
 
 def at_steps(monkeypatch: pytest.MonkeyPatch, actions: Mapping[int, Callable[[], object]]) -> list[Batch]:
     """Before step n is executed, the first being 1, `actions[n]` is called. Returns the batches, which grow."""
-    execute, batches = ModelRunner.execute, []
+    execute = ModelRunner.execute
+    batches = []
 
     def watched(self: ModelRunner, batch: Batch) -> StepResult:
         batches.append(batch)

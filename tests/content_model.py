@@ -62,7 +62,8 @@ def expected_output(
     prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), salt: bytes = b"", seed: int | None = None
 ) -> list[int]:
     """The output of a sequence, whatever else is in the batch: greedy, or sampled with a seed."""
-    digest, output = prompt_digest(prompt, salt), list[int]()
+    digest = prompt_digest(prompt, salt)
+    output = list[int]()
     while len(output) < max_tokens:
         output.append(sampled_token(digest, None if seed is None else (seed, len(output))))
         if output[-1] in stop:
@@ -73,7 +74,8 @@ def expected_output(
 
 def logprob_of(prompt: Sequence[int], output: Sequence[int], salt: bytes = b"") -> float:
     """Cumulative log-probability of an output."""
-    digest, total = prompt_digest(prompt, salt), 0.0
+    digest = prompt_digest(prompt, salt)
+    total = 0.0
     for token in output:
         tokens, logprobs = distribution(digest)
         total += logprobs[tokens.index(token)]
@@ -263,10 +265,12 @@ class ContentExecutor:
         assert len(seq.token_ids) > 0, "zero-length query"
         total = seq.context_len + len(seq.token_ids)
         self._check_tables(seq, total)
-        known, salt = self.histories[seq.seq_id][: total - seq.num_drafts], self.salts[seq.seq_id]
+        known = self.histories[seq.seq_id][: total - seq.num_drafts]
+        salt = self.salts[seq.seq_id]
         tokens = [*known, *seq.drafts]
         assert list(seq.token_ids) == tokens[seq.context_len :]
-        digest, digests = b"", list[bytes]()
+        digest = b""
+        digests = list[bytes]()
         for position in range(total):
             if position == seq.context_len:
                 self._check_state(seq, digest)
@@ -296,14 +300,16 @@ class ContentExecutor:
         """Part of a layer-by-layer prefill: each chunk reads its layer up to its own end, and writes its own part."""
         layerwise = part.layerwise
         if part.first_layer_chunk == 0:
-            self.layerwise, self.buffered = (seq.seq_id, layerwise, 0), {}
+            self.layerwise = (seq.seq_id, layerwise, 0)
+            self.buffered = {}
             self.num_layerwise += 1
         assert self.layerwise == (seq.seq_id, layerwise, part.first_layer_chunk), (
             "the hidden states are those of another layer or chunk"
         )
         assert seq.context_len == layerwise.begin and layerwise.begin + len(seq.token_ids) == layerwise.end
         self._check_tables(seq, layerwise.end)
-        tokens, digests = self.histories[seq.seq_id][: layerwise.end], [b""]
+        tokens = self.histories[seq.seq_id][: layerwise.end]
+        digests = [b""]
         assert list(seq.token_ids) == list(tokens[layerwise.begin :])
         for token in tokens:
             digests.append(history_digest(digests[-1], token, self.salts[seq.seq_id]))
@@ -358,5 +364,6 @@ class ContentExecutor:
         if row.num_logprobs is None:
             return Sample(token)
         tokens, logprobs = distribution(digest)
-        rank, count = tokens.index(token), row.num_logprobs
+        rank = tokens.index(token)
+        count = row.num_logprobs
         return Sample(token, TokenLogprobs(logprobs[rank], rank + 1, tokens[:count], logprobs[:count]))

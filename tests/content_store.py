@@ -25,7 +25,8 @@ class ContentStore:
 
     def digests(self, seq: TokenSequence) -> list[bytes]:
         """Of the tokens up to each one."""
-        digest, found = b"", list[bytes]()
+        digest = b""
+        found = list[bytes]()
         for token in self.executor.histories[seq.seq_id]:
             digest = history_digest(digest, token, self.executor.salts[seq.seq_id])
             found.append(digest)
@@ -89,7 +90,8 @@ class ContentStore:
     def keep(
         self, seq: TokenSequence, begin: int, tables: Sequence[Sequence[int]], state_slot: int | None = None
     ) -> None:
-        digests, size = self.digests(seq), self.unit
+        digests = self.digests(seq)
+        size = self.unit
         if state_slot is not None and seq.num_computed % size == 0:
             assert self.executor.states[state_slot] == digests[seq.num_computed - 1], "a wrong state is stored"
             self.stored.add((digests[seq.num_computed - 1], -1))
@@ -134,7 +136,8 @@ class ContentLoad:
         assert not self._is_cancelled
         if not self._left:
             return
-        position, executor = self._left.pop(), self._store.executor
+        position = self._left.pop()
+        executor = self._store.executor
         if self._state_slot is not None:
             executor.states[self._state_slot] = b"not read" if self._fails else self._state
         for index, (table, group) in enumerate(zip(self._tables, executor.groups, strict=True)):

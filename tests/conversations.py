@@ -119,7 +119,8 @@ def expected(tokenizer: Any, template: str, case: Case) -> str | None:
 
     Of several forms, the one of which the prompt shows most, and among equals the one that is nearest to what was sent.
     """
-    best, most = None, -1
+    best = None
+    most = -1
     sent = _adapted(template, case.messages)
     texts = [each for message in sent for each in _texts(message)]
     for messages in _forms(sent):
@@ -128,7 +129,8 @@ def expected(tokenizer: Any, template: str, case: Case) -> str | None:
             continue
         shown = sum(each in prompt for each in texts)
         if shown > most:
-            best, most = prompt, shown
+            best = prompt
+            most = shown
         if shown == len(texts):
             break
     return best

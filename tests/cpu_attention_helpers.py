@@ -45,7 +45,8 @@ class SilentStream(WorkerStream):
 
     def synchronize(self) -> None:
         super().synchronize()
-        silent, self._silent = self._silent, None
+        silent = self._silent
+        self._silent = None
         if silent is not None:
             raise silent
 

@@ -55,7 +55,8 @@ class WatchedExecutor(ContentExecutor):
 
     def execute(self, batch: Batch) -> StepResult:
         if self.error is not None:
-            error, self.error = self.error, None
+            error = self.error
+            self.error = None
             raise error
         self.batches.append(batch)
         check_budget(batch, self.limits)
@@ -103,7 +104,8 @@ class Bench:
         states: tuple[int, int] | None = None,
         edge: int = 1,
     ) -> None:
-        groups, chunk = kv_groups(windows or (None,) * num_layers, block_size), min(budget, chunk_cap or budget)
+        groups = kv_groups(windows or (None,) * num_layers, block_size)
+        chunk = min(budget, chunk_cap or budget)
         num_layers = len(groups.of_layer)
         self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, states, chunk)
         length = max_model_len or self.manager.capacity.max_sequence_tokens

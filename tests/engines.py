@@ -148,7 +148,8 @@ def logits_of_greedy_rows() -> Iterator[None]:
 @contextmanager
 def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
     """The logits of every sampled row, `[rows, vocab]` for each step, while the context is open."""
-    model, recorded = llm._runner.model, []
+    model = llm._runner.model
+    recorded = []
     compute_logits = model.compute_logits
 
     def record(hidden: Tensor) -> Tensor:
@@ -168,7 +169,8 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
     runner = llm._runner
     assert isinstance(runner, ModelRunner)
     found: dict[tuple[int, int], Tensor] = {}
-    execute, compute_logits = runner.execute, runner.model.compute_logits
+    execute = runner.execute
+    compute_logits = runner.model.compute_logits
     first_ids: list[int] = []  # of the first prompt: the first step has it
     rows: list[tuple[int, int]] = []
 
@@ -183,10 +185,14 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
         del rows[: len(logits)]  # a layer-by-layer prefill that ends has a call of its own, last
         return logits
 
-    runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    runner.execute = recording_execute
+    runner.model.compute_logits = recording_logits
     with logits_of_greedy_rows():
         llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
-    runner.execute, runner.model.compute_logits = execute, compute_logits  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    runner.execute = execute
+    runner.model.compute_logits = compute_logits
     return found
 
 

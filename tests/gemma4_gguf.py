@@ -37,9 +37,11 @@ def facts(config: Any) -> dict[str, Any]:
     """The metadata of the network in which it differs from others."""
     windows = [kind == "sliding_attention" for kind in config.layer_types]
     of_full = config.per_layer_config[windows.index(False)]
-    full_dim, full_heads = of_full.head_dim, of_full.num_key_value_heads
+    full_dim = of_full.head_dim
+    full_heads = of_full.num_key_value_heads
     heads = [config.num_key_value_heads if has_window else full_heads for has_window in windows]
-    owners, size = len(windows) - config.num_kv_shared_layers, config.intermediate_size
+    owners = len(windows) - config.num_kv_shared_layers
+    size = config.intermediate_size
     wide = 1 + config.use_double_wide_mlp
     return {
         "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],

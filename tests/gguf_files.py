@@ -94,7 +94,8 @@ def write_gguf(
 
 def add_recurrent(writer: Any, stored: Recurrent, kind: str) -> None:
     """Add a tensor of a recurrent layer; a matrix becomes what was stored."""
-    rows, columns = stored.rows[:, None], stored.columns
+    rows = stored.rows[:, None]
+    columns = stored.columns
     weight = stored.weight
     if not stored.is_matrix:
         writer.add_tensor(stored.name, stored.change(weight.float()[stored.rows]).numpy())
@@ -132,7 +133,8 @@ def gguf_tensors(name: str, weight: torch.Tensor, architecture: str) -> list[tup
     if module == "mlp.experts" and architecture == "gpt-oss":
         return gpt_oss_experts(f"blk.{index}.ffn_", end, weight)
     if module == "mlp.experts":
-        module, end = f"{module}.{end}", "weight"
+        module = f"{module}.{end}"
+        end = "weight"
     if module == "mlp.experts.gate_up_proj":
         gate, up = weight.chunk(2, dim=1)
         return [(f"blk.{index}.ffn_gate_exps.weight", gate), (f"blk.{index}.ffn_up_exps.weight", up)]

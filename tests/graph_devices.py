@@ -34,7 +34,8 @@ from nanovllm.ops.cpu_kernels import FewRowLayer
 from nanovllm.ops.delta_inputs import StateRows
 from nanovllm.ops.row_kernels import store_kv
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 MODES = ("full steps", "pieces, resident", "pieces, offloaded", "pieces, no CPU attention")
 PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 47, 3, 33, 8, 15, 2, 64)]
 
@@ -131,7 +132,9 @@ class CapturingDevice(DeviceWrapper):
         """`function`, put on the tape where there is one."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            tape, self.tape = self.tape, None  # what `function` calls is a part of it
+            # what `function` calls is a part of it
+            tape = self.tape
+            self.tape = None
             try:
                 return function(*args, **kwargs) if tape is None else tape.call(function, args, kwargs)
             finally:
@@ -243,7 +246,8 @@ def use_grouped_adapters(monkeypatch: pytest.MonkeyPatch, device: CapturingDevic
     def add_low_rank_(
         y: Tensor, x: Tensor, memory: Tensor, table: Tensor, rows: Tensor, ends: Tensor, max_rank: int
     ) -> None:
-        elements, starts = memory.flatten(), [0, *ends.tolist()]
+        elements = memory.flatten()
+        starts = [0, *ends.tolist()]
         for slot, (start, end) in enumerate(pairwise(starts)):
             of_slot = rows[start:end]
             for a, rank, b, first, last in table[slot].tolist() if end > start else ():

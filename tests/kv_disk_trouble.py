@@ -96,7 +96,8 @@ def expected_of(model: str, keep: Path) -> list[Any]:
 
 def mixed_run(model: str, directory: Path, which: int, seed: int) -> None:
     """Ask for prompts in random groups, for ever."""
-    source, every = random.Random(seed), prompts()
+    source = random.Random(seed)
+    every = prompts()
     with engine(model, directory, which) as llm:
         while True:
             answers(llm, source.sample(every, source.randrange(1, 4)))
@@ -115,7 +116,8 @@ def check_answers(model: str, directory: Path, which: int, chosen: list[int], ex
 
 
 def kills(model: str, directory: Path, rounds: int, seed: int, expected: list[Any]) -> str:
-    source, damaged = random.Random(seed), 0
+    source = random.Random(seed)
+    damaged = 0
     for number in range(rounds):
         if source.random() < 0.1:
             shutil.rmtree(directory, ignore_errors=True)

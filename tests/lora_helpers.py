@@ -68,7 +68,8 @@ def merge_adapter(model: PreTrainedModel, path: Path) -> None:
     from safetensors.torch import load_file
 
     config = json.loads((path / "adapter_config.json").read_text())
-    tensors, scale = load_file(path / "adapter_model.safetensors"), config["lora_alpha"] / config["r"]
+    tensors = load_file(path / "adapter_model.safetensors")
+    scale = config["lora_alpha"] / config["r"]
     modules = dict(model.named_modules())
     for name, a in tensors.items():
         if ".lora_A." in name:

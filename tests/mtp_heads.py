@@ -18,7 +18,8 @@ def add_mtp_head(path: Path, *, predicts: bool = False) -> None:
 
     predicts: a head that is often right, of a model whose next token depends on the last one mostly.
     """
-    file, generator = path / "model.safetensors", torch.Generator().manual_seed(7)
+    file = path / "model.safetensors"
+    generator = torch.Generator().manual_seed(7)
     stored = load_file(file)
     layer = {name: each for name, each in stored.items() if name.startswith("model.layers.1.")}
     hidden = stored["model.norm.weight"].shape[0]
@@ -52,22 +53,27 @@ def head_logits(model: PreTrainedModel, weights: Weights, token_ids: list[int], 
     final norm; for drafts it is the head's own.
     """
     hidden = model.model(torch.tensor([token_ids])).last_hidden_state[0, :-1]
-    read, found = list(token_ids[1:]), []
+    read = list(token_ids[1:])
+    found = []
     for draft in drafts:
         embedded = model.get_input_embeddings()(torch.tensor(read))
         names = {"pre_fc_norm_embedding": embedded, "pre_fc_norm_hidden": hidden}
         both = torch.cat([norm(x, weights[f"{name}.weight"]) for name, x in names.items()], dim=1)
         out = norm(layer_of(model, weights, both @ weights["fc.weight"].T), weights["norm.weight"])
         found.append(model.lm_head(out[-1]))
-        hidden, read = torch.cat((hidden, out[-1:])), [*read, draft]
+        hidden = torch.cat((hidden, out[-1:]))
+        read = [*read, draft]
     return found
 
 
 def layer_of(model: PreTrainedModel, weights: Weights, x: Tensor) -> Tensor:
     """A layer with gated attention, of rows that begin at position 0."""
     own = {name.removeprefix("layers.0."): each for name, each in weights.items() if name.startswith("layers.0.")}
-    config, rows = model.config, x.shape[0]
-    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    config = model.config
+    rows = x.shape[0]
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    size = config.head_dim
     normed = norm(x, own["input_layernorm.weight"])
     q, gate = (normed @ own["self_attn.q_proj.weight"].T).view(rows, heads, 2 * size).chunk(2, dim=-1)
     k, v = ((normed @ own[f"self_attn.{name}_proj.weight"].T).view(rows, kv_heads, size) for name in "kv")
@@ -106,6 +112,9 @@ def turned(x: Tensor) -> Tensor:
     """RoPE of the first quarter of each head's features: [rows, heads, head_dim]."""
     half = x.shape[-1] // 8
     angles = torch.arange(x.shape[0])[:, None, None] * 10_000.0 ** (-torch.arange(half) / half)
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = angles.cos(), angles.sin()
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

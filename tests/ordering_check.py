@@ -190,7 +190,8 @@ class OrderingCheck(DeviceWrapper):
     ) -> None:
         on = self._compute if stream is None else stream
         assert isinstance(on, CheckedStream)
-        reads, writes = tuple(reads), tuple(writes)
+        reads = tuple(reads)
+        writes = tuple(writes)
         self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
         self.inner.declare_kernel(name, reads, writes, None if stream is None else on.inner)
 
@@ -269,5 +270,6 @@ def rows_of(tensor: Tensor) -> Rows:
     """
     if tensor.dim() == 1:
         return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)
-    heads, size = tensor.shape[0] * tensor.shape[1], tensor.element_size()
+    heads = tensor.shape[0] * tensor.shape[1]
+    size = tensor.element_size()
     return Rows(tensor.data_ptr(), tensor.stride(1) * size, tensor.numel() // heads * size, heads)

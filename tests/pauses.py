@@ -20,8 +20,11 @@ from random import Random
 from typing import Any
 
 VARIABLE = "NANOVLLM_TEST_PAUSES"
-SHORT, SHARE_OF_SHORT = 0.005, 1 / 8  # seconds at most; of all places to pause
-LONG, SHARE_OF_LONG = 0.05, 1 / 400
+# seconds at most; of all places to pause
+SHORT = 0.005
+SHARE_OF_SHORT = 1 / 8
+LONG = 0.05
+SHARE_OF_LONG = 1 / 400
 
 
 class Pauses:

@@ -137,9 +137,13 @@ def _bits_of(words: Array, index: Array, position: Array, bits: int, *, along: i
 
 
 def _gptq(parts: dict[str, Tensor], config: dict[str, Any]) -> Array:
-    bits, count = config["bits"], 32 // config["bits"]
-    qweight, qzeros, scales = parts["qweight"].numpy(), parts["qzeros"].numpy(), parts["scales"].float().numpy()
-    inputs, outputs = np.arange(qweight.shape[0] * count), np.arange(qweight.shape[1])
+    bits = config["bits"]
+    count = 32 // config["bits"]
+    qweight = parts["qweight"].numpy()
+    qzeros = parts["qzeros"].numpy()
+    scales = parts["scales"].float().numpy()
+    inputs = np.arange(qweight.shape[0] * count)
+    outputs = np.arange(qweight.shape[1])
     q = _bits_of(qweight, inputs // count, inputs % count, bits, along=0)
     zeros = _bits_of(qzeros, outputs // count, outputs % count, bits, along=1)
     if config["checkpoint_format"] == "gptq":
@@ -149,8 +153,11 @@ def _gptq(parts: dict[str, Tensor], config: dict[str, Any]) -> Array:
 
 
 def _awq(parts: dict[str, Tensor], config: dict[str, Any]) -> Array:
-    qweight, qzeros, scales = parts["qweight"].numpy(), parts["qzeros"].numpy(), parts["scales"].float().numpy()
-    outputs, inputs = np.arange(qweight.shape[1] * 8), np.arange(qweight.shape[0])
+    qweight = parts["qweight"].numpy()
+    qzeros = parts["qzeros"].numpy()
+    scales = parts["scales"].float().numpy()
+    outputs = np.arange(qweight.shape[1] * 8)
+    inputs = np.arange(qweight.shape[0])
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # value p of a word belongs to output order[p]
     position = np.array([order.index(output % 8) for output in outputs])
     q = _bits_of(qweight, outputs // 8, position, 4, along=1)
@@ -163,7 +170,8 @@ def _fp8(parts: dict[str, Tensor], config: dict[str, Any]) -> Array:
     weight = _e4m3(parts["weight"].view(torch.uint8).numpy())
     scales = (parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]).float().numpy()
     if config.get("weight_block_size"):
-        rows, columns = np.arange(weight.shape[0]) // 128, np.arange(weight.shape[1]) // 128
+        rows = np.arange(weight.shape[0]) // 128
+        columns = np.arange(weight.shape[1]) // 128
         return weight * scales[rows][:, columns]
     return weight * scales.reshape(-1, 1)
 
@@ -172,7 +180,8 @@ def _e4m3(codes: Array) -> Array:
     """The values of float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 bits of mantissa. Micikevicius et al.,
     "FP8 formats for deep learning" (2022)."""
     sign = np.where(codes & 128, -1.0, 1.0)
-    exponent, mantissa = (codes >> 3 & 15).astype(np.int64), (codes & 7).astype(np.float64)
+    exponent = (codes >> 3 & 15).astype(np.int64)
+    mantissa = (codes & 7).astype(np.float64)
     value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
     return (sign * value).astype(np.float32)
 
@@ -181,7 +190,8 @@ def _compressed(parts: dict[str, Tensor], config: dict[str, Any]) -> Array:
     if config["format"] == "float-quantized":
         return _fp8(parts, {})
     weights = config["config_groups"]["group_0"]["weights"]
-    bits, count = weights["num_bits"], 32 // weights["num_bits"]
+    bits = weights["num_bits"]
+    count = 32 // weights["num_bits"]
     outputs, inputs = (np.arange(size) for size in parts["weight_shape"].tolist())
     half = 2 ** (bits - 1)
     q = _bits_of(parts["weight_packed"].numpy(), inputs // count, inputs % count, bits, along=1) - half

@@ -69,7 +69,8 @@ def random_request(random: Random, beginnings: list[list[int]]) -> Asked:
     if random.random() < 0.5:
         beginning = random.choice(beginnings)
         prompt = beginning[: random.choice([15, 16, 23, 32, 40, len(beginning)])] + prompt[: random.choice([1, 5, 20])]
-    salt, priority = random.choice([None, None, None, "salt", "pepper"]), random.choice([0, 0, 0, 1, -1])
+    salt = random.choice([None, None, None, "salt", "pepper"])
+    priority = random.choice([0, 0, 0, 1, -1])
     return Asked(prompt[: MAX_MODEL_LEN - 1], _parameters(random), salt, priority)
 
 
@@ -167,7 +168,9 @@ class Interruption:
     """Makes steps fail or be interrupted, before or after they have computed."""
 
     def __init__(self, llm: LLM, random: Random, rate: float) -> None:
-        self._execute, self._random, self._rate = llm.engine.executor.execute, random, rate
+        self._execute = llm.engine.executor.execute
+        self._random = random
+        self._rate = rate
         llm.engine.executor.execute = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, batch: Any) -> Any:
@@ -185,7 +188,9 @@ class Driver:
     """One engine and its requests."""
 
     def __init__(self, llm: LLM, random: Random, num_requests: int, new_request: Callable[[], Asked]) -> None:
-        self.llm, self._random, self._new_request = llm, random, new_request
+        self.llm = llm
+        self._random = random
+        self._new_request = new_request
         self.asked: dict[str, Asked] = {}
         self._left = num_requests
         self._abort_rate = random.choice([0.0, 0.02, 0.1])
@@ -207,7 +212,8 @@ class Driver:
         return self._left > 0 or engine.has_unfinished_requests()
 
     def _add(self) -> None:
-        name, asked = f"{len(self.asked)}", self._new_request()
+        name = f"{len(self.asked)}"
+        asked = self._new_request()
         try:
             self.llm.engine.add_request(name, None, asked.params, asked.prompt, None, asked.priority, asked.salt)
         except RequestError:  # such as three sequences that cannot all be as long as they may become
@@ -235,7 +241,8 @@ class Driver:
 
     def check_idle(self) -> str | None:
         """What is left of requests though none is: a sentence, or None."""
-        engine, manager = self.llm.engine, self.llm.engine.scheduler.block_manager
+        engine = self.llm.engine
+        manager = self.llm.engine.scheduler.block_manager
         check_blocks(manager)
         left = {"used blocks": manager.num_used, "swapped blocks": manager.num_swapped, "requests": engine._requests}
         found = [f"{what}: {value}" for what, value in left.items() if value]

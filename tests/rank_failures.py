@@ -40,7 +40,8 @@ def _before(function: Callable[..., Any], fail: Callable[[], None]) -> Callable[
 
 def _fail_in_step(step: int, fail: Callable[[], None]) -> None:
     """Fail in the last layer of a step, where the other ranks wait for a sum."""
-    finish_, calls = DecoderLayer.finish_, []
+    finish_ = DecoderLayer.finish_
+    calls = []
 
     def failing(self: DecoderLayer, *args: Any) -> Any:
         if self.index == self.spec.num_layers - 1:

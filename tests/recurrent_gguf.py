@@ -37,11 +37,16 @@ def recurrent_facts(config: Any) -> dict[str, Any]:
 
 def recurrent_tensors(name: str, weight: torch.Tensor, config: Any) -> Iterator[Recurrent]:
     """The tensors that a parameter of Transformers becomes."""
-    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
-    key_dim, value_dim, repeats = config.linear_key_head_dim, config.linear_value_head_dim, heads // keys
+    keys = config.linear_num_key_heads
+    heads = config.linear_num_value_heads
+    key_dim = config.linear_key_head_dim
+    value_dim = config.linear_value_head_dim
+    repeats = heads // keys
     is_next = config.model_type == "qwen3_next"
-    prefix, own = f"blk.{name.split('.')[2]}.", name.partition(".linear_attn.")[2].removesuffix(".weight")
-    all_rows, columns = np.arange(len(weight)), np.arange(weight.shape[-1])
+    prefix = f"blk.{name.split('.')[2]}."
+    own = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    all_rows = np.arange(len(weight))
+    columns = np.arange(weight.shape[-1])
 
     def tiled(width: int, start: int = 0) -> Any:
         """From one key head after another to one repeat after another."""

@@ -44,7 +44,8 @@ def start_of(grammar: str) -> Any:
 
 def drawn(start: Any, rng: random.Random) -> bytes | None:
     """A random output that has ended; None if it has not by then."""
-    matcher, output = start.deep_copy(), bytearray()
+    matcher = start.deep_copy()
+    output = bytearray()
     while len(output) < LONGEST:
         accepting = matcher.is_accepting()
         if accepting and (rng.random() < 0.4 or matcher.is_stopped()):
@@ -64,5 +65,6 @@ def drawn(start: Any, rng: random.Random) -> bytes | None:
 
 
 def allows(start: Any, text: str) -> bool:
-    matcher, data = start.deep_copy(), list(text.encode())
+    matcher = start.deep_copy()
+    data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()

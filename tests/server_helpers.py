@@ -22,7 +22,8 @@ from nanovllm.apps.server.settings import ServerSettings
 
 T = TypeVar("T")
 NAME = "tiny"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 CACHE = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 160}
 TOOL = {
     "type": "function",
@@ -105,7 +106,9 @@ def held_steps(engine: AsyncLLM) -> Iterator[None]:
 
     For tests of what happens while a request runs: without this, a slow test would come after its end.
     """
-    step, is_first, released = engine._step, [True], threading.Event()
+    step = engine._step
+    is_first = [True]
+    released = threading.Event()
 
     def held() -> None:
         while not is_first[0] and engine._commands.empty() and not released.wait(0.01):

@@ -43,7 +43,8 @@ async def collect(engine: AsyncLLM, prompt: Any, sampling: SamplingParams) -> li
 def failing_steps(engine: AsyncLLM, count: int) -> None:
     """The next steps fail."""
     executor = engine.llm.engine.executor
-    execute, left = executor.execute, [count]
+    execute = executor.execute
+    left = [count]
 
     def fail(batch: Any) -> Any:
         left[0] -= 1
@@ -82,7 +83,8 @@ def test_answers_are_those_of_generate_alone_and_together(
 
 def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
     """Each step takes until the loop has gone round ten times."""
-    executor, rounds = engine.llm.engine.executor, [0]
+    executor = engine.llm.engine.executor
+    rounds = [0]
     execute = executor.execute
 
     def waiting(batch: Any) -> Any:
@@ -107,7 +109,10 @@ def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypat
     """A grammar of a large schema takes seconds to compile. Its client may also go away meanwhile."""
     grammars = shared.llm.engine._inputs.sampling.grammars
     assert grammars is not None
-    compiling, go_on, compiled = threading.Event(), threading.Event(), grammars._compiled  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    compiling = threading.Event()
+    go_on = threading.Event()
+    compiled = grammars._compiled
 
     def slow(*arguments: Any) -> Any:
         compiling.set()
@@ -208,7 +213,9 @@ def test_a_failed_step_ends_its_requests_and_several_in_a_row_the_engine(engine:
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
-    engine, begun, go_on = AsyncLLM(model, **CACHE), threading.Event(), threading.Event()
+    engine = AsyncLLM(model, **CACHE)
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def read() -> bool:
         begun.set()

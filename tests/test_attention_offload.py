@@ -34,7 +34,11 @@ from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 
-LAYERS, CHUNKS, HEADS, KV_HEADS, HEAD_DIM = 8, 16, 4, 2, 64
+LAYERS = 8
+CHUNKS = 16
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
 FULL_CHUNK = 1024
 DEVICE_BLOCKS = 3  # one of them is the ring
 SCALE = HEAD_DIM**-0.5
@@ -104,7 +108,8 @@ def test_copies_calls_and_merges_follow_the_formula(
     with offloaded_cache(backend, chunk) as kv_cache:
         out, expected = prefill(kv_cache, watch, chunk)
         kv_cache.engine.synchronize()
-        stats, layout = kv_cache.stats(), kv_cache.layout
+        stats = kv_cache.stats()
+        layout = kv_cache.layout
         group_slots = kv_cache.engine.group_slots
     assert (out - expected).abs().max() < 1e-5
 

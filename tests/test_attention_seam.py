@@ -33,7 +33,8 @@ from nanovllm.ops.triton_attention import TritonAttention
 
 def plain_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
     """What flash-attn 2 computes, from the definition: masks aligned bottom-right, LSE +inf for a row without keys."""
-    queries, keys = q.shape[0], k.shape[0]
+    queries = q.shape[0]
+    keys = k.shape[0]
     assert queries > 0 and keys > 0 and k.stride(2) == v.stride(2) == 1
     assert left >= -1 and right >= -1, "flash-attn takes any negative number for no bound"
     shift = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
@@ -118,7 +119,8 @@ def test_sinks_take_a_share_of_every_row(backend: AttentionBackend, name: str) -
     """Sinks above, among and far below the scores; the bits do not depend on how the blocks are grouped."""
     case = make_case(backend, FIXED[name], 1)
     sinks = torch.tensor([8.0, 1.0, -60.0][: case.shape.heads], device=case.q.device)
-    together, size = case.attend(backend, sinks=sinks), case.shape.block_size
+    together = case.attend(backend, sinks=sinks)
+    size = case.shape.block_size
     case.check(together, sinks)
     blocks = [[part(seq, at, at + 1, size)] for seq in case.sequences for at in range(len(seq.block_table))]
     assert same_bits(case.attend(backend, blocks, sinks), together)
@@ -191,7 +193,8 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> No
     shape = Shape(64, 1, 2, 16, None, ((50, new),))
     case = make_case(backend, shape, 1)
     case.q *= 400
-    (k, v), seq = case.keys[0], case.sequences[0]
+    (k, v) = case.keys[0]
+    seq = case.sequences[0]
     rows = slice(seq.query_start, seq.query_start + seq.query_len)
     out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, seq.context_len)
     state = case.attend(backend)
@@ -206,10 +209,8 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
     """Blocks after a row's position, or left behind by its window, change nothing."""
     case = make_case(backend, Shape(16, 1, 1, 16, 10, ((40, new),)), 1)
     seq = case.sequences[0]
-    early, late = (
-        part(seq, 0, 1, 16),
-        replace(seq, context_len=0, first_position=96, kv_end=112, block_table=[0]),
-    )
+    early = part(seq, 0, 1, 16)
+    late = replace(seq, context_len=0, first_position=96, kv_end=112, block_table=[0])
     case.pool[0] = 1.0
     assert same_bits(case.attend(backend, [[early]]), AttentionState.empty(case.q))
     assert same_bits(case.attend(backend, [[late]]), AttentionState.empty(case.q))
@@ -254,7 +255,8 @@ class Wrong(NativeAttention):
 
     def __init__(self, name: str, fails: bool) -> None:
         super().__init__()
-        self.name, self._fails = name, fails
+        self.name = name
+        self._fails = fails
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
@@ -266,7 +268,9 @@ class Wrong(NativeAttention):
 
 
 def test_a_backend_that_fails_or_is_wrong_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    cpu, failing, wrong = torch.device("cpu"), Wrong("failing", True), Wrong("base 2", False)
+    cpu = torch.device("cpu")
+    failing = Wrong("failing", True)
+    wrong = Wrong("base 2", False)
     assert first_right([failing, wrong, ON_CPU[1]], cpu, 64) is ON_CPU[1]
     assert "failing is not used because it fails: no kernel image" in caplog.text
     assert "base 2 is not used because its error is" in caplog.text

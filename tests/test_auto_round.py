@@ -78,8 +78,10 @@ def test_the_packing_of_older_configs_and_of_those_that_name_none(quantized_copy
 def test_modules_of_16_bits_and_outside_the_blocks_are_plain(
     plain_checkpoint: Path, quantized_copy: Callable[[str], Path]
 ) -> None:
-    path, (q, up) = quantized_copy("gptq-128"), ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
-    stored, plain = load_file(path / "model.safetensors"), load_file(plain_checkpoint / "model.safetensors")
+    path = quantized_copy("gptq-128")
+    (q, up) = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
+    stored = load_file(path / "model.safetensors")
+    plain = load_file(plain_checkpoint / "model.safetensors")
     left_plain = {name: plain[name] for name in plain if name.startswith(("model.layers.1.", f"{q}."))}
     kept = {name: each for name, each in stored.items() if not name.startswith(("model.layers.1.", f"{q}."))}
     save_file(kept | left_plain, path / "model.safetensors")

@@ -38,9 +38,13 @@ class Machine:
 
     def step(self, for_cpu: int) -> StepTimes:
         """A decode step that leaves so many blocks of each layer to the CPU."""
-        streamed, attended = (self.blocks - for_cpu) * BLOCK, for_cpu * BLOCK
+        streamed = (self.blocks - for_cpu) * BLOCK
+        attended = for_cpu * BLOCK
         loading, attending = self._beside_each_other(streamed, attended)
-        ends, loaded, begun, late = [0.0], 0.0, 0.0, []
+        ends = [0.0]
+        loaded = 0.0
+        begun = 0.0
+        late = []
         for _ in range(LAYERS):
             queries = ends[-1] + WEIGHTS / DEVICE
             loaded = max(loaded, begun) + loading * self._late()
@@ -65,7 +69,8 @@ class Machine:
     def _beside_each_other(self, streamed: int, attended: int) -> tuple[float, float]:
         """Seconds of loading and of attending, of which the longer one ends alone."""
         share = min(1.0, self.memory / (self.link + self.host))
-        loading, attending = streamed / (self.link * share), attended / (self.host * share)
+        loading = streamed / (self.link * share)
+        attending = attended / (self.host * share)
         both = min(loading, attending)
         return both + (loading - both) * share, both + (attending - both) * share
 
@@ -78,7 +83,8 @@ def policy_for(machine: Machine, wrong: float = 1.0) -> BalancedShare:
 
 def run(machine: Machine, policy: BalancedShare, steps: int) -> tuple[list[float], list[int]]:
     """The seconds of each step, and the blocks that it left to the CPU."""
-    seconds, shares = [], []
+    seconds = []
+    shares = []
     for _ in range(steps):
         shares.append(policy.blocks_for_cpu_attention(LayerLoad([HostRead(BLOCK)] * machine.blocks)))
         times = machine.step(shares[-1])
@@ -100,7 +106,8 @@ def test_the_share_is_found_in_some_steps(
 ) -> None:
     """Within a tenth of the best time, and of the best share where shares differ; shared: memory rate / CPU's."""
     machine = Machine(link, host, max(link, host * shared), round_trip, noise)
-    best, streamed = machine.best(), machine.seconds(0)
+    best = machine.best()
+    streamed = machine.seconds(0)
     seconds, shares = run(machine, policy_for(machine, wrong), 250)
     found = fmean(seconds[FOUND:])
     assert found <= 1.1 * machine.seconds(best) and found <= 1.05 * streamed

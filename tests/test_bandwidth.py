@@ -57,7 +57,9 @@ def test_link_and_cpu_attention_are_measured_at_the_same_time(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loads end only after CPU attention has gone on beside them."""
-    backend, beside, attended = select_cpu_backend(LAYOUT.head_dim), threading.Event(), threading.Event()
+    backend = select_cpu_backend(LAYOUT.head_dim)
+    beside = threading.Event()
+    attended = threading.Event()
     rates_beside = bandwidth.Probe.rates_beside
 
     def held(probe: Any, loads: int) -> Any:
@@ -106,7 +108,8 @@ def test_the_launch_of_a_call_is_no_part_of_the_devices_rate(
 ) -> None:
     """It takes longer than a GPU reads the KV: weights would seem to be read slowly, and the CPU to have no time."""
     now = 0.0
-    launch, rate = 1e-4, 3e12
+    launch = 1e-4
+    rate = 3e12
 
     class Backend:
         name = "with a clock of its own"
@@ -141,7 +144,9 @@ def test_the_round_trip_is_measured_while_the_ring_is_loaded(
     monkeypatch.setattr(engine.order, "before_cpu_attention_call", called)
     backend = select_cpu_backend(LAYOUT.head_dim)
     measure_bandwidths(engine, GEOMETRY, backend, backend)
-    block, slots, group = LAYOUT.block_layer_bytes, engine.split.ring_slots, engine.group_slots
+    block = LAYOUT.block_layer_bytes
+    slots = engine.split.ring_slots
+    group = engine.group_slots
     firsts = range(0, slots, group)
     loads = [(firsts[number % len(firsts)] * block, group * block) for number in range(8 * LAYOUT.planes // group)]
     assert len(launches) == 4

@@ -160,7 +160,8 @@ def many_rows(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rows:
 def test_the_job_goes_on_after_kill_9_of_the_driver(
     start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
-    (source, expected), output = many_rows, tmp_path / "out"
+    (source, expected) = many_rows
+    output = tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 150, process)
     process.send_signal(signal.SIGKILL)
@@ -175,7 +176,9 @@ def test_the_job_goes_on_after_kill_9_of_the_driver(
 
 def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     """Each replica's cache holds some of the documents: which rows it gets decides how much it finds."""
-    source, cached, total = make_rows(tmp_path / "data.jsonl", 400), {}, 0
+    source = make_rows(tmp_path / "data.jsonl", 400)
+    cached = {}
+    total = 0
     for routing in ("--prefix-routing", "--no-prefix-routing"):
         output = tmp_path / routing
         ended(start(source, output, *on_cluster(cluster), routing))
@@ -191,7 +194,8 @@ def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tm
 def test_rows_of_a_worker_that_hangs_run_elsewhere(
     start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
-    (source, expected), output = many_rows, tmp_path / "out"
+    (source, expected) = many_rows
+    output = tmp_path / "out"
     process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
     hanging = wait_for(cluster.busy_workers, process)[0]
@@ -208,7 +212,9 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(
 
 def test_a_replica_of_two_ranks(start: Start, slow: Path, cluster: Cluster, tmp_path: Path) -> None:
     """A rank that is killed ends the replica's engine, whose rows run again in another one."""
-    source, output, ranks = make_rows(tmp_path / "data.jsonl", 300), tmp_path / "out", ("--tensor-parallel-size", "2")
+    source = make_rows(tmp_path / "data.jsonl", 300)
+    output = tmp_path / "out"
+    ranks = ("--tensor-parallel-size", "2")
     slow.unlink()
     ended(start(source, tmp_path / "one", *ranks))
     slow.touch()
@@ -227,7 +233,8 @@ def test_a_replica_of_two_ranks(start: Start, slow: Path, cluster: Cluster, tmp_
 
 def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
     """read_parquet, map_batches with two actors, write_parquet: the example as it is."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     rows = [{"id": i, "prompt": f"row {i}" if i != 7 else None, "temperature": float(i % 2)} for i in range(40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     command = [sys.executable, str(EXAMPLE), model, str(tmp_path / "in.parquet"), str(tmp_path / "out")]
@@ -250,7 +257,8 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
     start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
     """The last test, since the node does not come back."""
-    (source, expected), output = many_rows, tmp_path / "out"
+    (source, expected) = many_rows
+    output = tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 200 and len(cluster.workers()) == 2, process)
     cluster.workers()[0].send_signal(signal.SIGKILL)
@@ -267,7 +275,8 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
 def test_one_machine_needs_no_cluster(model: str, tmp_path: Path) -> None:
     """A cluster is started for the job, and ends with it."""
     pytest.importorskip("ray")
-    source, output = make_rows(tmp_path / "data.jsonl", 60), tmp_path / "out"
+    source = make_rows(tmp_path / "data.jsonl", 60)
+    output = tmp_path / "out"
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     options = ["--num-replicas", "2", "--ray-address", "local", "--num-cpus", "1"]

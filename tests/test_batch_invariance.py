@@ -13,8 +13,11 @@ from torch import Tensor
 
 from nanovllm import LLM
 
-BLOCK, VOCAB = 16, 203
-MAX_TOKENS, FEW_TOKENS = 17, 8  # so many that requests are preempted, and enough for all else
+BLOCK = 16
+VOCAB = 203
+# so many that requests are preempted, and enough for all else
+MAX_TOKENS = 17
+FEW_TOKENS = 8
 LENGTHS = (1, 15, 16, 17, 40, 63, 64, 130)
 ENGINES: dict[str, dict[str, Any]] = {
     "all at once": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200},

@@ -47,7 +47,8 @@ class Killer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, calls_left: int) -> None:
         self.calls_left = calls_left
-        replace, fsync = Path.replace, os.fsync
+        replace = Path.replace
+        fsync = os.fsync
 
         def killed_replace(path: Path, target: Path) -> Path:
             self.count()

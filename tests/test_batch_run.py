@@ -23,7 +23,8 @@ class FakeReplicas:
 
     def __init__(self, num_replicas: int, seed: int, loss_rate: float = 0.0, poison: Collection[int] = ()) -> None:
         self.random = Random(seed)
-        self.loss_rate, self.poison = loss_rate, poison
+        self.loss_rate = loss_rate
+        self.poison = poison
         self.rows: dict[int, list[RowRequest]] = {number: [] for number in range(num_replicas)}
         self.submitted: list[int] = []
         self.num_losses = 0
@@ -126,7 +127,8 @@ def test_every_row_has_one_result(
     seed: int,
 ) -> None:
     """Unless every replica is lost again and again: then a run that goes on has the rest."""
-    path, found = tmp_path_factory.mktemp("job"), {}
+    path = tmp_path_factory.mktemp("job")
+    found = {}
     for attempt in range(50):
         try:
             found = run_job(path, count, FakeReplicas(num_replicas, seed + attempt, loss_rate), max_num_seqs)

@@ -12,7 +12,8 @@ from fast import fast_only
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 
-BLOCK, VOCAB = 16, 61
+BLOCK = 16
+VOCAB = 61
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120},
     "offloaded, in chunks": offloaded(BLOCK, 6, 110, max_num_batched_tokens=21),

@@ -16,7 +16,9 @@ from nanovllm.ops import merge
 from nanovllm.ops.merge import merge_states_
 from nanovllm.ops.reference_attention import reference_attention
 
-TOKENS, HEADS, HEAD_DIM = 5, 3, 16
+TOKENS = 5
+HEADS = 3
+HEAD_DIM = 16
 INF = math.inf
 SHAPES = [(1, 1, 16), (5, 3, 64), (33, 4, 80), (17, 8, 96), (16, 2, 112), (40, 7, 128), (3, 2, 256)]
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}  # of one rounding of values of size 1
@@ -91,7 +93,8 @@ def test_edges(device: str, dtype: torch.dtype) -> None:
 
 
 def test_views_of_a_larger_state_are_merged_in_place_and_no_rows_are_no_work(device: str) -> None:
-    out, lse = torch.zeros(9, 6, 16, device=device), torch.full((6, 9), -INF, device=device)
+    out = torch.zeros(9, 6, 16, device=device)
+    lse = torch.full((6, 9), -INF, device=device)
     part_out, part_lse = (tensor.to(device) for tensor in state(3.0, 1.0))
     merge_states_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
     assert (out[2:7, 1:4] == 3).all() and (lse[1:4, 2:7] == 1).all()

@@ -86,7 +86,8 @@ def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: p
 
 
 def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     import datetime
 
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
@@ -121,7 +122,8 @@ def test_a_job_goes_on_after_an_interrupt(
 ) -> None:
     source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"{i} {DOCUMENT}"} for i in range(12)))
     assert batch(model, source, tmp_path / "whole") == 0
-    step, steps = Replica.step, iter(range(1000))
+    step = Replica.step
+    steps = iter(range(1000))
 
     def interrupted(replica: Replica) -> Any:
         if next(steps) == 30:
@@ -138,7 +140,8 @@ def test_a_job_goes_on_after_an_interrupt(
     assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "3") == 0
     assert f"{len(first)} of 12 rows are done" in capsys.readouterr().err
     assert batch(model, source, tmp_path / "out", "--resume") == 0  # there is nothing left
-    found, whole = results(tmp_path / "out"), results(tmp_path / "whole")
+    found = results(tmp_path / "out")
+    whole = results(tmp_path / "whole")
     assert [found[i]["outputs"] for i in range(12)] == [whole[i]["outputs"] for i in range(12)]
     assert batch(model, source, tmp_path / "out", "--resume", "--max-tokens", "9") == 2
     assert "was begun with other values of sampling parameters" in capsys.readouterr().err
@@ -149,7 +152,8 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
 ) -> None:
     """As when a tensor-parallel rank has died: the rows are not failed ones."""
     source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}"} for i in range(4)))
-    execute, steps = ModelRunner.execute, iter(range(1000))
+    execute = ModelRunner.execute
+    steps = iter(range(1000))
 
     def end(runner: ModelRunner, step: Batch) -> StepResult:
         if next(steps) == 8:
@@ -237,7 +241,8 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     whole = predictor(rows)
     assert whole.select(["prompt", "id", "temperature", "input.error"]).rename_columns(rows.column_names).equals(rows)
-    errors, texts = whole["error"].to_pylist(), whole["generated_text"].to_pylist()
+    errors = whole["error"].to_pylist()
+    texts = whole["generated_text"].to_pylist()
     assert "the prompt has 2000 tokens" in errors[2] and "it needs exactly one of" in errors[5]
     assert [error is None for error in errors] == [True, True, False, True, True, False]
     assert whole["usage"][0].as_py()["completion_tokens"] == 5
@@ -250,7 +255,8 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     assert predictor(columns)["generated_text"].to_pylist() == texts
-    step, steps = Replica.step, iter(range(1000))
+    step = Replica.step
+    steps = iter(range(1000))
 
     def interrupted(replica: Replica) -> Any:
         if next(steps) == 2:

@@ -93,7 +93,8 @@ def test_an_error_of_any_type_is_the_error_of_its_request(
     model: str, owner: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a prompt is read, added, and its result is written."""
-    function, calls = getattr(owner, name), iter(range(10))
+    function = getattr(owner, name)
+    calls = iter(range(10))
 
     def fails_once(*args: Any) -> Any:
         if next(calls) == 1:

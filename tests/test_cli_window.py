@@ -13,7 +13,8 @@ from nanovllm.apps.cli import generate as command
 @pytest.fixture
 def most(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The most prompts that were in the engine, and results that were held back for an earlier one."""
-    most, put = {"running": 0, "held": 0}, command.Generation._put
+    most = {"running": 0, "held": 0}
+    put = command.Generation._put
 
     def counted(self: command.Generation, task: command.Task, line: str) -> None:
         put(self, task, line)

@@ -30,7 +30,9 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from gguf_files import WIDE, write_gguf
 
-BLOCK, EOS = 16, 277  # the end of `write_byte_level`
+# the end of `write_byte_level`
+BLOCK = 16
+EOS = 277
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 FEW_STEPS = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 40}
 FEW_BLOCKS = 12  # so that requests are preempted
@@ -117,7 +119,8 @@ def test_tokens_are_those_of_plain_weights_and_bits_those_of_any_memory(
     for way in ways:
         with files.engine(files.stored, **WAYS[way], **(LORA if files.adapters else {})) as llm:
             first, second = (generate(llm, files, params) for _ in range(2))
-            metrics, transfers = llm.metrics(), llm.kv_stats().transfers
+            metrics = llm.metrics()
+            transfers = llm.kv_stats().transfers
         assert [[each.token_ids for each in output.outputs] for output in first] == expected, way
         bits = bits or [numbers(output) for output in first]
         assert [numbers(output) for output in first] == bits and [numbers(output) for output in second] == bits, way

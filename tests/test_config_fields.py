@@ -200,7 +200,8 @@ def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None
 
 
 def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> None:
-    model, other = tmp_path / "model", write_config(tmp_path / "other", {})
+    model = tmp_path / "model"
+    other = write_config(tmp_path / "other", {})
     make_checkpoint(model, vocab=300, eos_token_id=9)
     write_byte_level(model)
     edit_config(model, "generation_config.json", temperature=0.6, top_k=20)
@@ -220,7 +221,8 @@ def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> 
 
 
 def test_another_tokenizer_or_none(tmp_path: Path) -> None:
-    model, other = tmp_path / "model", tmp_path / "other"
+    model = tmp_path / "model"
+    other = tmp_path / "other"
     make_checkpoint(model, vocab=300)
     other.mkdir()
     assert "holds no tokenizer files" in refusal(lambda: LLM(model, tokenizer=str(other), **SMALL), ConfigError)

@@ -246,7 +246,9 @@ def test_other_sequences_in_the_batch_change_no_bit(
     ]
     members = draw.draw(st.permutations(members))
     data = [make_data(member) for member in members]
-    sequences, start = [], 1  # the first and the last row are of no sequence
+    # the first and the last row are of no sequence
+    sequences = []
+    start = 1
     for member, its in zip(members, data, strict=True):
         addresses = block_addresses(its.pool).tolist()
         positions = member.query_position, member.first_position, member.kv_end
@@ -255,7 +257,8 @@ def test_other_sequences_in_the_batch_change_no_bit(
     metadata = AttentionMetadata(sequences)
     q = torch.cat([torch.zeros(1, case.heads, case.head_dim, dtype=case.dtype), *(its.q for its in data)])
     q = torch.cat([q, q[:1]])
-    out, lse = torch.full(q.shape, -7.0), torch.full((case.heads, len(q)), -7.0)
+    out = torch.full(q.shape, -7.0)
+    lse = torch.full((case.heads, len(q)), -7.0)
     attend_batch(
         q, metadata.blocks, metadata.rows, kv_heads=case.kv_heads,
         block_size=case.block_size, scale=case.scale, window=case.window, out=out, lse=lse, isa=case.isa,
@@ -278,7 +281,8 @@ def test_strided_tensors_are_read_and_written_in_place(case: Case) -> None:
     q.copy_(data.q)
     wide_out = torch.full((2 * case.tokens, case.heads, case.head_dim + 3), -7.0)
     wide_lse = torch.full((case.tokens, case.heads + 2), -7.0)
-    out, lse = wide_out[::2, :, 3:], wide_lse[:, 1:-1].T
+    out = wide_out[::2, :, 3:]
+    lse = wide_lse[:, 1:-1].T
     attend(
         q, block_addresses(data.pool), kv_heads=case.kv_heads, block_size=case.block_size,
         first_position=case.first_position, kv_end=case.kv_end, query_position=case.query_position, scale=case.scale,

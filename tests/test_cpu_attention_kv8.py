@@ -87,12 +87,14 @@ def one_row(q: Tensor, pool: Tensor, block: int) -> AttentionState:
 def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(stored: torch.dtype, bad: float) -> None:
     shape = Shape(64, 1, 2, 32, None, ((20, 9),))
     case = quantised(shape, torch.float32, stored)
-    (seq,), good = case.sequences, case.attend(NativeAttention())
+    (seq,) = case.sequences
+    good = case.attend(NativeAttention())
     for plane in (0, 1):
         damaged = replace_row(case, seq, position=25, plane=plane, element=bad, stored=stored)
         state = AttentionState.empty(case.q)
         NativeAttention().attend(case.q, damaged, AttentionMetadata([seq]), state, shape.scale, None)
-        before, after = slice(seq.query_start, seq.query_start + 5), slice(seq.query_start + 5, seq.query_start + 9)
+        before = slice(seq.query_start, seq.query_start + 5)
+        after = slice(seq.query_start + 5, seq.query_start + 9)
         assert torch.equal(state.out[before], good.out[before]) and torch.equal(
             state.lse[:, before], good.lse[:, before]
         )
@@ -105,7 +107,8 @@ def replace_row(
     """The pool with a key's or value's row that holds one element that is not finite."""
     row = torch.ones(1, case.shape.head_dim)
     row[0, 7] = element
-    pool, size = case.pool.clone(), case.shape.block_size
+    pool = case.pool.clone()
+    size = case.shape.block_size
     pool[seq.block_table[position // size], plane, :, position % size] = quantize_rows_torch(row, stored)
     return pool
 
@@ -114,7 +117,8 @@ def replace_row(
 @pytest.mark.parametrize("stored", STORED)
 def test_unequal_numbers_in_a_row(stored: torch.dtype) -> None:
     """Queries, and values of a tile, that differ a thousandfold: errors stay small beside the largest."""
-    shape, large = Shape(64, 1, 2, 32, None, ((60, 1), (70, 9))), 1000.0
+    shape = Shape(64, 1, 2, 32, None, ((60, 1), (70, 9)))
+    large = 1000.0
     case = quantised(shape, torch.float32, stored)
     case.q[..., 5] *= large
     for seq, (_, v) in zip(case.sequences, case.keys, strict=True):

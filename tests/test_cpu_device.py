@@ -61,9 +61,12 @@ def device() -> Iterator[CpuDevice]:
 
 
 def test_a_wait_orders_two_streams(device: CpuDevice) -> None:
-    first, second = device.new_stream("first"), device.new_stream("second")
-    gate, event = Gate(first), device.new_event()
-    middle, end = filled(0), filled(0)
+    first = device.new_stream("first")
+    second = device.new_stream("second")
+    gate = Gate(first)
+    event = device.new_event()
+    middle = filled(0)
+    end = filled(0)
     copy(device, middle, filled(5), first)
     first.record(event)
     second.wait(event)
@@ -76,7 +79,9 @@ def test_a_wait_orders_two_streams(device: CpuDevice) -> None:
 
 
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CpuDevice) -> None:
-    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
+    held = device.new_stream("held")
+    stream = device.new_stream("s")
+    event = device.new_event()
     gate = Gate(held)
     held.record(event)
     stream.wait(event)
@@ -88,8 +93,10 @@ def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CpuDevice) -> N
 
 
 def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice) -> None:
-    stream, event = device.new_stream("s"), device.new_event()
-    gate, dst = Gate(stream), filled(0)
+    stream = device.new_stream("s")
+    event = device.new_event()
+    gate = Gate(stream)
+    dst = filled(0)
     copy(device, dst, filled(3), stream)
     stream.record(event)
     timer = threading.Timer(0.02, gate.open)
@@ -113,7 +120,8 @@ def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice
 
 def test_a_failure_spreads_to_the_streams_that_wait_for_it(device: CpuDevice) -> None:
     first, second, bystander = (device.new_stream(name) for name in ("first", "second", "bystander"))
-    event, dst = device.new_event(), filled(0)
+    event = device.new_event()
+    dst = filled(0)
     fail(device, first)
     first.record(event)
     second.wait(event)
@@ -133,8 +141,11 @@ def test_a_failure_spreads_to_the_streams_that_wait_for_it(device: CpuDevice) ->
 
 def test_close_ends_the_threads_soon_and_can_be_repeated() -> None:
     device = CpuDevice()
-    used, unused = device.new_stream("used"), device.new_stream("unused")
-    src, dst, event = filled(1, 1 << 26), filled(0, 1 << 26), device.new_event()
+    used = device.new_stream("used")
+    unused = device.new_stream("unused")
+    src = filled(1, 1 << 26)
+    dst = filled(0, 1 << 26)
+    event = device.new_event()
     for _ in range(2000):
         copy(device, dst, src, used)
     used.record(event)

@@ -30,7 +30,12 @@ from nanovllm.ops.delta_inputs import DecayWeights, StateRows
 from nanovllm.ops.packed_weights import kernel_weight, packed_linear
 from nanovllm.ops.row_kernels import GATED_UNITS
 
-EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
+EPS = 1e-6
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 32
+HIDDEN = 96
+INTERMEDIATE = 160
 PLAIN = HeadLayout(HEAD_DIM, HEAD_DIM)
 Tensors = dict[str, Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -158,10 +163,12 @@ def test_gated_and_partly_rotated_heads_have_the_bits_of_the_operators(
     seed: int, tokens: int, rotary_dim: int, gated: bool, bias: bool, dtype: torch.dtype
 ) -> None:
     norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=True, gated=gated))
-    norms, rows = in_dtype(torch.float32, norms), rows_of(seed + 20, tokens)
+    norms = in_dtype(torch.float32, norms)
+    rows = rows_of(seed + 20, tokens)
     layer = few_row_layer(norms, in_parts(products), dtype, HeadLayout(HEAD_DIM, rotary_dim, gated), "silu")
     assert layer is not None
-    x, angles = rows["x"].to(dtype), (rows["cos"], rows["sin"])
+    x = rows["x"].to(dtype)
+    angles = (rows["cos"], rows["sin"])
     ours, theirs = (empty({"x": x}) for _ in "ab")
     gates = x.new_full((tokens, HEADS * HEAD_DIM + 16), 9.0)[:, : HEADS * HEAD_DIM] if gated else None
     layer.project(x, *angles, *ours, gates)
@@ -181,7 +188,8 @@ def test_gates_and_their_memory_come_together() -> None:
     for gated in (False, True):
         norms, products = weights(0, bias=False, qk_norm=False, gated=gated)
         rows = rows_of(1, 2)
-        x, gates = rows["x"], None if gated else torch.empty(2, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+        x = rows["x"]
+        gates = None if gated else torch.empty(2, HEADS * HEAD_DIM, dtype=torch.bfloat16)
         layer = few_row_layer(norms, in_parts(products), x.dtype, HeadLayout(HEAD_DIM, HEAD_DIM, gated), "silu")
         assert layer is not None
         with pytest.raises(ValueError, match=f"gates are written where .* gated={gated}"):
@@ -225,7 +233,8 @@ def test_weights_that_are_written_later_count_and_other_rows_are_not_taken() -> 
     products[3][0].neg_()
     for x in (bf16(0, MAX_LAYER_ROWS + 1, HIDDEN), bf16(0, 1, HIDDEN).float(), bf16(0, 1, 9), bf16(0, HIDDEN, 2).T):
         assert not layer.takes(x)
-    after, expected = in_two_calls(layer, rows), one_by_one(norms, dense(products), rows)
+    after = in_two_calls(layer, rows)
+    expected = one_by_one(norms, dense(products), rows)
     assert same_bits(after[3], expected[3]) and not same_bits(after[3], before[3])
 
 

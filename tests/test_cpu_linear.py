@@ -74,7 +74,8 @@ def operands(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     x = torch.cat((x, x), dim=1)[:, : case.in_features]
     weight = torch.cat((weight, -weight), dim=1)[:, : case.in_features]
     bias = (torch.randn(case.out_features, generator=generator) * 2.0**-17).to(case.dtype) if case.has_bias else None
-    x, weight = shifted(x, case.offset, case.gap), shifted(weight, case.offset)
+    x = shifted(x, case.offset, case.gap)
+    weight = shifted(weight, case.offset)
     return x, weight, None if bias is None else shifted(bias, case.offset)
 
 
@@ -175,7 +176,8 @@ def test_what_is_not_finite_goes_where_torch_lets_it_go(dtype: torch.dtype, isa:
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 45, generator=generator).to(dtype) for n in (rows, 50))
     x[1, 44], x[2, 3], weight[7, 9], weight[8, 10] = torch.nan, torch.inf, -torch.inf, torch.nan
-    expected, ours = F.linear(x.float(), weight.float()), cpu_linear(x, weight, isa=isa)
+    expected = F.linear(x.float(), weight.float())
+    ours = cpu_linear(x, weight, isa=isa)
     assert torch.equal(ours.isnan(), expected.isnan()) and torch.equal(ours.isinf(), expected.isinf())
     assert torch.equal(ours[ours.isinf()].float(), expected[expected.isinf()])
 
@@ -199,7 +201,8 @@ def test_rounds_to_16_bits_as_torch_does(isa: str) -> None:
 
 
 def test_nothing_in_gives_nothing_out_and_other_tensors_go_to_torch() -> None:
-    x, weight = torch.zeros(3, 64), torch.zeros(70, 64)
+    x = torch.zeros(3, 64)
+    weight = torch.zeros(70, 64)
     for rows, outputs in ((0, 70), (3, 0), (0, 0)):
         assert cpu_linear(x[:rows], weight[:outputs]).shape == (rows, outputs)
     assert linear(x.to("meta"), weight.to("meta")).shape == (3, 70)

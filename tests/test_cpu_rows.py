@@ -85,7 +85,8 @@ def threads(count: int) -> Iterator[None]:
 @settings(max_examples=60)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]), st.booleans())
 def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float, wide: bool) -> None:
-    x, weight = bf16(seed, rows, width, gap=gap, size=size), bf16(seed + 1, width)
+    x = bf16(seed, rows, width, gap=gap, size=size)
+    weight = bf16(seed + 1, width)
     if wide:
         weight = 1.0 + weight.float()
     assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight), roundings=2)
@@ -94,8 +95,10 @@ def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: f
 @settings(max_examples=40)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]))
 def test_norm_of_a_sum_is_the_sum_and_its_norm(seed: int, rows: int, width: int, gap: int) -> None:
-    residual, x = bf16(seed, rows, width, gap=gap), bf16(seed + 1, rows, width)
-    weight, total = bf16(seed + 2, width), residual + x
+    residual = bf16(seed, rows, width, gap=gap)
+    x = bf16(seed + 1, rows, width)
+    weight = bf16(seed + 2, width)
+    total = residual + x
     ours = add_rms_norm_(residual, x, weight, EPS)
     assert same_bits(residual, total) and same_bits(ours, rms_norm(total, weight, EPS))
 
@@ -116,7 +119,8 @@ def test_heads_are_normalised_turned_and_placed(
     if weight is not None and wide:
         weight = 1.0 + weight.float()
     angles = torch.randn(tokens, 1, head_dim // 2, generator=torch.Generator().manual_seed(seed))
-    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = angles.sin()
     q, k, v = (bf16(0, tokens, count, head_dim, gap=gap) for count in (q_heads, kv_heads, kv_heads))
     place_heads(heads, weight, EPS, cos, sin, q, k, v)
     to_turn, values = heads.split((q_heads + kv_heads, kv_heads), dim=1)
@@ -144,7 +148,8 @@ def test_a_nan_of_any_bits_stays_one() -> None:
     assert torch.equal(residual.isnan(), rows.isnan())
     assert silu_and_mul(torch.cat((torch.ones_like(nans), nans)).unsqueeze(0)).isnan().all()
     q, k, v = (bf16(0, len(nans), 1, 64) for _ in range(3))
-    cos, sin = torch.full((len(nans), 1, 64), 0.5), torch.full((len(nans), 1, 32), 0.5)
+    cos = torch.full((len(nans), 1, 64), 0.5)
+    sin = torch.full((len(nans), 1, 32), 0.5)
     place_heads(rows.unsqueeze(1).repeat(1, 3, 1), None, EPS, cos, sin, q, k, v)
     for turned in (q, k):
         assert turned[..., [5, 37]].isnan().all() and turned.isnan().sum() == 2 * len(nans)
@@ -179,7 +184,8 @@ def test_activation_in_other_dtypes(dtype: torch.dtype) -> None:
     """As exact as torch's: in fp32 to 2^-22, and in fp16 rounded where Transformers rounds."""
     gate = torch.linspace(-80, 80, 100_001, dtype=torch.float64).to(dtype)
     wide = gate.double()
-    exact, ours = wide * torch.sigmoid(wide), silu_and_mul(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
+    exact = wide * torch.sigmoid(wide)
+    ours = silu_and_mul(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
     assert ours.dtype == dtype
     bound = 2.0**-22 * exact.abs() if dtype == torch.float32 else 2.0**-10 * exact.abs() + 2.0**-24
     assert torch.all((ours.double() - exact).abs() <= bound)
@@ -230,11 +236,14 @@ def test_the_clamped_unit_is_that_of_gpt_oss(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms_and_heads_in_other_dtypes(dtype: torch.dtype) -> None:
     bound = 2.0**-21 if dtype == torch.float32 else 2.0**-9
-    x, weight = torch.randn(9, 130).to(dtype), torch.randn(130).to(dtype)
+    x = torch.randn(9, 130).to(dtype)
+    weight = torch.randn(130).to(dtype)
     exact = x.double() / torch.sqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
     torch.testing.assert_close(rms_norm(x, weight, EPS).double(), exact, rtol=bound, atol=1e-6)
-    heads, angles = torch.randn(9, 5, 32).to(dtype), torch.randn(9, 1, 16)
-    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    heads = torch.randn(9, 5, 32).to(dtype)
+    angles = torch.randn(9, 1, 16)
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = angles.sin()
     q, k, v = (torch.empty(9, count, 32, dtype=dtype) for count in (3, 1, 1))
     place_heads(heads, None, EPS, cos, sin, q, k, v)
     turned = rotate(heads[:, :4], cos, sin)
@@ -254,7 +263,8 @@ def test_angles_are_cosines_and_sines() -> None:
 
 
 def test_powers() -> None:
-    bases, exponents = torch.logspace(-3, 7, 11, dtype=torch.float64), torch.linspace(-1, 2, 7, dtype=torch.float64)
+    bases = torch.logspace(-3, 7, 11, dtype=torch.float64)
+    exponents = torch.linspace(-1, 2, 7, dtype=torch.float64)
     torch.testing.assert_close(cpu_kernels.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
 
 
@@ -291,7 +301,8 @@ def share_of_equal_bits(ours: Tensor, expected: Tensor) -> float:
 
 def test_rounds_where_transformers_does() -> None:
     """One rounding more or less changes the bits of every few numbers; a sum in another order of one in thousands."""
-    x, weight = bf16(1, 50, 1024), bf16(2, 1024)
+    x = bf16(1, 50, 1024)
+    weight = bf16(2, 1024)
     assert share_of_equal_bits(rms_norm(x, weight, EPS), plain_norm(x, weight)) > 0.999
     one_plus = 1.0 + weight.float()
     gemma = Gemma3RMSNorm(1024, EPS)
@@ -303,9 +314,11 @@ def test_rounds_where_transformers_does() -> None:
     assert share_of_equal_bits(silu_and_mul(gate_up), F.silu(gate) * up) > 0.999
     activated = exact_gelu(gate.double()).bfloat16()  # torch's subtracts near numbers
     assert share_of_equal_bits(gelu_tanh_and_mul(gate_up), activated * up) > 0.999
-    heads, head_weight = bf16(4, 50, 6, 64), bf16(5, 5, 64)
+    heads = bf16(4, 50, 6, 64)
+    head_weight = bf16(5, 5, 64)
     angles = torch.randn(50, 1, 32)
-    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = angles.sin()
     q, k, v = (heads.new_empty(50, count, 64) for count in (4, 1, 1))
     place_heads(heads, head_weight, EPS, cos, sin, q, k, v)
     turned = rotate(plain_norm(heads[:, :5], head_weight), cos, sin).bfloat16()
@@ -333,7 +346,8 @@ def test_each_token_goes_into_its_slot_and_nowhere_else(
     expected = torch.full_like(whole, -7.0)
     for token, slot in enumerate(slots):
         if slot >= 0:
-            place, offset = 1 + slot // block_size, slot % block_size
+            place = 1 + slot // block_size
+            offset = slot % block_size
             expected[place, 0, :, offset], expected[place, 1, :, offset] = k[token], v[token]
     assert torch.equal(whole, expected)
 
@@ -343,8 +357,11 @@ def test_each_token_goes_into_its_slot_and_nowhere_else(
 
 def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Each function with tensors that share their rows."""
-    cos, sin = torch.randn(rows, 1, 64), torch.randn(rows, 1, 32)
-    wide, tokens, starts = 4 * torch.randn(rows, 321), torch.arange(321), torch.arange(seed, seed + rows)
+    cos = torch.randn(rows, 1, 64)
+    sin = torch.randn(rows, 1, 32)
+    wide = 4 * torch.randn(rows, 321)
+    tokens = torch.arange(321)
+    starts = torch.arange(seed, seed + rows)
 
     def add_norm(residual: Tensor, x: Tensor) -> Tensor:
         residual = residual.clone()
@@ -428,9 +445,15 @@ def test_other_tensors_go_to_torch() -> None:
 
 def test_refuses_what_does_not_fit() -> None:
     """Memory that a kernel would read or write beyond what there is. The message has the tensor that does not fit."""
-    x, heads, cos = bf16(0, 2, 8), bf16(0, 2, 4, 8), torch.ones(2, 1, 8)
-    q, k, v, sin = heads[:, :2], heads[:, 2:3], heads[:, 3:], cos[..., :4]
-    pool, slots = bf16(0, 3, 2, 1, 4, 8), torch.tensor([0, 11])
+    x = bf16(0, 2, 8)
+    heads = bf16(0, 2, 4, 8)
+    cos = torch.ones(2, 1, 8)
+    q = heads[:, :2]
+    k = heads[:, 2:3]
+    v = heads[:, 3:]
+    sin = cos[..., :4]
+    pool = bf16(0, 3, 2, 1, 4, 8)
+    slots = torch.tensor([0, 11])
     place_heads(heads, None, EPS, cos, sin, q.clone(), k, v)
     store_kv(pool, k, v, slots)
     refused: list[tuple[Callable[..., object], tuple[Any, ...], str]] = [

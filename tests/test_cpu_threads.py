@@ -37,11 +37,13 @@ assert torch.equal(cpu_linear(x, weight, num_threads=64), expected)
 
 
 def test_callers_at_the_same_time_get_what_one_thread_computes() -> None:
-    x, weight = torch.randn(40, 512), torch.randn(1000, 512)
+    x = torch.randn(40, 512)
+    weight = torch.randn(1000, 512)
     expected = cpu_linear(x, weight, num_threads=1)
 
     def matches(seed: int) -> bool:
-        rows, threads = 1 + seed * 7 % 40, 1 + seed % 5
+        rows = 1 + seed * 7 % 40
+        threads = 1 + seed % 5
         return torch.equal(cpu_linear(x[:rows], weight, num_threads=threads), expected[:rows])
 
     with ThreadPoolExecutor(6) as callers:
@@ -49,7 +51,8 @@ def test_callers_at_the_same_time_get_what_one_thread_computes() -> None:
 
 
 def test_more_threads_than_pieces_or_cores() -> None:
-    x, weight = torch.randn(1, 256), torch.randn(272, 256)
+    x = torch.randn(1, 256)
+    weight = torch.randn(272, 256)
     expected = cpu_linear(x, weight, num_threads=1)
     assert torch.equal(cpu_linear(x, weight, num_threads=1000), expected)
 

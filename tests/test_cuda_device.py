@@ -26,7 +26,8 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.kv_disk.segments import SegmentReader
 from nanovllm.features.kv_disk.units import UnitCopier
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 SIZE = 1 << 20
 
 
@@ -39,7 +40,8 @@ class FakeEvent:
     now = 5.0
 
     def __init__(self, has_happened: bool = True) -> None:
-        self.milliseconds, self.has_happened = FakeEvent.now, has_happened
+        self.milliseconds = FakeEvent.now
+        self.has_happened = has_happened
 
     def query(self) -> bool:
         return self.has_happened
@@ -52,11 +54,13 @@ class FakeEvent:
 
 
 def test_times_stay_exact_over_hours_and_a_mark_has_none_before_it_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeEvent.now, device = 5.0, torch.device("cuda", 0)
+    FakeEvent.now = 5.0
+    device = torch.device("cuda", 0)
     monkeypatch.setattr(cuda, "own_stream", lambda device: None)
     monkeypatch.setattr(cuda, "timed_event", lambda stream: FakeEvent(stream is None))
     monkeypatch.setattr(cuda.time, "monotonic", lambda: FakeEvent.now / 1e3)
-    clock, stream = CudaClock(device), torch.cuda.Stream
+    clock = CudaClock(device)
+    stream = torch.cuda.Stream
     for index in range(1, 3000):
         FakeEvent.now = 5.0 + 4001.0 * index
         mark: Any = clock.mark(stream)  # type: ignore[arg-type]
@@ -103,7 +107,8 @@ def test_an_extension_without_cuda_is_refused_by_name_and_passed_over(
 
 def test_both_ends_of_host_memory_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is locked in part is refused as pageable memory is; what CUDA says counts, not torch."""
-    host, end = torch.zeros(64), 63
+    host = torch.zeros(64)
+    end = 63
     monkeypatch.setattr(
         _sgdma, "memory_of", lambda address: ("pageable", -1) if address > host.data_ptr() else ("pinned", 0)
     )
@@ -138,8 +143,11 @@ def busy(device: CudaDevice) -> None:
 @pytest.mark.cuda
 def test_a_wait_orders_a_copy_after_a_slow_kernel_and_without_it_they_race(device: CudaDevice) -> None:
     source = device.empty("source", (SIZE,), torch.uint8).fill_(1)
-    early, late = pinned(device, 0), pinned(device, 0)
-    event, stream, other = device.new_event(), device.new_stream("a"), device.new_stream("b")
+    early = pinned(device, 0)
+    late = pinned(device, 0)
+    event = device.new_event()
+    stream = device.new_stream("a")
+    other = device.new_stream("b")
     torch.cuda.synchronize()
     busy(device)
     with device.compute():
@@ -156,10 +164,12 @@ def test_a_wait_orders_a_copy_after_a_slow_kernel_and_without_it_they_race(devic
 
 @pytest.mark.cuda
 def test_compute_waits_for_a_copy(device: CudaDevice) -> None:
-    dst, src = device.empty("dst", (64, SIZE), torch.uint8).zero_(), device.empty_host("src", (64, SIZE), torch.uint8)
+    dst = device.empty("dst", (64, SIZE), torch.uint8).zero_()
+    src = device.empty_host("src", (64, SIZE), torch.uint8)
     src.fill_(3)
     torch.cuda.synchronize()
-    stream, event = device.new_stream("loads"), device.new_event()
+    stream = device.new_stream("loads")
+    event = device.new_event()
     for row in range(64):
         put(device, dst[row], src[row], "h2d", stream)
     stream.record(event)
@@ -172,9 +182,12 @@ def test_compute_waits_for_a_copy(device: CudaDevice) -> None:
 
 @pytest.mark.cuda
 def test_a_copy_within_host_memory_keeps_the_order_of_its_stream(device: CudaDevice) -> None:
-    first, second, down = pinned(device, 1), pinned(device, 0), pinned(device, 0)
+    first = pinned(device, 1)
+    second = pinned(device, 0)
+    down = pinned(device, 0)
     source = device.empty("block", (SIZE,), torch.uint8)
-    stream, event = device.new_stream("moves"), device.new_event()
+    stream = device.new_stream("moves")
+    event = device.new_event()
     busy(device)
     with device.compute():
         source.fill_(7)
@@ -191,7 +204,8 @@ def test_a_copy_within_host_memory_keeps_the_order_of_its_stream(device: CudaDev
 
 @pytest.mark.cuda
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CudaDevice) -> None:
-    stream, event = device.new_stream("a"), device.new_event()
+    stream = device.new_stream("a")
+    event = device.new_event()
     stream.wait(event)  # never recorded: does not block
     stream.record(event)
     device.compute_stream.wait(event)
@@ -231,7 +245,8 @@ def test_the_streams_of_a_closed_device_are_destroyed(monkeypatch: pytest.Monkey
     device = CudaDevice()
     stream = device.new_stream("a")
     assert isinstance(stream, CudaStream)
-    mark, handles = stream.mark(), {stream.inner.cuda_stream, device._clock._stream.cuda_stream}
+    mark = stream.mark()
+    handles = {stream.inner.cuda_stream, device._clock._stream.cuda_stream}
     device.close()
     device.close()
     assert set(destroyed) == handles and len(destroyed) == 2
@@ -243,7 +258,8 @@ def test_the_streams_of_a_closed_device_are_destroyed(monkeypatch: pytest.Monkey
 
 @pytest.mark.cuda
 def test_memory_of_another_device_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    dst, src = device.empty("dst", (SIZE,), torch.uint8), pinned(device, 0)
+    dst = device.empty("dst", (SIZE,), torch.uint8)
+    src = pinned(device, 0)
     other = device.torch_device.index + 1
     monkeypatch.setattr(_sgdma, "memory_of", lambda address: ("device", other))
     with pytest.raises(CopyError, match=f"CUDA says that it is device memory of device {other}"):
@@ -332,16 +348,20 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
     """By an engine that replays decode graphs; the copies are on a stream of their own, in no graph."""
     make_checkpoint(tmp_path / "model", vocab=VOCAB, hidden=128, intermediate=256, head_dim=64, max_positions=512)
     engine = {**resident_arguments(), "max_model_len": 400, "kv_cache_dir": tmp_path / "kv"}
-    prompt, records, copied = random_prompt(300, VOCAB, 12), threading.Event(), threading.Event()
+    prompt = random_prompt(300, VOCAB, 12)
+    records = threading.Event()
+    copied = threading.Event()
     with LLM(tmp_path / "model", **engine) as llm:
         expected = token_ids(llm, [prompt], greedy(20))
-    read, copy_in = SegmentReader.read, UnitCopier.copy_in
+    read = SegmentReader.read
+    copy_in = UnitCopier.copy_in
     monkeypatch.setattr(SegmentReader, "read", lambda *args: records.wait(PATIENCE) and read(*args))
     monkeypatch.setattr(UnitCopier, "copy_in", lambda *args: (copy_in(*args), copied.set()))
     with LLM(tmp_path / "model", **engine) as llm:
         llm.engine.add_request("stored", None, greedy(20), prompt)
         llm.engine.step()
-        device, number = llm._runner.device, torch.zeros(1, device="cuda")
+        device = llm._runner.device
+        number = torch.zeros(1, device="cuda")
 
         def work(cut: Callable[[], None]) -> None:
             number.add_(1)

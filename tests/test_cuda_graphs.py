@@ -34,7 +34,8 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.refused = False
-        fake, note = self, self.calls.append
+        fake = self
+        note = self.calls.append
 
         class Inner:
             def capture_begin(self, pool: object, capture_error_mode: str) -> None:
@@ -73,9 +74,11 @@ class FakeCuda:
 
 
 def test_what_is_asked_of_torch_to_record_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, begin = FakeCuda(monkeypatch), "begin pool thread_local"
+    cuda = FakeCuda(monkeypatch)
+    begin = "begin pool thread_local"
     graphs = record_graphs([cuda.work("a"), cuda.work("b", cuts=True)], 3)
-    run, recorded = ["a", "b", "more of b", "wait"], [begin, "a", "end", begin, "b", "end", begin, "more of b", "end"]
+    run = ["a", "b", "more of b", "wait"]
+    recorded = [begin, "a", "end", begin, "b", "end", begin, "more of b", "end"]
     assert cuda.calls == run + recorded and [len(of_work) for of_work in graphs] == [1, 2]
     cuda = FakeCuda(monkeypatch)
     with pytest.raises(ValueError, match="of the work"):
@@ -108,7 +111,8 @@ def test_no_garbage_is_collected_during_a_recording(monkeypatch: pytest.MonkeyPa
 
     assert gc.isenabled()
     record_graphs([work, work], 3)
-    begin, end = cuda.calls.index("begin pool thread_local"), len(cuda.calls) - cuda.calls[::-1].index("end")
+    begin = cuda.calls.index("begin pool thread_local")
+    end = len(cuda.calls) - cuda.calls[::-1].index("end")
     assert "collected" in cuda.calls[:begin] and "collected" not in cuda.calls[begin:end]
     work()
     assert cuda.calls[-1] == "collected", "garbage is collected again"
@@ -216,7 +220,8 @@ def test_what_real_graphs_take_is_what_was_kept_for_them(
     with LLM(gpu_model_dir, **engine, max_num_seqs=64) as llm:
         eager = profiling._peak(llm._runner.device, llm._runner.model, llm._runner.kv_cache._backend, llm.config)  # type: ignore[attr-defined]
     (line,) = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
-    kept, taken = (found[0].activation_peak - eager) / 2**20, float(line.split()[-2])
+    kept = (found[0].activation_peak - eager) / 2**20
+    taken = float(line.split()[-2])
     print(f"kept {kept:.0f} MiB, {line}")
     assert taken <= kept + 32
 
@@ -224,7 +229,8 @@ def test_what_real_graphs_take_is_what_was_kept_for_them(
 @pytest.mark.cuda
 def test_a_recording_that_cuda_refuses_leaves_the_device_as_it_was() -> None:
     """A wait of the host is not allowed while recording; afterwards memory can be had, freed and recorded over."""
-    device, total = CudaDevice(), torch.zeros(1, device="cuda")
+    device = CudaDevice()
+    total = torch.zeros(1, device="cuda")
 
     def allowed(cut: Callable[[], None]) -> None:
         total.add_(torch.ones(1 << 20, device="cuda").sum())

@@ -98,7 +98,8 @@ def logits_in_turn(llm: LLM) -> Logits:
 def test_logits_are_those_of_eager_steps(
     mode: str, model_dir: Path, eager_logits: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, batches = graphed(monkeypatch, mode), watch_batches(monkeypatch)
+    device = graphed(monkeypatch, mode)
+    batches = watch_batches(monkeypatch)
     with LLM(model_dir, **arguments(mode)) as llm:
         assert same_logits(logits_in_turn(llm), eager_logits)
     assert set(batches) == set(range(1, 10)), "every batch size, also those between buckets"
@@ -175,7 +176,8 @@ def test_every_family_is_recorded(network: str, mode: str, tmp_path: Path, monke
     params = [greedy(4 + 3 * index) for index in range(3)]
     limits = {"max_model_len": 120}
     with LLM(tmp_path, **arguments("eager", **limits)) as llm:
-        expected, tokens = logits_by_request(llm, prompts, 8), token_ids(llm, prompts, params)
+        expected = logits_by_request(llm, prompts, 8)
+        tokens = token_ids(llm, prompts, params)
     device = graphed(monkeypatch, mode)
     with LLM(tmp_path, **arguments(mode, **limits)) as llm:
         assert same_logits(logits_by_request(llm, prompts, 8), expected)
@@ -280,7 +282,9 @@ def test_steps_with_adapters_are_recorded(mode: str, tmp_path: Path, monkeypatch
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many steps were "begun" ahead, and "taken": asked for next."""
-    found, after, is_step = Counter[str](), NextStep.after, NextStep.is_step
+    found = Counter[str]()
+    after = NextStep.after
+    is_step = NextStep.is_step
 
     def watched_after(batch: FlatBatch, groups: Any) -> NextStep | None:
         step = after(batch, groups)
@@ -304,7 +308,9 @@ def test_steps_begun_ahead_change_no_token(
     shared = random_prompt(40, VOCAB, 3)
     prompts = [shared + random_prompt(n, VOCAB, 4) for n in (1, 9, 2, 30, 7)]
     params = [SamplingParams(temperature=0.0, max_tokens=8 * n + 44, ignore_eos=True) for n in range(5)]
-    params[2].logprobs, params[3].temperature, params[3].seed = 1, 1.0, 5
+    params[2].logprobs = 1
+    params[3].temperature = 1.0
+    params[3].seed = 5
     small = {"num_gpu_blocks": 16, "max_model_len": 150}
     with LLM(model_dir, **arguments("eager", **small)) as llm:
         expected = outputs(llm, prompts, params)

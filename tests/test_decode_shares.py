@@ -48,7 +48,8 @@ def test_no_number_of_blocks_is_better(
     reads: list[HostRead], link: int, device: int, weights: int, given_rates: Bandwidths
 ) -> None:
     def seconds(count: int) -> float:
-        streamed, taken = reads[count:], reads[:count]
+        streamed = reads[count:]
+        taken = reads[:count]
         return layer_seconds(
             link + sum(r.num_bytes for r in streamed),
             sum(r.num_bytes * r.readers for r in taken),

@@ -83,7 +83,8 @@ def rows_of(
 
 def exact(layer: Layer) -> tuple[Tensor, DeltaInputs, Tensor, Tensor]:
     """Output, inputs and both states after all tokens, in fp64 and written independently."""
-    spec, x = layer.spec, layer.x.double()
+    spec = layer.spec
+    x = layer.x.double()
     kept = torch.zeros(spec.conv_kernel - 1, spec.channels, dtype=torch.float64)
     seen = torch.cat((kept, x))
     mixed = sum(seen[tap : tap + len(x)] * layer.weight[tap].double() for tap in range(spec.conv_kernel))
@@ -92,10 +93,13 @@ def exact(layer: Layer) -> tuple[Tensor, DeltaInputs, Tensor, Tensor]:
     q, k, v = mixed.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
     q, k = (each.unflatten(-1, (spec.num_key_heads, spec.key_dim)) for each in (q, k))
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-    q, v = q / spec.key_dim**0.5, v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
+    q = q / spec.key_dim**0.5
+    v = v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
     step = torch.log1p((layer.a.double() + layer.decay.bias).exp())
-    decay, beta = (-layer.decay.rate * step).exp(), layer.b.double().sigmoid().to(layer.x.dtype).double()
-    state, out = torch.zeros(spec.state_shape, dtype=torch.float64), []
+    decay = (-layer.decay.rate * step).exp()
+    beta = layer.b.double().sigmoid().to(layer.x.dtype).double()
+    state = torch.zeros(spec.state_shape, dtype=torch.float64)
+    out = []
     for token in range(len(x)):
         for head in range(spec.num_value_heads):
             of_head = head // (spec.num_value_heads // spec.num_key_heads)
@@ -134,7 +138,8 @@ def test_the_recurrence_equals_transformers(shape: tuple[int, int, int, int, int
     where = rows_of([0], [150], layer.x.device)
     inputs = cpu_delta.delta_inputs_(layer.spec, where, layer.x, layer.weight, conv, layer.b, layer.a, layer.decay)
     states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(1)))
-    (q, k), before = inputs.qk[None].unbind(2), states.clone()
+    (q, k) = inputs.qk[None].unbind(2)
+    before = states.clone()
     given = (q * layer.spec.key_dim**0.5, k, inputs.v[None], inputs.decay[None].log(), inputs.beta[None])
     y = cpu_delta.delta_rule_(layer.spec, where, inputs, states)
     for rule in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
@@ -146,7 +151,8 @@ def test_the_recurrence_equals_transformers(shape: tuple[int, int, int, int, int
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gates_equal_transformers(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    spec, generator = spec_of(shape), torch.Generator().manual_seed(2)
+    spec = spec_of(shape)
+    generator = torch.Generator().manual_seed(2)
     x, z = torch.randn(2, 9, spec.value_size, generator=generator).to(dtype)
     norm = theirs.Qwen3_5RMSNormGated(spec.value_dim, EPS).to(dtype)
     with torch.no_grad():
@@ -165,7 +171,10 @@ def test_whole_chunks_of_runs_are_known(runs: list[tuple[int, int]]) -> None:
     """By the positions of all rows, one by one."""
     lengths, positions = ([*each] for each in zip(*runs, strict=True))
     rows = rows_of(range(len(runs)), lengths, torch.device("cpu"), positions)
-    starts, firsts, sides, chunks = rows.starts.tolist(), [], [], rows.chunks
+    starts = rows.starts.tolist()
+    firsts = []
+    sides = []
+    chunks = rows.chunks
     for start, end, position in zip(starts, starts[1:], positions, strict=False):
         edges = [row for row in range(start, end + 1) if (position + row - start) % RECURRENT_CHUNK == 0]
         firsts.append(edges[:-1])
@@ -222,7 +231,8 @@ def test_bits_depend_on_the_tokens_alone(
 ) -> None:
     """Cut anywhere, beside another sequence, with any number of threads; states included."""
     layer = Layer.random(spec_of(shape), 70, dtype)
-    alone, cut_states = layer.states(), layer.states(2)
+    alone = layer.states()
+    cut_states = layer.states(2)
     with threads(1):
         (expected,) = layer.run(cpu_delta, [(0, range(70))], alone)
     found = []

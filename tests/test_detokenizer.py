@@ -35,7 +35,9 @@ class Slow:
     """The same tokenizer without its backend."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.encode, self.decode, self.token_text = tokenizer.encode, tokenizer.decode, tokenizer.token_text
+        self.encode = tokenizer.encode
+        self.decode = tokenizer.decode
+        self.token_text = tokenizer.token_text
 
 
 BOTH = pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
@@ -74,7 +76,8 @@ def test_text_continues_that_of_the_prompt(
 ) -> None:
     tokenizer = Slow(marks_tokenizer) if slow else marks_tokenizer
     alphabet = st.sampled_from("abc é日本 🎉")
-    prompt, text = data.draw(st.text(alphabet, max_size=8)), data.draw(st.text(alphabet, max_size=12))
+    prompt = data.draw(st.text(alphabet, max_size=8))
+    text = data.draw(st.text(alphabet, max_size=12))
     prompt_ids = tokenizer.encode(prompt)
     token_ids = tokenizer.encode(text)
     text = tokenizer.decode([*prompt_ids, *token_ids])

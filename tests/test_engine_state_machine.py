@@ -209,7 +209,8 @@ class EngineMachine(RuleBasedStateMachine):
         unit: int | None,
     ) -> None:
         sizes_of_blocks = [block_size * times[window is not None] for window in windows]
-        groups, chunk = kv_groups(windows, sizes_of_blocks), min(budget, cap or budget)
+        groups = kv_groups(windows, sizes_of_blocks)
+        chunk = min(budget, cap or budget)
         num_device = max(num_device, 2 * len(groups) - num_host)
         hash_block_size = 1 if block_size % hash_block_size else hash_block_size
         slots = None if snapshot_slots is None else (max_num_seqs + snapshot_slots[0], snapshot_slots[1])

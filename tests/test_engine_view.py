@@ -13,14 +13,16 @@ from nanovllm import LLM, KVBlockState
 def test_a_view_tells_requests_blocks_and_progress(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, layers=4)
     with LLM(tmp_path, **offloaded(num_gpu_blocks=5, num_cpu_blocks=30, max_num_seqs=1)) as llm:
-        view, inside = llm.view(), []
+        view = llm.view()
+        inside = []
         assert (view.limits.max_num_seqs, view.limits.num_layers) == (1, 4)
         llm.watch_steps(lambda share: inside.append((share, view.prefill(share), view.block_states(share))))
         for name in ("first", "second"):
             llm.engine.add_request(name, None, greedy(3), random_prompt(40, 199, 1))
         assert [request.request_id for request in view.waiting] == ["first", "second"] and not view.running
         llm.engine.step()
-        (running,), (waiting,) = view.running, view.waiting
+        (running,) = view.running
+        (waiting,) = view.waiting
         assert (running.prompt_tokens, running.prompt_tokens_computed, running.output_tokens) == (40, 40, 1)
         assert (waiting.prompt_tokens_computed, waiting.blocks, view.swapped) == (0, (), [])
         states = view.block_states()

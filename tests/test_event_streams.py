@@ -78,7 +78,9 @@ class Events:
 
 def test_comments_are_sent_while_no_event_comes() -> None:
     async def check() -> None:
-        events, client, before = Events(), Client(), asyncio.all_tasks()
+        events = Events()
+        client = Client()
+        before = asyncio.all_tasks()
         stream = EventStream(events(), silence=0.001)
         running = asyncio.ensure_future(stream({"type": "http"}, client.receive, client.send))
         for number in (1, 2):
@@ -100,7 +102,9 @@ def test_a_client_that_goes_away_in_the_silence_ends_the_stream(stalls_at: int |
     """Also one that does not read: nothing more is sent to it."""
 
     async def check() -> None:
-        events, client, before = Events(), Client(stalls_at), asyncio.all_tasks()
+        events = Events()
+        client = Client(stalls_at)
+        before = asyncio.all_tasks()
         stream = EventStream(events(), silence=0.001)
         running = asyncio.ensure_future(stream({"type": "http"}, client.receive, client.send))
         await client.has(stalls_at or 5)
@@ -118,7 +122,8 @@ def test_a_client_that_goes_away_in_the_silence_ends_the_stream(stalls_at: int |
 
 def test_without_silence_there_is_no_comment() -> None:
     async def check() -> None:
-        events, client = Events(), Client()
+        events = Events()
+        client = Client()
 
         async def all_at_once() -> AsyncGenerator[bytes, None]:
             async for data in events():
@@ -139,12 +144,14 @@ def test_without_silence_there_is_no_comment() -> None:
 def silent(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A context in which no step but the first `num_steps` runs until ten minutes of comments were sent."""
     monkeypatch.setattr(responses, "SILENCE_SECONDS", 0.002)
-    own_next, own_step = EventStream._next, engine._step
+    own_next = EventStream._next
+    own_step = engine._step
 
     @contextmanager
     def silent(num_steps: int = 0) -> Iterator[list[bytes]]:
         comments: list[bytes] = []
-        released, steps = threading.Event(), iter(range(num_steps))
+        released = threading.Event()
+        steps = iter(range(num_steps))
 
         async def counted(stream: EventStream, send_part: Any) -> bytes | None:
             async def send(data: bytes) -> None:

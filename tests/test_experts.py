@@ -23,10 +23,14 @@ from nanovllm.data.network import ExpertSpec, SharedExpert
 from nanovllm.layers.experts import Experts
 
 CPU = torch.device("cpu")
-EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
+EXPERTS = 12
+CHOSEN = 3
+HIDDEN = 40
+INNER = 24
 
 
-SHARED, GATED = SharedExpert(2 * INNER), SharedExpert(16, "shared_expert", "shared_expert_gate")
+SHARED = SharedExpert(2 * INNER)
+GATED = SharedExpert(16, "shared_expert", "shared_expert_gate")
 SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "correction_bias": "gate.e_score_correction_bias"}
 GROUPED: dict[str, Any] = {**SIGMOID, "num_groups": 4, "chosen_groups": 2, "weight_scale": 2.5, "shared": SHARED}
 # Facts of layers with experts, and Transformers' class with the further fields of its config.
@@ -71,7 +75,8 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("router", [Qwen3MoeTopKRouter, MixtralTopKRouter])
 def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
     norm = norm or router is MixtralTopKRouter
-    made, x = layer(norm_topk_prob=norm), rows(200)
+    made = layer(norm_topk_prob=norm)
+    x = rows(200)
     made.gate[5:8] = made.gate[4]  # equal probabilities, of which only some are among the chosen
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
     theirs = router(SimpleNamespace(**sizes, norm_topk_prob=norm))
@@ -88,7 +93,8 @@ def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_layer_is_that_of_transformers(name: str) -> None:
     facts, block, fields = BLOCKS[name]
-    made, x = layer(**facts), rows(200)
+    made = layer(**facts)
+    x = rows(200)
     config = {
         "hidden_size": HIDDEN,
         "moe_intermediate_size": INNER,
@@ -124,7 +130,8 @@ def fused(made: Experts) -> dict[str, Tensor]:
 @pytest.mark.parametrize("facts", [{}, {**GROUPED, "shared": GATED}], ids=["softmax", "sigmoid, groups, shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, facts: dict[str, Any]) -> None:
-    made, x = layer(dtype, **facts), rows(70, dtype)
+    made = layer(dtype, **facts)
+    x = rows(70, dtype)
     together = made(x)
     alone = torch.cat([made(row[None]) for row in x])
     assert torch.equal(together, alone)

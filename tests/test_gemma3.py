@@ -17,7 +17,8 @@ from nanovllm import LLM
 from nanovllm.data.network import RopeSpec
 from nanovllm.models.hf_config import load_decoder_spec
 
-VOCAB, BLOCK = 199, 16
+VOCAB = 199
+BLOCK = 16
 RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 20, "layers": 4, "rope": ROPES["linear"]},

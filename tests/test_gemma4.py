@@ -32,8 +32,10 @@ from nanovllm.memory.layout import layout_of
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.loader import load_model
 
-VOCAB, BLOCK = 199, 16
-SLIDING, FULL = "sliding_attention", "full_attention"
+VOCAB = 199
+BLOCK = 16
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 # Like E2B and E4B: one KV head, inputs of each layer, and half of the layers without keys and values.
 SMALL: dict[str, Any] = {
     "layers": 8,
@@ -91,7 +93,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = [greedy_reference(model, prompt, 12)]
     for arguments in ({**RESIDENT, "max_num_batched_tokens": 29}, offloaded(BLOCK, max_num_batched_tokens=29)):
         with LLM(tmp_path, dtype="float32", **arguments) as llm:
-            first, (second,) = token_ids(llm, prompt, greedy(12)), llm.generate(prompt, greedy(12), use_tqdm=False)
+            first = token_ids(llm, prompt, greedy(12))
+            (second,) = llm.generate(prompt, greedy(12), use_tqdm=False)
             assert first == [second.outputs[0].token_ids] == expected
             assert second.num_cached_tokens >= 4 * BLOCK
 
@@ -119,7 +122,8 @@ def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
     def answers(**arguments: Any) -> tuple[list[list[list[int]]], int, int]:
         with LLM(tmp_path, dtype="float32", max_num_batched_tokens=33, max_model_len=128, **arguments) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            manager, metrics = llm.engine.scheduler.block_manager, llm.engine.scheduler.preemption.stats
+            manager = llm.engine.scheduler.block_manager
+            metrics = llm.engine.scheduler.preemption.stats
             assert manager.num_copied_blocks > 0 and manager.num_used == manager.num_swapped == 0
             found = [[each.token_ids for each in output.outputs] for output in outputs]
             return found, metrics.swapped, metrics.recomputed
@@ -191,7 +195,8 @@ def test_ranks_that_would_differ_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["small", "mixture"])
 def test_ranks_hold_what_is_planned(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", **MODELS[name])
-    spec, cpu = load_decoder_spec(tmp_path), torch.device("cpu")
+    spec = load_decoder_spec(tmp_path)
+    cpu = torch.device("cpu")
     parts = [load_model(tmp_path, spec, torch.float32, cpu, group=MetaRanks(rank, 2)) for rank in range(2)]
     for part in parts:
         assert part.weight_bytes == sum(slot.view.nbytes for _, slot in part.slots()) < spec.weight_bytes(4)
@@ -271,7 +276,8 @@ def test_text_is_continued_as_by_the_text_model_of_a_unified_one(tmp_path: Path)
         ((_, row), *_) = logits_by_request(llm, [prompt], 1).items()
     torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
     edit_config(tmp_path / "whole", text_config={})
-    spec, default = load_decoder_spec(tmp_path / "whole"), Gemma4UnifiedTextConfig()
+    spec = load_decoder_spec(tmp_path / "whole")
+    default = Gemma4UnifiedTextConfig()
     assert (spec.sliding_windows[0], spec.max_position_embeddings) == (default.sliding_window, 262_144)
 
 
@@ -293,7 +299,8 @@ def test_text_is_continued_as_by_the_text_model(tmp_path: Path) -> None:
     unused = {f"{prefix}{name}.weight": torch.ones(4, 4) for name in ("k_proj", "v_proj")}
     save_file({**stored, **unused}, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
     assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
-    prompt, found = random_prompt(50, VOCAB, seed=1), []
+    prompt = random_prompt(50, VOCAB, seed=1)
+    found = []
     for path in (tmp_path / "whole", tmp_path / "text"):
         with LLM(path, dtype="float32", **RESIDENT) as llm:
             found.append(logits_by_request(llm, [prompt], 5))

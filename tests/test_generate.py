@@ -108,7 +108,8 @@ def test_two_engines_side_by_side(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "b", "qwen2", seed=2, vocab=VOCAB)
     prompt = random_prompt(50, VOCAB, 1)
     with LLM(tmp_path / "a", **offloaded()) as a, LLM(tmp_path / "b", **offloaded()) as b:
-        alone_a, alone_b = token_ids(a, prompt, greedy(8)), token_ids(b, prompt, greedy(8))
+        alone_a = token_ids(a, prompt, greedy(8))
+        alone_b = token_ids(b, prompt, greedy(8))
         a.engine.add_request("x", None, greedy(8), prompt)
         b.engine.add_request("x", None, greedy(8), prompt)
         last = {}

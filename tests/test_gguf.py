@@ -41,7 +41,8 @@ def mixed(name: str) -> str:
 # ---- networks and types
 
 
-FAST, SLOW = ("F32", "Q8_0", mixed), ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+FAST = ("F32", "Q8_0", mixed)
+SLOW = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 @pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
@@ -147,7 +148,8 @@ def rope_factors(head_dim: int, rope: dict[str, Any]) -> list[float]:
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
         turns = rope["original_max_position_embeddings"] / wavelength
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return factors
@@ -234,7 +236,8 @@ OFF = {
 def test_a_key_whose_value_is_off_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     changes = {f"qwen3.{key}": value for key, value in OFF.items()}
     path = write_gguf(tmp_path / "off.gguf", make_checkpoint(tmp_path / "model", vocab=VOCAB), changes=changes)
-    spec, plain = load_decoder_spec(path), load_decoder_spec(tiny)
+    spec = load_decoder_spec(path)
+    plain = load_decoder_spec(tiny)
     assert replace(spec, quantization=None) == replace(plain, quantization=None)
 
 

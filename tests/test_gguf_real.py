@@ -56,7 +56,8 @@ def reference(smollm2_dir: Path) -> float:
 
 
 def test_text_becomes_the_tokens_of_the_original(model: Path, smollm2_dir: Path) -> None:
-    own, original = HuggingFaceTokenizer(model), HuggingFaceTokenizer(smollm2_dir)
+    own = HuggingFaceTokenizer(model)
+    original = HuggingFaceTokenizer(smollm2_dir)
 
     @settings(max_examples=2000, suppress_health_check=list(HealthCheck))
     @given(TEXTS)

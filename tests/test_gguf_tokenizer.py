@@ -139,9 +139,11 @@ def test_numbers_are_split_as_the_pre_tokenizer_says(pre: str, tmp_path: Path) -
 
 def test_a_message_of_gpt_oss_does_not_end_a_sequence(tmp_path: Path) -> None:
     values = byte_level_values("gpt-4o")
-    count, ends = len(values["tokens"]), ["<|return|>", "<|call|>"]
+    count = len(values["tokens"])
+    ends = ["<|return|>", "<|call|>"]
     for others, expected in (([], [count - 2]), (ends, [count - 2, count, count + 1])):
-        tokens, types = [*values["tokens"], *others], [*values["token_type"], *[int(TokenType.CONTROL)] * len(others)]
+        tokens = [*values["tokens"], *others]
+        types = [*values["token_type"], *[int(TokenType.CONTROL)] * len(others)]
         tokens[0], types[0] = "<|end|>", int(TokenType.CONTROL)
         tokens[count - 2] = "<|endoftext|>"
         path = write(tmp_path / "model.gguf", {**values, "tokens": tokens, "token_type": types})
@@ -170,7 +172,8 @@ def sentence_piece_values(**others: Any) -> dict[str, Any]:
 
 def sentence_piece_ids(values: dict[str, Any], text: str) -> list[int]:
     """SentencePiece's BPE as llama.cpp describes it: the neighbours whose union scores most are joined first."""
-    tokens, scores = values["tokens"], values["scores"]
+    tokens = values["tokens"]
+    scores = values["scores"]
     vocab = {token: i for i, token in enumerate(tokens)}
     parts = list(f" {text}".replace(" ", "▁")) if text else []
     while True:

@@ -24,7 +24,8 @@ from nanovllm.layers.experts import Experts
 from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
 
-VOCAB, BLOCK = 199, 16
+VOCAB = 199
+BLOCK = 16
 RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
 SHAPE: dict[str, Any] = {"family": "gpt_oss", "layers": 3, "sliding_window": 18, "rope": GPT_OSS_ROPE}
 WAYS: list[dict[str, Any]] = [
@@ -153,7 +154,8 @@ def write_mxfp4(path: Path, target: Path, plain_layers: tuple[int, ...] = ()) ->
     ignored = ["model.layers.*.self_attn", "lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in plain_layers)]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
     (target / "config.json").write_text(json.dumps(config))
-    plain, packed = dict(stored), dict(stored)
+    plain = dict(stored)
+    packed = dict(stored)
     for name in stored:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and int(name.split(".")[2]) not in plain_layers:
             experts, inputs, outputs = stored[name].shape

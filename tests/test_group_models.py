@@ -13,7 +13,8 @@ from ordering_check import OrderingCheck
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import derived_seed
 
-BLOCK, VOCAB = 16, 101
+BLOCK = 16
+VOCAB = 101
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, seed=5, hidden=32, intermediate=32)
@@ -55,7 +56,8 @@ def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: lis
     with LLM(model_dir, dtype="float32", max_model_len=80, **ENGINES[name]) as llm:
         outputs = llm.generate(PROMPTS, [sampled(3, 20, seed) for seed in range(len(PROMPTS))], use_tqdm=False)
         assert [[completion.token_ids for completion in output.outputs] for output in outputs] == alone
-        stats, manager = llm.engine.scheduler.preemption.stats, llm.engine.scheduler.block_manager
+        stats = llm.engine.scheduler.preemption.stats
+        manager = llm.engine.scheduler.block_manager
         assert (stats.swapped > 0) == ("swapped" in name) and (stats.total > 0) == ("," in name)
         assert manager.num_used == manager.num_swapped == 0 and manager.num_copied_blocks > 0
         assert isinstance(llm._runner.device, OrderingCheck) and llm._runner.device.num_checked > 0

@@ -54,7 +54,8 @@ def in_thread(work: Callable[[], object], name: str = "second") -> list[Exceptio
 
 def during_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, work: Callable[[], object]) -> None:
     """Have `work` done in the middle of a later step."""
-    execute, calls = llm.engine.executor.execute, iter(range(10**6))
+    execute = llm.engine.executor.execute
+    calls = iter(range(10**6))
 
     def watched(batch: Any) -> Any:
         if next(calls) == number:
@@ -150,7 +151,8 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch:
 
 def test_garbage_collection_never_waits_for_the_thread_it_runs_in() -> None:
     """It may find a stream at any line of the guard's own code, and aborts the stream's requests there."""
-    guard, begun = EngineGuard(), list[int]()
+    guard = EngineGuard()
+    begun = list[int]()
 
     def collect(frame: Any, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename != guard_module.__file__:
@@ -177,7 +179,8 @@ def test_garbage_collection_never_waits_for_the_thread_it_runs_in() -> None:
 def test_an_interrupt_at_any_line_of_the_guard_leaves_it_free() -> None:
     """Else the engine would refuse its own thread from then on, or all others."""
     for at in range(1, 99):
-        guard, lines = EngineGuard(), 0
+        guard = EngineGuard()
+        lines = 0
 
         def interrupt(frame: Any, event: str, argument: Any, at: int = at) -> Any:
             nonlocal lines

@@ -21,7 +21,12 @@ from nanovllm.errors import EngineError
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import HostAttention, NativeAttention, empty_task
 
-LAYERS, BLOCKS, HEADS, KV_HEADS, BLOCK, HEAD_DIM = 3, 6, 4, 2, 16, 32
+LAYERS = 3
+BLOCKS = 6
+HEADS = 4
+KV_HEADS = 2
+BLOCK = 16
+HEAD_DIM = 32
 SCALE = HEAD_DIM**-0.5
 PATIENCE = 60  # seconds after which a task is taken to wait for ever
 
@@ -52,7 +57,9 @@ def prepare(pool: Tensor, q: Tensor, state: AttentionState, window: int | None =
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_layer_gives_the_bits_of_the_backend(dtype: torch.dtype, window: int | None) -> None:
-    pool, q, state = host_pool(dtype), torch.randn(3, HEADS, HEAD_DIM).to(dtype), some_state(3)
+    pool = host_pool(dtype)
+    q = torch.randn(3, HEADS, HEAD_DIM).to(dtype)
+    state = some_state(3)
     attention = prepare(pool, q, state, window)
     layer_bytes = pool[0, 0].nbytes
     for layer in range(LAYERS):
@@ -72,7 +79,9 @@ def test_a_task_ends_while_this_thread_has_the_gil() -> None:
 
     PyDLL keeps the GIL in its calls, so that nothing of Python can run between the start of the thread and its end.
     """
-    pool, q, state = host_pool(torch.float32), torch.randn(3, HEADS, HEAD_DIM), some_state(3)
+    pool = host_pool(torch.float32)
+    q = torch.randn(3, HEADS, HEAD_DIM)
+    state = some_state(3)
     task = prepare(pool, q, state).task(pool[0, 0].nbytes)
     assert end_with_gil_held(*task.take()) == 0, "it waits for the GIL"
     assert task.failure() is None
@@ -88,10 +97,12 @@ def end_with_gil_held(function: int, data: int, patience: float = PATIENCE) -> i
     class Timespec(ctypes.Structure):
         _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
-    libc, thread = ctypes.PyDLL(None), ctypes.c_ulong()
+    libc = ctypes.PyDLL(None)
+    thread = ctypes.c_ulong()
     end = time.time() + patience
     until = Timespec(int(end), int(end % 1 * 1e9))
-    nothing, interval = ctypes.c_void_p(), sys.getswitchinterval()
+    nothing = ctypes.c_void_p()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # or another thread could ask for the GIL between the calls
     try:
         libc.pthread_create(ctypes.byref(thread), nothing, ctypes.c_void_p(function), ctypes.c_void_p(data))
@@ -102,7 +113,9 @@ def end_with_gil_held(function: int, data: int, patience: float = PATIENCE) -> i
 
 def test_arguments_live_as_long_as_a_task_may_run() -> None:
     """Python may let go of everything but the memory that is attended."""
-    pool, q, state = host_pool(torch.float32), torch.randn(3, HEADS, HEAD_DIM), some_state(3)
+    pool = host_pool(torch.float32)
+    q = torch.randn(3, HEADS, HEAD_DIM)
+    state = some_state(3)
     attention = prepare(pool, q, state)
     taken = attention.task(0).take()
     gone = weakref.ref(attention)
@@ -115,7 +128,8 @@ def test_arguments_live_as_long_as_a_task_may_run() -> None:
 
 
 def test_tables_that_do_not_fit_are_refused_before_anything_runs() -> None:
-    pool, q = host_pool(torch.float32), torch.randn(1, HEADS, HEAD_DIM)
+    pool = host_pool(torch.float32)
+    q = torch.randn(1, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="must lie within the 1 rows of q"):
         prepare(pool, q, some_state(1))
     with pytest.raises(ValueError, match="head_dim a multiple of 16"):
@@ -137,8 +151,11 @@ def cuda_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.cuda
 def test_another_thread_runs_tasks_while_this_one_calls_the_driver(cuda_device: CudaDevice) -> None:
     size = 1 << 20
-    pool, q, state = host_pool(torch.float32), torch.randn(3, HEADS, HEAD_DIM), some_state(3)
-    attention, stream = prepare(pool, q, state), cuda_device.new_call_stream("calls")
+    pool = host_pool(torch.float32)
+    q = torch.randn(3, HEADS, HEAD_DIM)
+    state = some_state(3)
+    attention = prepare(pool, q, state)
+    stream = cuda_device.new_call_stream("calls")
     copies = cuda_device.new_stream("c")
     host = cuda_device.empty_host("host", (size,), torch.uint8)
     on_device = cuda_device.empty("device", (size,), torch.uint8)
@@ -162,12 +179,16 @@ def test_kernels_and_tasks_use_the_same_host_memory_in_order(cuda_device: CudaDe
         cuda_device.empty_host("out", (3, HEADS, HEAD_DIM), torch.float32),
         cuda_device.empty_host("lse", (HEADS, 3), torch.float32),
     )
-    attention, calls = prepare(pool, queries, state), cuda_device.new_call_stream("calls")
-    mapped, out = cuda_device.mapped(queries), cuda_device.mapped(state.out)
+    attention = prepare(pool, queries, state)
+    calls = cuda_device.new_call_stream("calls")
+    mapped = cuda_device.mapped(queries)
+    out = cuda_device.mapped(state.out)
     assert mapped is not None and out is not None and mapped.is_cuda
     assert (mapped.shape, mapped.dtype) == (queries.shape, queries.dtype)
     given = [torch.randn(3, HEADS, HEAD_DIM) for _ in range(50)]
-    written, attended, found = cuda_device.new_event(), cuda_device.new_event(), []
+    written = cuda_device.new_event()
+    attended = cuda_device.new_event()
+    found = []
     with cuda_device.compute():
         on_device = [each.to(cuda_device.torch_device) for each in given]
         for each in on_device:
@@ -213,7 +234,8 @@ def test_a_failure_is_raised_once_when_the_stream_is_synchronized(cuda_device: C
 def test_a_polling_thread_that_is_ended_releases_its_stream() -> None:
     """As when a device is closed whose work has failed: what it never asked for is not run, and nothing waits."""
     device = CudaDevice()
-    stream, other = device.new_stream("calls"), device.new_call_stream("other")
+    stream = device.new_stream("calls")
+    other = device.new_call_stream("other")
     assert isinstance(stream, CudaStream)
     words = device.empty_host("words", (128,), torch.uint8)
     polled = _sgdma.PolledCalls(words.data_ptr(), _sgdma.device_address(words.data_ptr()))

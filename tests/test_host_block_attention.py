@@ -38,7 +38,8 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.cpu_attention import host_blocks
 from nanovllm.features.cpu_attention.balance import BalancedShare, StepTimes
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 MAX_TOKENS = 8
 
@@ -118,7 +119,9 @@ def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monke
     """One wrong, stale or half-copied row on either way, and an answer is wrong."""
     if concurrent:
         add_cpu_attention_streams(monkeypatch)
-    length, block, asked = 1500, 64, 3
+    length = 1500
+    block = 64
+    asked = 3
     write_recall_checkpoint(tmp_path, length + 2, length + 1 + asked, seed=1)
     document = make_document(length + 2, length, seed=2)
     positions = [1, *range(13, length - asked, 41)]
@@ -268,7 +271,8 @@ def test_failing_cpu_attention_ends_the_running_requests_and_not_the_engine(
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
         force_share(llm, 1.0)
         expected = token_ids(llm, prompt, greedy(5))
-        attend, calls = cpu_attention(llm)._backend.attend, []
+        attend = cpu_attention(llm)._backend.attend
+        calls = []
 
         def broken(work: Callable[[], None]) -> None:
             calls.append(1)
@@ -308,7 +312,8 @@ def test_without_a_forced_share_rates_decide(
         assert isinstance(policy, BalancedShare)
         policy._weight_bytes = 0  # of a layer of this tiny model they weigh as much as its KV
         llm.generate(prompt, greedy(2), use_tqdm=False)
-        counted, layers = llm.kv_stats().transfers, llm._runner.spec.num_layers
+        counted = llm.kv_stats().transfers
+        layers = llm._runner.spec.num_layers
         resident = llm.kv_stats().resident_blocks
     on_host = 14 - resident
     assert counted.cpu_attention_blocks == layers * (round(on_host * 2 / 3) if concurrent else on_host)
@@ -326,7 +331,8 @@ def test_the_policy_sees_every_decode_step(model_dir: Path, monkeypatch: pytest.
         moved = llm.kv_stats().transfers
         llm.engine.add_request("last", None, greedy(1), [1])
         llm.engine.step()
-        layers, token_bytes = llm._runner.spec.num_layers, kv_cache(llm).layout.token_layer_bytes
+        layers = llm._runner.spec.num_layers
+        token_bytes = kv_cache(llm).layout.token_layer_bytes
         resident = llm.kv_stats().resident_blocks
     assert [step.host_bytes for step in seen] == [
         layers * token_bytes * (9 * BLOCK + step - resident * BLOCK) for step in range(3)

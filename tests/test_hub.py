@@ -16,7 +16,8 @@ from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.formats.hub import find_directory
 
-NAME, COMMIT = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
+NAME = "someone/tiny-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 
 

@@ -24,7 +24,8 @@ def interleaved(weight: Tensor, offset: int = 0) -> Tensor:
 @settings(max_examples=150)
 @given(st.data(), st.integers(0, 2**20))
 def test_the_order_of_the_weights_changes_no_bit(draw: st.DataObject, seed: int) -> None:
-    dtype, isa = draw.draw(st.sampled_from(DTYPES)), draw.draw(st.sampled_from(ISAS))
+    dtype = draw.draw(st.sampled_from(DTYPES))
+    isa = draw.draw(st.sampled_from(ISAS))
     rows = draw.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 18, 24, 25, 28]) | st.integers(1, 120))
     outputs = draw.draw(st.sampled_from([16, 17, 31, 32, 48, 63, 64, 80, 95, 288, 300]) | st.integers(16, 200))
     inputs = 32 * draw.draw(st.integers(1, 40))
@@ -42,7 +43,8 @@ def test_the_order_of_the_weights_changes_no_bit(draw: st.DataObject, seed: int)
 @pytest.mark.parametrize("outputs", [16, 37, 64])
 def test_rows_and_the_way_back(dtype: torch.dtype, outputs: int) -> None:
     weight = torch.randn(outputs, 96).to(dtype)
-    other, indices = interleaved(weight), torch.randint(0, outputs, (50,))
+    other = interleaved(weight)
+    indices = torch.randint(0, outputs, (50,))
     assert not torch.equal(other, weight)
     assert torch.equal(rows_of(other, indices, interleaved=True), weight[indices])
     assert torch.equal(rows_of(weight, indices), weight[indices])
@@ -66,8 +68,10 @@ def test_a_loaded_weight_is_the_same_matrix(dtype: torch.dtype) -> None:
     weight = DenseWeight({"q_proj": 40, "k_proj": 20}, 64, dtype, torch.device("cpu"))
     for _, slot in weight.slots():
         slot.view.normal_()
-    plain, x = weight.dense.clone(), torch.randn(3, 64).to(dtype)
-    expected, indices = weight.apply(x, None), torch.tensor([0, 59, 17, 47, 48])
+    plain = weight.dense.clone()
+    x = torch.randn(3, 64).to(dtype)
+    expected = weight.apply(x, None)
+    indices = torch.tensor([0, 59, 17, 47, 48])
     memory = weight.dense.data_ptr()
     weight.finish_loading()
     weight.finish_loading()  # a second call changes nothing

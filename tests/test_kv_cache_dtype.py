@@ -28,7 +28,9 @@ from nanovllm.ops.torch_attention import TorchAttention
 KV_DTYPES = ("int8", "fp8")
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VOCAB, BLOCK, HEAD_DIM = 101, 16, 32
+VOCAB = 101
+BLOCK = 16
+HEAD_DIM = 32
 # Largest error of outputs against fp64 attention to unquantised K and V of size 1, for heads of 64 and about 100 keys.
 QUANTISED_BOUNDS = {"int8": 0.03, "fp8": 0.15}
 
@@ -55,7 +57,8 @@ def bytes_of(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_rows_are_those_of_the_formula(dtype: torch.dtype, kv_dtype: str) -> None:
-    stored, x = STORED[kv_dtype], difficult_rows(dtype)
+    stored = STORED[kv_dtype]
+    x = difficult_rows(dtype)
     rows = quantize_rows(x, stored)
     assert rows.shape == (40, 3, 68) and rows.dtype == stored
     assert torch.equal(bytes_of(rows), bytes_of(quantize_rows_torch(x, stored)))
@@ -147,7 +150,8 @@ def test_a_step_of_few_rows_gives_the_bits_of_its_operations(kv_dtype: str) -> N
     )
     k, v = torch.randn(2, len(rows), 2, 64).to(torch.bfloat16)
     dense = [replace(s, query_start=i) for i, s in enumerate(case.sequences)]
-    table, pool = AttentionMetadata(dense), case.pool.clone()
+    table = AttentionMetadata(dense)
+    pool = case.pool.clone()
     q = case.q[rows].contiguous()
     store_kv(pool, k, v, slots)
     state = AttentionState.empty(q)
@@ -203,7 +207,8 @@ def test_the_link_carries_a_byte_for_each_element_and_four_for_each_row(tmp_path
             output = llm.generate([random_prompt(150, VOCAB, 0)], greedy(8), use_tqdm=False)[0]
             counted[name] = stats = llm.kv_stats()
             assert len(output.outputs[0].token_ids) == 8
-    wide, narrow = counted["auto"].transfers, counted[kv_dtype].transfers
+    wide = counted["auto"].transfers
+    narrow = counted[kv_dtype].transfers
     assert (narrow.h2d_copies, narrow.d2h_copies) == (wide.h2d_copies, wide.d2h_copies)
     assert (narrow.h2d_bytes * 128, narrow.d2h_bytes * 128) == (wide.h2d_bytes * 68, wide.d2h_bytes * 68)
     assert stats.bytes_per_block * 128 == counted["auto"].bytes_per_block * 68

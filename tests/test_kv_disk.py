@@ -201,7 +201,8 @@ def test_a_conversation_computes_only_what_is_new(tmp_path: Path, family: str, t
         assert found.metrics.prefill_tokens <= new + 256
         assert turn == 0 or found.metrics.cached_tokens_disk > 0
         said = random_prompt(40, VOCAB, turn)
-        new, prompt = len(said), [*prompt, *found.outputs[0].token_ids, *said]
+        new = len(said)
+        prompt = [*prompt, *found.outputs[0].token_ids, *said]
     last = prompt[: -90 - len(said)]
     with engine(tmp_path / "model", None, max_num_batched_tokens=500) as llm:
         alone = ask(llm, last, params)
@@ -248,7 +249,8 @@ def test_larger_blocks_do_not_read_what_a_window_has_released(tmp_path: Path) ->
 
 def test_writing_yields_to_steps(model: Path, tmp_path: Path) -> None:
     """The writer takes the processor's time that steps leave: on a CPU these use all cores."""
-    before, others = os.getpriority(os.PRIO_PROCESS, 0), threading.enumerate()
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    others = threading.enumerate()
     with engine(model, tmp_path) as llm:
         ask(llm)
         new = (thread for thread in threading.enumerate() if thread not in others)
@@ -272,7 +274,8 @@ def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
 def gate(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Lets records be read once it is set; they are those of `written`, in tmp_path / "kv"."""
     shutil.copytree(written[0], tmp_path / "kv")
-    gate, read = threading.Event(), SegmentReader.read
+    gate = threading.Event()
+    read = SegmentReader.read
 
     def held(self: SegmentReader, *arguments: Any) -> str | None:
         gate.wait()
@@ -318,7 +321,8 @@ def test_running_requests_do_not_wait_for_a_look_at_the_directory(
 ) -> None:
     """A new request does, for what others have written meanwhile."""
     ended: dict[str, RequestOutput] = {}
-    gate, scan = threading.Event(), SegmentReader.scan
+    gate = threading.Event()
+    scan = SegmentReader.scan
 
     def held(self: SegmentReader, *arguments: Any) -> Any:
         assert gate.wait(60)

@@ -110,7 +110,8 @@ def test_a_read_only_file_system_is_read(
     """Also by the first engine that finds the model at another path, and has to compute the digest of its files."""
     shutil.copytree(written[0], tmp_path / "kv")
     shutil.copytree(model, tmp_path / "model")
-    opened, unlinked = os.open, Path.unlink
+    opened = os.open
+    unlinked = Path.unlink
 
     def refuse(path: Any) -> None:
         if str(path).startswith(str(tmp_path / "kv")):
@@ -151,7 +152,9 @@ def test_what_cannot_be_read_is_damaged_and_can_be_removed(
 ) -> None:
     shutil.copytree(written[0], tmp_path / "kv")
     (path,) = segments(tmp_path / "kv")
-    pread, bad = os.pread, path.stat().st_size // 2  # a sector
+    # a sector
+    pread = os.pread
+    bad = path.stat().st_size // 2
 
     def read(fd: int, length: int, at: int) -> bytes:
         if at <= bad < at + length:
@@ -183,14 +186,16 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
 ) -> None:
     """Its tokens are computed, after a while for a read, and the engine is closed while calls still hang."""
     shutil.copytree(written[0], tmp_path / "kv")
-    known, answers = getattr(os, call), threading.Event()
+    known = getattr(os, call)
+    answers = threading.Event()
 
     def hang(*arguments: Any, **options: Any) -> Any:
         if call != "open" or str(arguments[0]).endswith(".kv"):
             assert answers.wait(60)
         return known(*arguments, **options)
 
-    found, reads = [], call in ("preadv", "open")
+    found = []
+    reads = call in ("preadv", "open")
     with engine(model, tmp_path / "kv") as llm:
         set_patience(monkeypatch, 0.05)
         if not reads:  # then what is read comes, however late
@@ -290,7 +295,8 @@ def test_a_kill_while_a_small_file_is_written_leaves_no_part_of_it(tmp_path: Pat
         if name == DIGESTS:
             FileDigests(tmp_path).of([Path(__file__)])
             return
-        reader, failed = SegmentReader(tmp_path), list[Exception]()
+        reader = SegmentReader(tmp_path)
+        failed = list[Exception]()
         writer = WriterThread(
             SegmentWriter(tmp_path, 8000), reader, {"model": "m", "rank": 0, "ranks": 1}, lambda _: None, failed.append
         )
@@ -347,7 +353,8 @@ llm.close()
 def test_space_is_bounded_by_deleting_what_was_used_least_recently(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
-    writer, reader = SegmentWriter(directory, 8000), SegmentReader(directory)
+    writer = SegmentWriter(directory, 8000)
+    reader = SegmentReader(directory)
     for number in range(40):
         assert writer.append((number.to_bytes(32, "little"), 0), bytes([number]) * 900) is not None
         assert sum(path.stat().st_size for path in segments(tmp_path)) <= 8000

@@ -53,7 +53,9 @@ def llm(model: Path) -> Iterator[LLM]:
 
 def check(llm: LLM, snapshot: KVSnapshot) -> Counter[KVBlockState]:
     """What holds of every snapshot. Returns the number of blocks in each state."""
-    tiers, metrics, states = layout(llm)["tiers"], llm.metrics(), snapshot.states
+    tiers = layout(llm)["tiers"]
+    metrics = llm.metrics()
+    states = snapshot.states
     assert len(states) == sum(tiers.values())
     counts = Counter(KVBlockState(state) for state in states[: tiers["device"] + tiers["host"]])
     active = counts[KVBlockState.USED] + counts[KVBlockState.FILLING] + counts[KVBlockState.IN_FLIGHT]

@@ -91,7 +91,8 @@ def test_what_a_sequence_holds_at_most(
 
 def asked(manager: BlockManager, tokens: Sequence[int]) -> TokenSequence:
     """A sequence that is admitted, computed chunk by chunk and freed; `cached`: what it found in the cache."""
-    seq, chunk = sequence(tokens), manager.capacity.chunk or len(tokens)
+    seq = sequence(tokens)
+    chunk = manager.capacity.chunk or len(tokens)
     assert manager.can_allocate(seq) is AllocStatus.OK
     manager.allocate(seq)
     while seq.num_computed < len(seq):

@@ -58,7 +58,9 @@ from nanovllm.ops.attention import (
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 
-BLOCK, VOCAB, LAYERS = 16, 97, 3
+BLOCK = 16
+VOCAB = 97
+LAYERS = 3
 # On CUDA these make the host wait for the device. (So does making a tensor there, which on the CPU cannot be told from
 # making one on the host; `test_cuda_device.py` finds it on a GPU.)
 WAITING_OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "unique")
@@ -135,10 +137,14 @@ def counted_step(llm: LLM) -> Counter[str]:
 
 def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Counter[str]:
     """Of a step of one sequence alone whose first blocks are on the device."""
-    resident, engine = llm.kv_stats().resident_blocks, kv_cache(llm).engine
-    begin, end = context // BLOCK, -(-(context + query) // BLOCK)
-    reads, written = max(0, end - resident), max(0, end - max(begin, resident))
-    groups, is_part = -(-reads // engine.group_slots), context % BLOCK > 0 and context // BLOCK >= resident
+    resident = llm.kv_stats().resident_blocks
+    engine = kv_cache(llm).engine
+    begin = context // BLOCK
+    end = -(-(context + query) // BLOCK)
+    reads = max(0, end - resident)
+    written = max(0, end - max(begin, resident))
+    groups = -(-reads // engine.group_slots)
+    is_part = context % BLOCK > 0 and context // BLOCK >= resident
     written_groups = min(written, groups)
     most = {
         "kernels": 1 + groups + (end - begin),
@@ -162,7 +168,8 @@ def check(counts: Counter[str], most: Counter[str]) -> None:
 
 def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the backend count as well from now on."""
-    device, backend = llm._runner.device, kv_cache(llm)._backend
+    device = llm._runner.device
+    backend = kv_cache(llm)._backend
     assert isinstance(device, CountedDevice)
     attend = backend.attend
 
@@ -175,7 +182,8 @@ def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_prefill_and_decode_stay_within_their_bounds(llm: LLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt_len, output_len = 8 * BLOCK, 4
+    prompt_len = 8 * BLOCK
+    output_len = 4
     set_prefill(llm, way)
     count_attention(llm, monkeypatch)
     llm.engine.add_request("r", None, greedy(output_len), random_prompt(prompt_len, VOCAB, 1))
@@ -224,14 +232,16 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
 
     from nanovllm.ops.triton_attention import TritonAttention
 
-    launches, launch = [], interpreter.GridExecutor.__call__
+    launches = []
+    launch = interpreter.GridExecutor.__call__
 
     def counted(executor: Any, *arguments: Any, **named: Any) -> None:
         launches.append(executor)
         launch(executor, *arguments, **named)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
-    q, pool = torch.randn(2, 4, 16), torch.randn(4, 2, 2, BLOCK, 16)
+    q = torch.randn(2, 4, 16)
+    pool = torch.randn(4, 2, 2, BLOCK, 16)
     rows = (
         SequenceMetadata(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)),
         SequenceMetadata(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)),
@@ -241,7 +251,8 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
 
 
 def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, layers = PagedStep.attend, []
+    attend = PagedStep.attend
+    layers = []
 
     def counted(step: PagedStep, layer: int, *arguments: Tensor) -> Tensor:
         layers.append(layer)
@@ -255,7 +266,9 @@ def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, mo
 
 
 def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward_, operators, layers = AttentionLayer.forward_, Operators(), []
+    forward_ = AttentionLayer.forward_
+    operators = Operators()
+    layers = []
 
     def watched(layer: AttentionLayer, *arguments: Any) -> None:
         layers.append(layer.index)
@@ -285,7 +298,8 @@ def graph_step(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, rows: bool, **arguments: Any
 ) -> tuple[Counter[str], Counter[str], int]:
     """Of a decode step of three sequences: counts at the seam, operators outside the replays, replays."""
-    capturing, operators = CapturingDevice(), Operators()
+    capturing = CapturingDevice()
+    operators = Operators()
     device = CountedDevice(capturing)
     monkeypatch.setattr(build, "create_device", lambda name: device)
     record_kernels(monkeypatch, capturing)  # without them replays compute on arbitrary memory; NaN ends the requests

@@ -30,7 +30,9 @@ from nanovllm.features.layerwise_prefill.runner import LayerwiseKVCache, Layerwi
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
-BLOCK, VOCAB, LAYERS = 16, 97, 3
+BLOCK = 16
+VOCAB = 97
+LAYERS = 3
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS, dtype="float32")
@@ -60,9 +62,11 @@ def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
     (expected,) = expected_tokens(model_dir, [question], 1)
     with open_llm(model_dir, chunk=20) as llm:
         token_ids(llm, [*document, 1], greedy(1))
-        layerwise, before = watch_layerwise(llm), llm.kv_stats().transfers
+        layerwise = watch_layerwise(llm)
+        before = llm.kv_stats().transfers
         (output,) = llm.generate(question, greedy(1), use_tqdm=False)
-        moved, stats = llm.kv_stats().transfers - before, llm.kv_stats()
+        moved = llm.kv_stats().transfers - before
+        stats = llm.kv_stats()
     assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 6 * BLOCK
     assert len(layerwise) == 5 and layerwise[0].context_len == 6 * BLOCK
     on_host = [physical_id >= stats.resident_blocks for physical_id in layerwise[0].block_tables[0]]
@@ -127,7 +131,9 @@ def test_the_hidden_states_are_kept_while_the_prefill_runs_and_no_longer(model_d
 
 def test_the_last_chunk_gives_its_rows(model_dir: Path) -> None:
     """Heads for multi-token prediction read them, as they read those of a chunk through all layers."""
-    prompt, chunk, found = random_prompt(190, VOCAB, 1), 40, []
+    prompt = random_prompt(190, VOCAB, 1)
+    chunk = 40
+    found = []
     for way in PREFILL_WAYS:
         with open_llm(model_dir, chunk=chunk) as llm:
             set_prefill(llm, way)
@@ -164,7 +170,8 @@ def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
     prompt = random_prompt(180, VOCAB, 8)
     expected = expected_tokens(model_dir, [prompt], 5)
     with open_llm(model_dir) as llm:
-        forward, calls = llm._runner.model.forward_layers_, []
+        forward = llm._runner.model.forward_layers_
+        calls = []
 
         def fail_once(*arguments: Any) -> None:
             calls.append(arguments)
@@ -187,7 +194,8 @@ def test_a_prefix_block_may_move_to_the_device_during_the_prefill(model_dir: Pat
     with open_llm(model_dir, num_gpu_blocks=5, chunk=24, enable_prefix_caching=True) as llm:
         token_ids(llm, [*document, 1], greedy(1))
         llm.engine.scheduler.block_manager.stats.hit_tokens = 0
-        layerwise, moved_in = watch_layerwise(llm), 0
+        layerwise = watch_layerwise(llm)
+        moved_in = 0
         execute = llm.engine.executor.execute
 
         def watch(batch: Any) -> Any:
@@ -220,13 +228,17 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path) -> None
     """Every tensor made while the prompt runs is counted; the layer buffer and the KV pools were made before."""
     length = 32768
     write_recall_checkpoint(tmp_path, length + 2, length + 4, seed=1, dtype="bfloat16")
-    prompt, blocks = make_prompt(make_document(length + 2, length, seed=2), length // 3), -(-(length + 4) // 1024)
+    prompt = make_prompt(make_document(length + 2, length, seed=2), length // 3)
+    blocks = -(-(length + 4) // 1024)
     memory = offloaded(1024, blocks // 8, blocks, max_num_batched_tokens=4096, max_model_len=length + 4)
     with LLM(tmp_path, **memory) as llm:
-        layerwise, plan, stats = watch_layerwise(llm), llm._runner.plan, llm.kv_stats()
+        layerwise = watch_layerwise(llm)
+        plan = llm._runner.plan
+        stats = llm.kv_stats()
         with _LiveBytes() as counter:
             llm.generate(prompt, greedy(1), use_tqdm=False)
-        activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
+        activations = activation_peak(llm._runner.model, llm.config)
+        hidden_size = llm._runner.spec.hidden_size
     assert len(layerwise[0].token_ids) == length + 1, "all of it is one prefill"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes

@@ -10,11 +10,13 @@ from nanovllm.device.cpu import CpuDevice
 
 
 def test_on_real_streams() -> None:
-    device, meter = CpuDevice(), LinkMeter()
+    device = CpuDevice()
+    meter = LinkMeter()
     src = torch.zeros(1 << 20, dtype=torch.uint8)
     streams = [device.new_stream(name) for name in "ab"]
     for index in range(10):
-        stream, size = streams[index % 2], src.nbytes
+        stream = streams[index % 2]
+        size = src.nbytes
         begin = meter.before(stream)
         device.copy_2d(PitchedCopy(torch.empty_like(src), src, size, size, size, 1, "h2d"), stream)
         meter.after(stream, begin, size)

@@ -19,8 +19,10 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 
 CPU = torch.device("cpu")
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-K_PROJ, NORM = "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,9 @@ def test_dummy_weights_need_a_config_alone_and_come_from_the_seed(single: Path) 
     def weights(seed: int) -> dict[str, Tensor]:
         return {name: slot.view for name, slot in load(single, load_format="dummy", seed=seed).slots()}
 
-    first, again, other = weights(1), weights(1), weights(2)
+    first = weights(1)
+    again = weights(1)
+    other = weights(2)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     assert all(tensor.isfinite().all() for tensor in first.values())

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import Logprob, RequestOutput
 
-VOCAB, BLOCK = 290, 16
+VOCAB = 290
+BLOCK = 16
 LENGTHS = (1, 2, 15, 16, 17, 33, 70, 130)
 ENGINES: dict[str, dict[str, Any]] = {
     "all at once": {"num_gpu_blocks": 100},

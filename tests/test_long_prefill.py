@@ -16,7 +16,8 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MOST_PASSED_OVER, Scheduler
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
-LAYERS, BUDGET = 4, 24
+LAYERS = 4
+BUDGET = 24
 ANY_LENGTH = LayerwiseMemory(buffer_blocks=250, max_tokens=1000)
 
 
@@ -122,7 +123,8 @@ def test_a_step_looks_at_few_of_many_requests_that_wait_behind_a_long_prefill(mo
     for index in range(300):
         bench.add(f"waits {index}", prompt_of(2 * BUDGET, index + 1), 1)
     bench.add("short", prompt_of(5, 500), 1)
-    looks, fits_a_step = list[str](), Scheduler._fits_a_step
+    looks = list[str]()
+    fits_a_step = Scheduler._fits_a_step
 
     def counted(self: Scheduler, request: Request) -> bool:
         looks.append(request.request_id)

@@ -22,7 +22,10 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 
-TRAINED, LONGEST, VOCAB, BLOCK = 48, 160, 199, 16
+TRAINED = 48
+LONGEST = 160
+VOCAB = 199
+BLOCK = 16
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80},
     "small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},
@@ -88,7 +91,8 @@ def test_bits_do_not_depend_on_batch_or_budget(tmp_path: Path) -> None:
 def test_prefixes_are_shared_on_one_side_of_the_trained_length_only(tmp_path: Path) -> None:
     make_phi3(tmp_path)
     short = random_prompt(2 * BLOCK + 1, VOCAB, seed=5)
-    long, longer = short + random_prompt(40, VOCAB, seed=6), short + random_prompt(70, VOCAB, seed=7)
+    long = short + random_prompt(40, VOCAB, seed=6)
+    longer = short + random_prompt(70, VOCAB, seed=7)
     with LLM(tmp_path, **WAYS["resident"]) as llm:
         cached = []
         for prompt in (short, long, longer, short):

@@ -17,7 +17,8 @@ from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, writ
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.features.lora.request import LoRARequest
 
-VOCAB, BLOCK = 199, 16
+VOCAB = 199
+BLOCK = 16
 RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200}
 TARGETS: list[tuple[str, ...]] = [ALL, ("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")]
 
@@ -103,7 +104,8 @@ def alone(folder: Path) -> list[list[Any]]:
 )
 def test_a_request_has_the_same_bits_alone_and_among_others(name: str, folder: Path, alone: list[list[Any]]) -> None:
     requests = [None if index < 0 else adapter(folder, index) for _, _, index in MIXED]
-    prompts, params = [prompt for prompt, _, _ in MIXED], [params for _, params, _ in MIXED]
+    prompts = [prompt for prompt, _, _ in MIXED]
+    params = [params for _, params, _ in MIXED]
     with make_llm(folder, **ENGINES[name]) as llm:
         for _ in range(2):  # then with a warm prefix cache
             outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
@@ -171,7 +173,8 @@ def test_changed_files_are_another_adapter(folder: Path, tmp_path: Path) -> None
     """Requests see what the files hold when they are added, and share no KV block with those before."""
     model = make_checkpoint(tmp_path / "model", seed=3)
     shutil.copytree(folder / "a0", tmp_path / "mine")
-    prompt, mine = random_prompt(40, VOCAB, seed=1), LoRARequest("mine", 7, str(tmp_path / "mine"))
+    prompt = random_prompt(40, VOCAB, seed=1)
+    mine = LoRARequest("mine", 7, str(tmp_path / "mine"))
     with make_llm(folder, max_loras=1) as llm:
         first, other = (
             llm.generate(prompt, greedy(6), use_tqdm=False, lora_request=adapter(folder, index))[0] for index in (0, 1)
@@ -188,7 +191,8 @@ def test_files_that_vanish_end_their_requests_alone(folder: Path, tmp_path: Path
     """The error has the reason, the others go on, and what was computed without the adapter is not cached."""
     shutil.copytree(folder / "a0", tmp_path / "mine")
     arguments = offloaded(BLOCK, 4, 60, max_num_batched_tokens=32) if offload else {}
-    prompt, other = random_prompt(70, VOCAB, seed=1), random_prompt(20, VOCAB, seed=2)
+    prompt = random_prompt(70, VOCAB, seed=1)
+    other = random_prompt(20, VOCAB, seed=2)
     mine = LoRARequest("mine", 1, str(tmp_path / "mine"))
     with make_llm(folder, **arguments) as llm:
         expected = token_ids(llm, other, greedy(5))
@@ -212,7 +216,8 @@ def test_files_that_vanish_end_their_requests_alone(folder: Path, tmp_path: Path
 def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded graph has no adapters in it."""
     arguments = {**graph_arguments("pieces, resident"), "max_model_len": 200}
-    prompts, lora_requests = PROMPTS[:4], [adapter(folder, 0), None, adapter(folder, 1), None]
+    prompts = PROMPTS[:4]
+    lora_requests = [adapter(folder, 0), None, adapter(folder, 1), None]
     params = [
         SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=1) for tokens in (9, 14, 5, 20)
     ]

@@ -78,7 +78,8 @@ def test_adapters_found_in_several_threads_have_numbers_of_their_own(
 
 def test_files_that_change_while_they_are_read_are_not_used(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be of two adapters, and are not the content that the number stands for."""
-    manager, adapter = LoRAManager(setup.model, setup.config), setup.adapters[0]
+    manager = LoRAManager(setup.model, setup.config)
+    adapter = setup.adapters[0]
     config = adapter.directory / "adapter_config.json"
 
     def read(*arguments: Any) -> PackedAdapter:

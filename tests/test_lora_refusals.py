@@ -156,7 +156,8 @@ def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], 
     """Bytes of the config or of the header of the tensors are changed, cut or repeated: no other error comes out."""
     spec = load_decoder_spec(str(model[0]), {})
     decoder = load_model(model[0], spec, torch.float32, torch.device("cpu"))
-    path, random = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"])), Random(1)
+    path = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"]))
+    random = Random(1)
     original = {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
     refused = 0
     for _ in range(150):

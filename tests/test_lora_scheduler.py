@@ -35,7 +35,8 @@ def test_each_request_is_answered_with_its_own_adapter(name: str, max_loras: int
     bench = Bench(**ENGINES[name], max_loras=max_loras)
     expected: dict[str, list[int]] = {}
     for index in range(60):
-        prompt, adapter = prompt_of(random.choice([3, 9, 16, 21]), 0), random.choice([None, 1, 2, 3, 4, 5])
+        prompt = prompt_of(random.choice([3, 9, 16, 21]), 0)
+        adapter = random.choice([None, 1, 2, 3, 4, 5])
         tokens = random.randrange(1, 12)
         bench.add(f"r{index}", prompt, tokens, adapter=adapter)
         expected[f"r{index}"] = expected_output(prompt, tokens, salt=adapter_salt(adapter))

@@ -17,7 +17,9 @@ from nanovllm import LLM
 from nanovllm.memory import sizing
 from nanovllm.memory.budget import DeviceSplit
 
-BLOCK, CHUNK, VOCAB = 16, 40, 97
+BLOCK = 16
+CHUNK = 40
+VOCAB = 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring included
 
@@ -42,11 +44,14 @@ def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
 
 
 # dtype, head_dim, layers, kv_cache_dtype
-WIDE, LARGE_HEADS = ("float32", 32, 3, "auto"), ("bfloat16", 128, 3, "auto")
-INT8, FP8 = ("bfloat16", 64, 2, "int8"), ("float32", 32, 3, "fp8")
+WIDE = ("float32", 32, 3, "auto")
+LARGE_HEADS = ("bfloat16", 128, 3, "auto")
+INT8 = ("bfloat16", 64, 2, "int8")
+FP8 = ("float32", 32, 3, "fp8")
 TORCH = (("float32", 24, 2, "auto"), ("float32", 24, 2, "int8"))  # its operator takes heads of 24
 MODELS = (WIDE, LARGE_HEADS, INT8, FP8, ("bfloat16", 32, 1, "auto"), *TORCH)
-FEW, EVERY = (4, 5, 6, 9, 12, 17, ALL_RESIDENT - 1), range(4, ALL_RESIDENT)
+FEW = (4, 5, 6, 9, 12, 17, ALL_RESIDENT - 1)
+EVERY = range(4, ALL_RESIDENT)
 CASES = [(WIDE, 3, FEW), (WIDE, 3, EVERY), (WIDE, 1, EVERY), *((each, 3, FEW) for each in MODELS[1:])]
 
 

@@ -43,7 +43,8 @@ class DenseKVCache:
             rows = slice(piece.query_start, piece.query_start + piece.query_len)
             key = (layer, piece.block_table[0])
             old = self.held.get(key, (k[:0], v[:0]))
-            keys, values = torch.cat((old[0], k[rows])), torch.cat((old[1], v[rows]))
+            keys = torch.cat((old[0], k[rows]))
+            values = torch.cat((old[1], v[rows]))
             self.held[key] = keys, values
             assert len(keys) == piece.total_len
             sinks = self.sinks[layer] if self.sinks else None
@@ -55,7 +56,8 @@ class DenseStates:
     """A state slot for each sequence, and for one more that no sequence has."""
 
     def __init__(self, spec: RecurrentSpec, num_sequences: int, dtype: torch.dtype) -> None:
-        self.slots, self.kept = torch.arange(0), None
+        self.slots = torch.arange(0)
+        self.kept = None
         shape = (len(spec.layers), num_sequences + 1)
         self.held = torch.zeros(*shape, *spec.conv_shape, dtype=dtype), torch.zeros(*shape, *spec.state_shape)
 
@@ -114,7 +116,10 @@ def _step(
     forced: int,
     states: DenseStates | None,
 ) -> Tensor:
-    slices, ids, lengths, row = [], [], [], 0
+    slices = []
+    ids = []
+    lengths = []
+    row = 0
     for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
         if end == start:
             continue

@@ -23,7 +23,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.speculation import MTPDrafter, draft_model
 from nanovllm.models.mtp import MTPHead
 
-BLOCK, VOCAB = 16, 199
+BLOCK = 16
+VOCAB = 199
 MTP = {"method": "mtp", "num_speculative_tokens": 4}
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 90, "max_num_batched_tokens": 40}
 FEW = {**RESIDENT, "num_gpu_blocks": 14}
@@ -63,7 +64,8 @@ def test_logits_of_the_head_are_those_of_plain_torch(
     add_mtp_head(tmp_path)
     computed: list[Tensor] = []
     drafted: list[tuple[list[int], list[int]]] = []
-    compute_logits, draft = MTPHead.compute_logits, MTPDrafter.draft
+    compute_logits = MTPHead.compute_logits
+    draft = MTPDrafter.draft
 
     def logits(head: MTPHead, hidden: Tensor) -> Tensor:
         computed.append(compute_logits(head, hidden))
@@ -79,7 +81,8 @@ def test_logits_of_the_head_are_those_of_plain_torch(
         for _ in range(2):
             llm.generate([SHARED], greedy(9), use_tqdm=False)
         assert llm.metrics().prefix_cache_hit_tokens > 0
-    weights, due = head_weights(tmp_path), iter(computed)
+    weights = head_weights(tmp_path)
+    due = iter(computed)
     assert max(len(found) for _, found in drafted) == 3
     for tokens, found in drafted:
         for expected in head_logits(model, weights, tokens, found):
@@ -107,7 +110,8 @@ def test_what_is_kept_for_the_head_is_copied_on_the_compute_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere a copy could run before the model has computed, on a device with streams."""
-    within, outside = list[str](), set[str]()
+    within = list[str]()
+    outside = set[str]()
 
     @contextmanager
     def compute(device: Device) -> Iterator[None]:

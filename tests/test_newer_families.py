@@ -47,13 +47,15 @@ def test_half_precision_is_as_near_to_float32_as_transformers(name: str, dtype: 
     """Everything is rounded where Transformers rounds it. Rounded inputs of a router may choose other experts, so that
     single rows differ much: there the median counts."""
     family, sizes, factor = HALF[name]
-    model, prompts = make_checkpoint(tmp_path, family, dtype=dtype, **sizes), random_prompts(199)
+    model = make_checkpoint(tmp_path, family, dtype=dtype, **sizes)
+    prompts = random_prompts(199)
     theirs = torch.cat(reference(model, prompts))
     scale = getattr(model.model.embed_tokens, "embed_scale", None)
     model.float()
     if family == "gemma3":  # Transformers multiplies by the rounded scale in 16 bits, which here is the model's
         model.model.embed_tokens.embed_scale = scale.to(getattr(torch, dtype)).float()
-    exact, decoder = torch.cat(reference(model, prompts)), load(tmp_path, getattr(torch, dtype))
+    exact = torch.cat(reference(model, prompts))
+    decoder = load(tmp_path, getattr(torch, dtype))
     assert decoder.weight_bytes == sum(slot.view.nbytes for _, slot in decoder.slots())
     of_all = torch.median if "experts" in sizes else torch.mean
     assert of_all((torch.cat(run(decoder, prompts, (0.4,))) - exact).abs()) < factor * of_all((theirs - exact).abs())
@@ -110,7 +112,8 @@ def test_the_text_model_of_qwen3_vl(tmp_path: Path) -> None:
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert_same_logits(Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
     edit_config(tmp_path, text_config={})
-    spec, default = load_decoder_spec(tmp_path), Qwen3VLTextConfig()
+    spec = load_decoder_spec(tmp_path)
+    default = Qwen3VLTextConfig()
     assert (spec.max_position_embeddings, spec.rope.theta) == (default.max_position_embeddings, 500_000)
 
 
@@ -144,10 +147,13 @@ def test_rotated_features_are_given_in_several_ways(tmp_path: Path) -> None:
 
 def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm4_moe", layers=3, experts=8)
-    spec, expert = load_decoder_spec(tmp_path), 3 * 64 * 48
+    spec = load_decoder_spec(tmp_path)
+    expert = 3 * 64 * 48
     whole = spec.layer_weight_bytes(4)
     assert 3 * (whole - spec.layer_weight_bytes(4, 1)) == pytest.approx(2 * 6 * expert * 4, abs=3)
-    attention, shared, dense = 64 * 2 * (64 + 32), 2 * expert, 3 * 64 * 96
+    attention = 64 * 2 * (64 + 32)
+    shared = 2 * expert
+    dense = 3 * 64 * 96
     read = 3 * attention + dense + 2 * (8 * 64 + 8 + shared + 2 * expert)
     assert Network(spec, "float32").matrix_operations(1) == 2 * read
 

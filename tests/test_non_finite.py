@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 
-VOCAB, BAD = 97, 96  # the last token's embedding is damaged
+# the last token's embedding is damaged
+VOCAB = 97
+BAD = 96
 GOOD = [token % BAD for token in random_prompt(40, VOCAB, 1)]
 ENGINES: list[dict[str, Any]] = [
     {"kvcache_block_size": 16, "num_gpu_blocks": 40},

@@ -38,7 +38,9 @@ from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.layerwise import NO_LAYERWISE, prefill_steps
 from nanovllm.memory.layout import KVLayout
 
-BLOCK, VOCAB, LAYERS = 16, 97, 3
+BLOCK = 16
+VOCAB = 97
+LAYERS = 3
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS)
@@ -79,7 +81,8 @@ def test_one_request_moves_what_the_formula_says(
             cpu_attention = CpuAttentionUse(share, most_cpu_attention_tokens(llm))
         batches = recorded_batches(llm)
         (output,) = llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(max_tokens), use_tqdm=False)
-        stats, layout = llm.kv_stats(), kv_cache(llm).layout
+        stats = llm.kv_stats()
+        layout = kv_cache(llm).layout
     resident = stats.resident_blocks
     for batch, result, moved in batches:
         (seq,) = batch.sequences
@@ -108,7 +111,8 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
         token_ids(llm, document, greedy(1))  # its blocks are cached: some resident, the others on the host
         batches = recorded_batches(llm)
         outputs = llm.generate([[*document, i] for i in range(5)], greedy(1), use_tqdm=False)
-        layout, resident = kv_cache(llm).layout, llm.kv_stats().resident_blocks
+        layout = kv_cache(llm).layout
+        resident = llm.kv_stats().resident_blocks
     ((batch, result, moved),) = batches
     assert [output.num_cached_tokens for output in outputs] == [6 * BLOCK] * 5
     tables = [seq.block_tables[0] for seq in batch.sequences]
@@ -133,15 +137,20 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
 
 def by_block_tables(cache: OffloadedKVCache, batch: Batch) -> TransferCount:
     """What a step without CPU attention copies: the held host blocks of each layer, once, and what moves."""
-    layout, resident, states = cache.layout, cache.pools.split.resident_blocks, cache.pools.states
-    copies, num_bytes = Counter[str](), Counter[str]()
+    layout = cache.layout
+    resident = cache.pools.split.resident_blocks
+    states = cache.pools.states
+    copies = Counter[str]()
+    num_bytes = Counter[str]()
 
     def copied(kind: str, number: int, tokens_bytes: int) -> None:
         copies[kind] += number
         num_bytes[kind] += tokens_bytes
 
     for index, (group, of_group) in enumerate(zip(layout.groups, layout.of_groups, strict=True)):
-        size, token_bytes, reads = group.block_size, of_group.token_layer_bytes, dict[int, tuple[int, int]]()
+        size = group.block_size
+        token_bytes = of_group.token_layer_bytes
+        reads = dict[int, tuple[int, int]]()
         for seq in batch.sequences:
             end = seq.context_len + len(seq.token_ids)
             for first, block in zip(range(0, end, size), seq.block_tables[index], strict=True):
@@ -150,7 +159,8 @@ def by_block_tables(cache: OffloadedKVCache, batch: Batch) -> TransferCount:
                     stored = min(size, max(0, seq.context_len - first))
                     reads[block] = (stored, min(size, end - first) - stored)
         for stored, new in reads.values():
-            readers, owners = layout.groups.num_readers[index], len(group.layers)
+            readers = layout.groups.num_readers[index]
+            owners = len(group.layers)
             copied("h2d", readers * bool(stored), readers * stored * token_bytes)
             copied("d2h", owners * bool(new), owners * new * token_bytes)
     for move in batch.moves:
@@ -235,7 +245,8 @@ def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, pr
 
 def test_blocks_move_to_freed_device_places_and_the_answer_stays(model_dir: Path) -> None:
     """While others run, a long sequence streams; when they leave, its blocks move in and it streams no more."""
-    long_prompt, short_prompts = random_prompt(4 * BLOCK, VOCAB, 3), [random_prompt(BLOCK, VOCAB, s) for s in range(4)]
+    long_prompt = random_prompt(4 * BLOCK, VOCAB, 3)
+    short_prompts = [random_prompt(BLOCK, VOCAB, s) for s in range(4)]
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 12, 30)) as llm:
         expected = token_ids(llm, long_prompt, greedy(40))
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 12, 30, enable_prefix_caching=False)) as llm:

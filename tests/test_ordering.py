@@ -35,7 +35,8 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import pools, transfer_order
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 SHAPE = (4, 2, 1, BLOCK, 16)  # four pieces
 
 
@@ -54,8 +55,10 @@ def copy(device: OrderingCheck, dst: torch.Tensor, src: torch.Tensor, stream: ob
 
 
 def test_a_load_must_be_waited_for_before_it_is_read(device: OrderingCheck) -> None:
-    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
-    stream, event = device.new_stream("loads"), device.new_event()
+    ring = device.empty("ring", SHAPE, torch.float32)
+    host = device.empty_host("host", SHAPE, torch.float32)
+    stream = device.new_stream("loads")
+    event = device.new_event()
     copy(device, ring[1], host[2], stream)
     with pytest.raises(
         OrderingError, match=r"kernel 'attend' on stream compute reads ring\[1\].*h2d copy on stream loads"
@@ -68,8 +71,10 @@ def test_a_load_must_be_waited_for_before_it_is_read(device: OrderingCheck) -> N
 
 
 def test_memory_must_not_be_overwritten_while_it_is_read(device: OrderingCheck) -> None:
-    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
-    stream, event = device.new_stream("loads"), device.new_event()
+    ring = device.empty("ring", SHAPE, torch.float32)
+    host = device.empty_host("host", SHAPE, torch.float32)
+    stream = device.new_stream("loads")
+    event = device.new_event()
     device.declare_kernel("attend", reads=(ring[3],))
     with pytest.raises(OrderingError, match=r"h2d copy on stream loads writes ring\[3\].*kernel 'attend'"):
         copy(device, ring[3], host[0], stream)
@@ -79,8 +84,10 @@ def test_memory_must_not_be_overwritten_while_it_is_read(device: OrderingCheck) 
 
 
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: OrderingCheck) -> None:
-    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
-    stream, event = device.new_stream("loads"), device.new_event()
+    ring = device.empty("ring", SHAPE, torch.float32)
+    host = device.empty_host("host", SHAPE, torch.float32)
+    stream = device.new_stream("loads")
+    event = device.new_event()
     stream.record(event)
     device.compute_stream.wait(event)
     copy(device, ring[0], host[0], stream)
@@ -90,8 +97,11 @@ def test_a_wait_takes_the_record_at_the_time_of_the_call(device: OrderingCheck) 
 
 
 def test_order_passes_through_other_streams_and_the_host(device: OrderingCheck) -> None:
-    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
-    first, second, event = device.new_stream("first"), device.new_stream("second"), device.new_event()
+    ring = device.empty("ring", SHAPE, torch.float32)
+    host = device.empty_host("host", SHAPE, torch.float32)
+    first = device.new_stream("first")
+    second = device.new_stream("second")
+    event = device.new_event()
     copy(device, ring[0], host[0], first)
     first.record(event)
     second.wait(event)
@@ -116,8 +126,10 @@ def test_disjoint_tokens_of_one_block_do_not_conflict(device: OrderingCheck) -> 
 
 def test_a_call_is_ordered_like_a_kernel() -> None:
     device = OrderingCheck(DeviceOfItsOwn())
-    pool, done = device.empty_host("pool", SHAPE, torch.float32), device.new_event()
-    calls, ran = device.new_call_stream("calls"), []
+    pool = device.empty_host("pool", SHAPE, torch.float32)
+    done = device.new_event()
+    calls = device.new_call_stream("calls")
+    ran = []
     device.declare_kernel("fill", writes=(pool[0],), stream=calls)
     calls.launch(PythonTask(lambda: ran.append(1)))
     with pytest.raises(OrderingError, match=r"kernel 'read' on stream compute reads pool\[0\].*'fill' on stream calls"):
@@ -132,11 +144,9 @@ def test_a_call_is_ordered_like_a_kernel() -> None:
 def free_memory_in_the_heap(num_bytes: int) -> int:
     """Memory that the C library keeps for itself without pages of the system. Returns what to free after it."""
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     size = 120_000  # less than what is mapped by itself
     pieces = [libc.malloc(size) for _ in range(num_bytes // size)]
     last: int = libc.malloc(size)

@@ -168,7 +168,8 @@ def test_sums_of_fp8_in_the_order_that_it_says(case: Case) -> None:
     assert panels.scales is not None
     weight = panels.rows(slice(None))
     assert weight.scales is not None
-    rows, columns = groups_of(x, 32), groups_of(weight.data.float(), 32)
+    rows = groups_of(x, 32)
+    columns = groups_of(weight.data.float(), 32)
     total = torch.zeros(case.rows, case.out_features)
     for g in range(rows.shape[1]):
         even, odd = torch.zeros(2, case.rows, case.out_features)
@@ -210,7 +211,8 @@ def test_panels_lose_nothing(variant: str) -> None:
     assert panels.shape == weight.shape and panels.in_panels() is panels
     assert same_bits(dequantize(panels), dequantize(weight))
     index = torch.tensor([82, 0, 17, 17])
-    ours, theirs = panels.rows(index), weight.rows(index)
+    ours = panels.rows(index)
+    theirs = weight.rows(index)
     assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
     assert same_bits(dequantize(ours), dequantize(theirs))
     full = random_weight(variant, 96, 32 * in_features)
@@ -221,7 +223,8 @@ def test_panels_lose_nothing(variant: str) -> None:
     assert torch.equal(in_place.data.view(torch.uint8), copied.data.view(torch.uint8))
     restored = weight.in_panels().in_rows()
     for name in ("data", "scales", "zeros"):
-        ours, theirs = getattr(restored, name), getattr(weight, name)
+        ours = getattr(restored, name)
+        theirs = getattr(weight, name)
         assert theirs is None if ours is None else torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -268,7 +271,8 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
 
 def test_columns_apart_are_gathered_and_nothing_in_gives_nothing_out() -> None:
     weight = random_weight("q8_0", 20, 64).in_panels()
-    x, bias = torch.randn(3, 128)[:, ::2], torch.randn(40)[::2]
+    x = torch.randn(3, 128)[:, ::2]
+    bias = torch.randn(40)[::2]
     assert same_bits(packed_linear(x, weight, bias), packed_linear(x.clone(), weight, bias.clone()))
     assert packed_linear(x[:0], weight).shape == (0, 20)
     assert packed_linear(x, weight.rows(slice(0, 0)).in_panels()).shape == (3, 0)
@@ -291,7 +295,9 @@ def test_refuses_fp8_weights_that_are_nan() -> None:
     ],
 )
 def test_the_extension_refuses_what_it_cannot_run(changed: dict[str, Any], message: str) -> None:
-    data, x, y = torch.zeros(2 * 288, dtype=torch.uint8), torch.zeros(1, 64), torch.zeros(1, 4)
+    data = torch.zeros(2 * 288, dtype=torch.uint8)
+    x = torch.zeros(1, 64)
+    y = torch.zeros(1, 4)
     of_weight: dict[str, Any] = {
         "scheme": "q4_0", "data": data.data_ptr(), "scales": 0, "scale_dtype": "float32", "zeros": 0,
         "outputs_per_scale": 1, "group_size": 32, "in_features": 64, "out_features": 4,

@@ -43,7 +43,8 @@ def test_integers_are_scaled_differences_from_zero() -> None:
         for i in range(96):
             byte = int(weight.data[output, i // 2])
             q = byte & 15 if i % 2 == 0 else byte >> 4
-            scale, zero = float(weight.scales[output, i // 32]), int(weight.zeros[output, i // 32])
+            scale = float(weight.scales[output, i // 32])
+            zero = int(weight.zeros[output, i // 32])
             assert float(dequantize(weight)[output, i]) == (q - zero) * scale
     symmetric = replace(weight, zeros=None)
     assert same_bits(dequantize(symmetric), dequantize(replace(weight, zeros=torch.full_like(weight.zeros, 8))))
@@ -83,7 +84,8 @@ def test_rows_are_those_of_the_whole(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_product_is_that_of_the_values(variant: str, dtype: torch.dtype) -> None:
     weight = random_weight(variant, 70, 256)
-    x, bias = torch.randn(5, 256).to(dtype), torch.randn(70).to(dtype)
+    x = torch.randn(5, 256).to(dtype)
+    bias = torch.randn(70).to(dtype)
     ours = packed_linear(x, weight, bias).double()
     exact = x.double() @ dequantize(weight).double().T + bias.double()
     rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[dtype]

@@ -113,7 +113,8 @@ def answered(page: Any) -> Any:
 
 def test_a_dropped_document_is_asked_about_and_answered(page: Any, engine: AsyncLLM) -> None:
     live(page)
-    free, before = count(page, "free", 0) + count(page, "free", 1), picture(page)
+    free = count(page, "free", 0) + count(page, "free", 1)
+    before = picture(page)
     drop(page, "bottle.txt", DOCUMENT)
     size = page.locator(".document .number", has_text="% of the context")
     size.wait_for()

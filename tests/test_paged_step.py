@@ -10,7 +10,12 @@ from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMe
 from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 
-LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
+LAYERS = 3
+BLOCKS = 7
+KV_HEADS = 2
+BLOCK_SIZE = 5
+HEADS = 6
+HEAD_DIM = 48
 # Of each sequence: new tokens, tokens before them, blocks.
 SEQUENCES = ((1, 12, (6, 0, 3)), (4, 0, (2,)), (1, 0, (5,)), (3, 3, (1, 4)))
 ROWS = sum(new for new, _, _ in SEQUENCES)
@@ -28,7 +33,8 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
-    sequences, slots = [], []
+    sequences = []
+    slots = []
     for new, before, blocks in SEQUENCES:
         sequences.append(SequenceMetadata(len(slots), new, before, 0, before + new, blocks))
         slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(before, before + new)]
@@ -46,10 +52,12 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
     """The last layer with sinks."""
     pool, q, k, v = tensors(dtype)
     table, slots = table_and_slots()
-    expected_pool, step = pool.clone(), step_of(pool, window)
+    expected_pool = pool.clone()
+    step = step_of(pool, window)
     for layer in range(LAYERS):
         sinks = torch.linspace(-1, 3, HEADS) if layer == LAYERS - 1 else None
-        queries, state = q.clone(), AttentionState.empty(q, sinks)
+        queries = q.clone()
+        state = AttentionState.empty(q, sinks)
         store_kv(expected_pool[layer], k, v, slots)
         NativeAttention().attend(q, expected_pool[layer], table, state, 0.2, window)
         output = step.attend(layer, queries, k, v, sinks)

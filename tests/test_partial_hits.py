@@ -12,7 +12,8 @@ from engine_helpers import Bench, prompt_of
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.request import Sequence
 
-BLOCK, HASH = 12, 4
+BLOCK = 12
+HASH = 4
 EDGES = sorted({edge + d for edge in (0, HASH, 2 * HASH, BLOCK, 2 * BLOCK, 3 * BLOCK) for d in (-1, 0, 1)} - {-1})
 
 

@@ -31,7 +31,10 @@ from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit, TransferCount
 from nanovllm.memory.layout import KVLayout
 
-BLOCK, HASH, ANSWER, VOCAB = 48, 16, 3, 400
+BLOCK = 48
+HASH = 16
+ANSWER = 3
+VOCAB = 400
 EDGES = sorted({edge + d for edge in (HASH, 2 * HASH, BLOCK, BLOCK + HASH, 2 * BLOCK) for d in (-1, 0, 1)})
 
 
@@ -59,7 +62,8 @@ def manager_of(llm: LLM) -> BlockManager:
 def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way: str) -> None:
     """Each document starts as the first one and goes on with other words. Every edge of the copied part is asked for,
     while the first document is computed by a request that still runs, and when it is only cached."""
-    first, others = make_document(VOCAB, 2 * BLOCK + 5, seed=2), make_document(VOCAB, VOCAB - 2, seed=3)
+    first = make_document(VOCAB, 2 * BLOCK + 5, seed=2)
+    others = make_document(VOCAB, VOCAB - 2, seed=3)
     others = [word for word in others if word not in first]
     arguments = offloaded(BLOCK, num_gpu_blocks, 60, max_model_len=400, max_num_batched_tokens=40)
     with LLM(recall_dir, **arguments) as llm:
@@ -107,7 +111,8 @@ def test_a_copied_part_is_copied_and_nothing_else(device: OrderingCheck, source:
     for block in blocks:
         block.normal_()
     before = [block.clone() for block in blocks]
-    src, dst = ENDS[source][0], ENDS[to][1]
+    src = ENDS[source][0]
+    dst = ENDS[to][1]
     engine.move_blocks([BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens)])
     engine.synchronize()
     before[dst][:, :, :, :num_tokens] = before[src][:, :, :, :num_tokens]
@@ -133,14 +138,17 @@ def test_hits_within_blocks_on_both_tiers_move_what_the_formula_says(
         set_prefill(llm, way)
         if share is not None:
             force_share(llm, share)
-        batches, resident = recorded_batches(llm), llm.kv_stats().resident_blocks
-        token_bytes, block_size = llm._runner.sizing.layout.token_bytes, BLOCK
+        batches = recorded_batches(llm)
+        resident = llm.kv_stats().resident_blocks
+        token_bytes = llm._runner.sizing.layout.token_bytes
+        block_size = BLOCK
         for number, shared in enumerate((HASH + 1, BLOCK - 1, BLOCK + HASH, 3 * BLOCK + 2 * HASH, len(document))):
             for start in (document, document[:shared]):
                 batches.clear()
                 prompt = [*start, *random_prompt(70, VOCAB, number)]
                 (output,) = llm.generate(prompt, greedy(3), use_tqdm=False)
-                expected, found = Counter[str](), Counter[str]()
+                expected = Counter[str]()
+                found = Counter[str]()
                 for batch, _, moved in batches:
                     (seq,) = batch.sequences
                     for move in batch.moves:

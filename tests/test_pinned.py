@@ -55,7 +55,8 @@ def test_memory_is_of_the_exact_size_and_holds_what_is_written() -> None:
 def test_the_last_view_unlocks_and_unmaps() -> None:
     ledger = Ledger()
     tensor = empty_pinned("host blocks", (4, 64, 1024), torch.bfloat16, ledger, max_piece=3 * PAGE)
-    address, view = tensor.data_ptr(), tensor[3, 1:].view(torch.uint8)
+    address = tensor.data_ptr()
+    view = tensor[3, 1:].view(torch.uint8)
     del tensor
     assert ledger.locked and is_mapped(address)
     view.fill_(7)
@@ -98,7 +99,10 @@ class Machine:
     """Says how much memory it has and leaves: what is touched counts, and it may grow when it is used up."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, grows_to: int = 0, when_left: int = 0) -> None:
-        self.total, self.used, self._grows_to, self._when_left = free, 0, grows_to, when_left
+        self.total = free
+        self.used = 0
+        self._grows_to = grows_to
+        self._when_left = when_left
         touch = _sgdma.touch_pages
         monkeypatch.setattr(memory, "container_free_bytes", lambda: None)
         monkeypatch.setattr(memory, "total_bytes", lambda: self.total)
@@ -116,7 +120,8 @@ class Machine:
 @pytest.mark.parametrize("when_left", [0, 2 * PAGE])
 def test_a_machine_that_grows_when_it_is_used_gives_all(when_left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its MemTotal is at first far below what it can have, so that is no reason to refuse."""
-    machine, ledger = Machine(monkeypatch, 20 * PAGE, grows_to=500 * PAGE, when_left=when_left), Ledger()
+    machine = Machine(monkeypatch, 20 * PAGE, grows_to=500 * PAGE, when_left=when_left)
+    ledger = Ledger()
     tensor = empty_pinned("host blocks", (400, PAGE), torch.uint8, ledger)
     assert machine.used == tensor.nbytes and sum(ledger.locked.values()) == tensor.nbytes
     assert bool((tensor == 0).all())
@@ -127,7 +132,8 @@ def test_a_machine_that_grows_when_it_is_used_gives_all(when_left: int, monkeypa
 
 
 def test_what_a_machine_does_not_have_is_refused_when_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, ledger = Machine(monkeypatch, 100 * PAGE), Ledger()
+    machine = Machine(monkeypatch, 100 * PAGE)
+    ledger = Ledger()
     with pytest.raises(ConfigError, match=r"had: 0\.00 GiB of it were taken, and no more are free; lower num_cpu"):
         empty_pinned("host blocks", (1000, PAGE), torch.uint8, ledger)
     assert machine.used <= 104 * PAGE and not ledger.asked, "a small step at a time near the end"

@@ -85,8 +85,10 @@ def test_decode_with_drafts_is_planned(capsys: pytest.CaptureFixture[str], model
         options = ["--speculative-config", json.dumps(fields), "--acceptance", "0.5"]
         return run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, *options)
 
-    ngram, model = planned(method="ngram"), planned(method="draft_model", model=str(model_dir))
-    drafts, decode = ngram["request"]["drafts"], ngram["request"]["decode"]
+    ngram = planned(method="ngram")
+    model = planned(method="draft_model", model=str(model_dir))
+    drafts = ngram["request"]["drafts"]
+    decode = ngram["request"]["decode"]
     assert drafts["tokens_in_a_pass"] == 1 + 0.5 + 0.25 + 0.125 + 0.0625
     assert decode["seconds"] <= drafts["seconds"] < 1.1 * decode["seconds"], "what is streamed is read once"
     assert model["request"]["drafts"]["seconds"] > drafts["seconds"]
@@ -114,7 +116,8 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--output-len", "11")
     assert report["model"]["kv_bytes_per_token"] == 57_344
     assert report["model"]["weight_bytes"] == pytest.approx(15.23e9, rel=1e-3)
-    cache, request = report["kv_cache"], report["request"]
+    cache = report["kv_cache"]
+    request = report["request"]
     assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 512
     budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
     block_bytes = 512 * 57_344
@@ -143,7 +146,8 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
 def test_reading_a_prompt_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: all whole units of 256 tokens but the last token's, at the rate of the disk."""
     report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--disk-bandwidth", "2GB/s")["request"]
-    restore, size = report["restore_from_disk"], 999_999 // 256 * 256 * 57_344
+    restore = report["restore_from_disk"]
+    size = 999_999 // 256 * 256 * 57_344
     assert restore == {
         "bytes": size,
         "seconds": pytest.approx(size / 2e9),
@@ -441,7 +445,8 @@ def test_a_plan_of_several_ranks_is_of_one_of_them(capsys: pytest.CaptureFixture
 
 
 def test_rates_are_measured_without_offload(model_dir: Path) -> None:
-    spec, device = load_decoder_spec(model_dir), create_device("cpu")
+    spec = load_decoder_spec(model_dir)
+    device = create_device("cpu")
     model = random_model(spec, torch.float32, device, SMALL)
     rates = measure_rates(Probe(device, model, select_cpu_backend(spec.head_dim), 16, 0, 64, SMALL))
     device.close()

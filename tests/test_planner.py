@@ -37,7 +37,10 @@ from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 
-BLOCK, VOCAB, LAYERS, MAX_LEN = 16, 97, 3, 256
+BLOCK = 16
+VOCAB = 97
+LAYERS = 3
+MAX_LEN = 256
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS, max_positions=MAX_LEN)
@@ -112,7 +115,8 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     prefills = [step for step, _ in steps if step.begin < prompt_len]
     assert request.layer_by_layer == sum(step.end - step.begin for step in prefills if step.num_chunks > 1)
     if windows == "none":
-        resident, layerwise_memory = plan.kv.split.resident_blocks, plan.kv.layerwise_memory
+        resident = plan.kv.split.resident_blocks
+        layerwise_memory = plan.kv.layerwise_memory
         by_formula = prefill_steps(BLOCK, resident, prompt_len, chunk, layerwise_memory)
         assert [(step.begin, step.end) for step in prefills] == [(step.begin, step.end) for step in by_formula]
 
@@ -303,7 +307,8 @@ def step_model(spec: DecoderSpec, rates: Rates) -> StepModel:
 
 def moves_of(model: StepModel, context_len: int, query_len: int = 1, resident: int = RESIDENT) -> StepMoves:
     """What a step moves by the formula, with the best share of CPU attention."""
-    layout, use = model.layout, None
+    layout = model.layout
+    use = None
     if model.can_share(query_len):
         stored = min(context_len, resident * BLOCK)
         token = layout.token_layer_bytes
@@ -320,7 +325,8 @@ def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpe
     matrices = network.matrix_operations(40) / 1e9
     computing = matrices + network.attention_operations(100, 40) / 5e8
     token = network.layout(BLOCK).token_bytes
-    h2d, d2h = (100 - 2 * BLOCK) * token, 40 * token
+    h2d = (100 - 2 * BLOCK) * token
+    d2h = 40 * token
     copying = max(h2d / 1e8, d2h / 5e7)
     stall = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     fixed = 1e-3 + LAYERS * 1e-4 + LAYERS * 7 * 1e-5  # blocks 2 to 8
@@ -343,7 +349,8 @@ def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec, overlap: f
     quiet = weights + (2 * BLOCK + 1) * token / 4e8
     stall = max(0.0, quiet - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     together = overlap * max(device, copying + stall) + (1 - overlap) * (device + copying)
-    head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 5 * 1e-5
+    head = VOCAB * spec.hidden_size * 4 / 2e9
+    fixed = 1e-3 + LAYERS * 1e-4 + LAYERS * 5 * 1e-5
     step = model.decode(100, moves_of(model, 100))
     assert step.seconds == pytest.approx(together + head + fixed)
     assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying, FIXED: fixed})

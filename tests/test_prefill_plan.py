@@ -27,7 +27,8 @@ BLOCK = LAYOUT.block_size
 
 def loads(host: set[int], begin: int, steps: list[int]) -> int:
     """Tokens that a layer loads when it goes through steps of these lengths, token by token."""
-    total, position = 0, begin
+    total = 0
+    position = begin
     for step in steps:
         total += sum(earlier // BLOCK in host for earlier in range(position))
         position += step
@@ -69,7 +70,8 @@ class CountedBlocks(Sequence[int]):
     """Block indices 0 to `count` - 1, and how often one was looked at."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.looks = count, 0
+        self.count = count
+        self.looks = 0
 
     def __len__(self) -> int:
         return self.count
@@ -81,7 +83,8 @@ class CountedBlocks(Sequence[int]):
 
 def test_a_million_tokens_are_planned_in_an_instant() -> None:
     """Not with a look at each of the 4,000 blocks for each of the 500 chunks."""
-    tokens, chunk = 1 << 20, 2048
+    tokens = 1 << 20
+    chunk = 2048
     host = CountedBlocks(tokens // 256)
     memory = LayerwiseMemory(buffer_blocks=tokens // 256, max_tokens=tokens)
     assert plan_prefill(host, 256, 0, tokens, chunk, memory) == LayerwisePrefill(0, tokens, chunk)
@@ -115,7 +118,8 @@ def test_slices_cover_every_unit_once_within_the_budget(
     first = 0
     while first < num_layers * layerwise.num_chunks:
         part = LayerwiseStep(layerwise, first, step_end(layerwise, first, budget, num_layers))
-        last, over = len(layerwise.positions(part.end_layer_chunk - 1)), part.token_layers - budget
+        last = len(layerwise.positions(part.end_layer_chunk - 1))
+        over = part.token_layers - budget
         assert part.end_layer_chunk > first and (2 * over <= last or part.end_layer_chunk == first + 1), (
             "half of the last fits"
         )

@@ -57,7 +57,8 @@ def test_reset_and_hit_rate() -> None:
 def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
     manager = BlockManager(8, 0, one_group(BLOCK))
-    prompt, other = new_tokens(fresh, 2), new_tokens(fresh, 2)
+    prompt = new_tokens(fresh, 2)
+    other = new_tokens(fresh, 2)
     cache(manager, prompt)
     assert found(manager, prompt) >= 1, "the hashes collide"
     assert found(manager, other) == 0
@@ -70,7 +71,9 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
 
 # ---- admission
 
-OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+OK = AllocStatus.OK
+LATER = AllocStatus.LATER
+NEVER = AllocStatus.NEVER
 
 
 @pytest.mark.parametrize("total", [10, 99, 100, 250, 1000])

@@ -47,7 +47,8 @@ def test_a_step_stays_within_the_predicted_memory(name: str, tmp_path: Path, mon
     make_checkpoint(tmp_path, vocab=VOCAB, eos_token_id=1)
     engine = {"max_num_batched_tokens": 300, "max_num_seqs": 70, "kvcache_block_size": 16, "num_gpu_blocks": 400}
     with LLM(tmp_path, **engine) as llm:
-        runner, peaks = llm._runner, []
+        runner = llm._runner
+        peaks = []
         execute = runner.execute
 
         def measured(batch: Any) -> Any:

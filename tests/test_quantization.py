@@ -61,7 +61,9 @@ def test_weights_are_those_of_the_published_formula_and_stay_packed(
 ) -> None:
     """To the bit, and the memory that they take is counted as stored."""
     path = quantized(variant)
-    expected, spec, decoder = dequantized(path), load_decoder_spec(path), load(path)
+    expected = dequantized(path)
+    spec = load_decoder_spec(path)
+    decoder = load(path)
     for layer in decoder.layers:
         for linear in layer.linears:
             assert linear.weight.dense is None
@@ -88,7 +90,8 @@ FEW = ("gptq-32-asymmetric", "awq-128", "pack-quantized-8-bits", "fp8")
 def test_logits_are_those_of_transformers_on_the_dequantized_weights(
     variant: str, quantized: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path, prompt = quantized(variant), random_prompt(50, VOCAB, 1)
+    path = quantized(variant)
+    prompt = random_prompt(50, VOCAB, 1)
     model = AutoModelForCausalLM.from_pretrained(write_dequantized(path, tmp_path / "plain"), dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
@@ -103,7 +106,8 @@ def test_the_last_group_may_be_shorter(variant: str, tmp_path: Path) -> None:
     """Groups of 64 or 128 and blocks of 128 in 96 inputs; 160 in the MLP."""
     make_checkpoint(tmp_path / "plain", hidden=96, intermediate=160, heads=4, kv_heads=2, head_dim=24, vocab=VOCAB)
     path = quantize(tmp_path / "plain", tmp_path / variant, variant)
-    expected, decoder = dequantized(path), load(path)
+    expected = dequantized(path)
+    decoder = load(path)
     for linear in (each for layer in decoder.layers for each in layer.linears):
         rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
         assert torch.equal(weight_of(linear), rows), linear.parts
@@ -145,7 +149,8 @@ def test_other_families(family: str, variant: str, options: dict[str, Any], tmp_
     path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
     if family == "minimax_m2" and variant == "fp8":  # as it is published
         set_quantization(path, modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"])
-    decoder, prompts = load(path), [random_prompt(length, VOCAB, 5) for length in (30, 3)]
+    decoder = load(path)
+    prompts = [random_prompt(length, VOCAB, 5) for length in (30, 3)]
     assert all(weight.dense is None for layer in decoder.layers for weight in layer.mlp.weights())
     assert family not in GATED_DELTA or isinstance(decoder.layers[0].qkv.weight, StackedWeights)
     assert decoder.weight_bytes == parameter_bytes(decoder)
@@ -171,7 +176,8 @@ def test_text_of_a_quantized_model_for_images(variant: str, tmp_path: Path) -> N
         set_quantization(path, modules_to_not_convert=[*plain, "model.visual.merger", "mtp.fc"])
     else:
         set_quantization(path, dynamic={"-:.*in_proj_[ab]$": {}, "-:.*visual.*": {}, "lm_head": {}})
-    expected, decoder = dequantized(path), load(path)
+    expected = dequantized(path)
+    decoder = load(path)
     assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
     names = [name.replace("model.", "model.language_model.", 1) for name in decoder.layers[0].qkv.parts]
     assert torch.equal(weight_of(decoder.layers[0].qkv), torch.cat([expected[f"{name}.weight"] for name in names]))

@@ -112,7 +112,8 @@ DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_tensors_that_do_not_fit_are_named(quantized_copy: Callable[[str], Path]) -> None:
     paths = {variant: quantized_copy(variant) for variant in {variant for variant, *_ in DAMAGED}}
     for variant, changes, says in DAMAGED:
-        path, weights = paths[variant], (paths[variant] / "model.safetensors").read_bytes()
+        path = paths[variant]
+        weights = (paths[variant] / "model.safetensors").read_bytes()
         edit_tensors(path, **changes)
         message = refusal(lambda path=path: load(path))
         assert all(text in message for text in [str(path), *says]), message
@@ -122,7 +123,8 @@ def test_tensors_that_do_not_fit_are_named(quantized_copy: Callable[[str], Path]
 def test_a_head_for_multi_token_prediction_is_checked_too(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "qwen3_5", hidden=128, intermediate=128, linear_value_head_dim=32)
     add_mtp_head(tmp_path / "plain")
-    path, module = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-128"), "mtp.layers.0.mlp.up_proj"
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-128")
+    module = "mtp.layers.0.mlp.up_proj"
     plain = [r"-:mtp\.fc", r"-:mtp.*attn", r"-:mtp.*(gate|down)_proj", r"-:.*in_proj_[ab]"]
     set_quantization(path, dynamic={pattern: {} for pattern in plain})
     tensors = load_file(path / "model.safetensors")

@@ -24,7 +24,8 @@ def test_ignored_modules_stay_plain(plain_checkpoint: Path, quantized_copy: Call
     """k of layer 0 between quantized q and v, and all of layer 1's MLP."""
     path = quantized_copy("pack-quantized-32")
     names = [*(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")), "model.layers.0.self_attn.k_proj"]
-    tensors, source = load_file(path / "model.safetensors"), load_file(plain_checkpoint / "model.safetensors")
+    tensors = load_file(path / "model.safetensors")
+    source = load_file(plain_checkpoint / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in names}
     save_file(kept | {f"{name}.weight": source[f"{name}.weight"] for name in names}, path / "model.safetensors")
     set_quantization(path, ignore=["lm_head", r"re:model\.layers\.1\.mlp\..*", names[-1]])

@@ -54,7 +54,8 @@ def listening_sockets() -> set[str]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    sockets, ranks = listening_sockets(), rank_pids(os.getpid())
+    sockets = listening_sockets()
+    ranks = rank_pids(os.getpid())
     yield
     assert rank_pids(os.getpid()) == ranks
     assert listening_sockets() == sockets

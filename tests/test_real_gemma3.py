@@ -82,7 +82,8 @@ def model() -> Path:
 def test_text_becomes_the_tokens_of_transformers(model: Path) -> None:
     from transformers import AutoTokenizer
 
-    own, theirs = HuggingFaceTokenizer(model), AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    own = HuggingFaceTokenizer(model)
+    theirs = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
     for text in TEXTS:
         ids = own.encode(text)
         assert ids == theirs.encode(text) and own.decode(ids) == theirs.decode(ids, skip_special_tokens=True)

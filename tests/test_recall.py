@@ -88,9 +88,11 @@ def test_4k_in_8_bits(tmp_path: Path, kv_cache_dtype: str, dtype: str, way: str)
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, way: str) -> None:
     """Long prompts larger than the device in one batch with ones that fit, each with its own document."""
-    vocab, block = 6000, 64
+    vocab = 6000
+    block = 64
     write_recall_checkpoint(tmp_path, vocab, 4096, seed=1)
-    prompts, expected = [], []
+    prompts = []
+    expected = []
     for seed, length in enumerate((2047, 2048, 2049, 60, 1500, 64, 65, 700)):
         document = make_document(vocab, length, seed)
         for position in (1, length // 2, length - ANSWER_TOKENS):

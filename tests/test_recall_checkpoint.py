@@ -59,7 +59,8 @@ def recall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_recall_checkpoint(path, vocab_size, LENGTH + 1 + ANSWER_TOKENS, seed=3, dtype=request.param)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert model.dtype == getattr(torch, request.param)
-    document, cache = make_document(vocab_size, LENGTH, seed=5), DynamicCache()
+    document = make_document(vocab_size, LENGTH, seed=5)
+    cache = DynamicCache()
     with torch.no_grad():
         model(torch.tensor([document]), past_key_values=cache, logits_to_keep=1)
     return Recall(model, document, cache)

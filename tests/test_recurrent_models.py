@@ -41,7 +41,8 @@ from nanovllm.memory.states import plan_states, without_states
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.attention import SequenceMetadata
 
-VOCAB, BLOCK = 199, 16
+VOCAB = 199
+BLOCK = 16
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 60}
 CHUNKS: dict[str, Any] = {**RESIDENT, "max_num_batched_tokens": 29}
 OFFLOADED: dict[str, Any] = offloaded(BLOCK, 4, 40, max_num_batched_tokens=31, cpu_attention=False)
@@ -121,7 +122,8 @@ def test_bits_do_not_depend_on_the_order_of_prefill(tmp_path: Path, family: str,
         arguments = offloaded(block, 4, 1600 // block, max_num_batched_tokens=chunk, max_num_seqs=5)
         with LLM(tmp_path, cpu_attention=False, **arguments) as llm:
             set_prefill(llm, way)
-            layerwise, stats = watch_layerwise(llm), llm.engine.scheduler.block_manager.stats
+            layerwise = watch_layerwise(llm)
+            stats = llm.engine.scheduler.block_manager.stats
             assert same(logits_by_request(llm, given, 5), expected), way
             assert bool(layerwise) == (way == "layer-major")
             before = stats.hit_tokens
@@ -138,7 +140,8 @@ def test_questions_about_a_long_document_begin_at_a_snapshot(half: Path, monkeyp
     with LLM(half, **RESIDENT, enable_prefix_caching=False) as llm:
         fresh = [logits_by_request(llm, [prompt], 3) for prompt in given]
     with LLM(half, **{**OFFLOADED, "max_num_batched_tokens": 32, "max_num_seqs": 4}) as llm:
-        layerwise, hits = watch_layerwise(llm), []
+        layerwise = watch_layerwise(llm)
+        hits = []
         for prompt, expected in zip(given, fresh, strict=True):
             assert same(logits_by_request(llm, [prompt], 3), expected)
             hits.append(llm.engine.scheduler.block_manager.stats.hit_tokens - sum(hits))
@@ -156,7 +159,8 @@ def test_a_prefill_that_is_cut_short_between_its_layers_leaves_nothing(mode: str
         expected = {"talker": token_ids(llm, [talker], greedy(40))[0], "long": token_ids(llm, [long], greedy(5))[0]}
     few = offloaded(BLOCK, 4, 12, max_num_batched_tokens=8, max_num_seqs=4, preemption_mode=mode, swap_space=0.01)
     with LLM(half, cpu_attention=False, **few) as llm:
-        layerwise, engine = watch_layerwise(llm), llm.engine
+        layerwise = watch_layerwise(llm)
+        engine = llm.engine
         for count in (1, 3, 6):
             engine.add_request("aborted", None, greedy(5), long)
             for _ in range(count):
@@ -248,7 +252,8 @@ def test_ranks_that_key_heads_cannot_be_divided_among_are_refused(half: Path) ->
 
 @pytest.mark.parametrize("targets", [ALL, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")], ids=len)
 def test_adapters_of_recurrent_layers(targets: tuple[str, ...], tmp_path: Path) -> None:
-    model, given = make_checkpoint(tmp_path / "model", "qwen3_5", layers=4), prompts(50, 20)
+    model = make_checkpoint(tmp_path / "model", "qwen3_5", layers=4)
+    given = prompts(50, 20)
     adapter = make_adapter(tmp_path / "adapter", model, 1, targets)
     plain = greedy_reference(model, given[1], 8)
     merge_adapter(model, tmp_path / "adapter")
@@ -295,7 +300,8 @@ class RowsToKeep:
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 12])
 def test_each_row_with_drafts_is_kept_once_however_a_step_is_cut(chunk: int) -> None:
-    lengths, kept = [2, 5, 1, 4], [range(0), range(5), range(0), range(5, 9)]
+    lengths = [2, 5, 1, 4]
+    kept = [range(0), range(5), range(0), range(5, 9)]
     starts = [*accumulate(lengths, initial=0)]
     sequences = tuple(SequenceMetadata.full(at, size, 0, ()) for at, size in zip(starts, lengths, strict=False))
     states: Any = RowsToKeep(kept)
@@ -312,7 +318,8 @@ def test_each_row_with_drafts_is_kept_once_however_a_step_is_cut(chunk: int) -> 
 
 
 def test_rows_with_drafts_are_counted_where_memory_is_sized(half: Path) -> None:
-    spec, drafts = load_decoder_spec(half), {"method": "ngram", "num_speculative_tokens": 500}
+    spec = load_decoder_spec(half)
+    drafts = {"method": "ngram", "num_speculative_tokens": 500}
     memory = MemoryFacts(2**30, 2**30, 2**30, tiers_share_memory=False, activation_peak=0)
     plain, drafting = (engine_config(half, {"speculative_config": each, "max_num_seqs": 6}) for each in (None, drafts))
     with_rows, without = (without_states(memory, config, spec, 2) for config in (drafting, plain))

@@ -131,7 +131,9 @@ class InterruptAt:
 
     def __init__(self, line: tuple[str, int] | None = None, visit: int = 0) -> None:
         self.visits: Counter[tuple[str, int]] = Counter()
-        self._line, self._visit, self.is_off = line, visit, line is None
+        self._line = line
+        self._visit = visit
+        self.is_off = line is None
 
     def run(self, use: Callable[[], object]) -> Any:
         """What `use` returns; None if it is interrupted."""
@@ -168,9 +170,11 @@ INTERRUPTED: dict[str, dict[str, Any]] = {
 def run_interrupted(kind: str, interrupt: InterruptAt) -> None:
     """Requests that share a beginning, are swapped, recomputed and aborted, with an interrupt in between."""
     bench = Bench(**INTERRUPTED[kind], swap=8, max_num_seqs=4, budget=12, hash_block_size=2)
-    engine, asked = bench.engine, dict[str, list[int]]()
+    engine = bench.engine
+    asked = dict[str, list[int]]()
     for number in range(4):
-        name, prompt = f"r{number}", [*prompt_of(5), *prompt_of(1 + 4 * number, number)]
+        name = f"r{number}"
+        prompt = [*prompt_of(5), *prompt_of(1 + 4 * number, number)]
         several = {"n": 2, "temperature": 1.0, "seed": 7} if number % 2 else {}
         interrupt.run(partial(bench.add, name, prompt, 5, **several))
         asked[name] = prompt
@@ -217,7 +221,8 @@ def test_an_interrupt_at_any_line_leaves_a_usable_engine(kind: str) -> None:
 
 
 def test_what_cannot_be_closed_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, closed = Bench(), list[str]()
+    bench = Bench()
+    closed = list[str]()
 
     def fail() -> None:
         raise OSError("the disk is full")
@@ -248,7 +253,8 @@ def test_other_seeds_have_other_children() -> None:
 def test_ignore_eos_goes_past_end_tokens_and_not_past_stop_tokens() -> None:
     prompt = prompt_of(5)
     free = expected_output(prompt, 20)
-    eos, stop = free[2], next(token for token in free if token != free[2])
+    eos = free[2]
+    stop = next(token for token in free if token != free[2])
     bench = Bench(eos=[eos])
     bench.add("runs", prompt, 20, ignore_eos=True)
     bench.add("stops", prompt, 20, ignore_eos=True, stop_token_ids=[stop])
@@ -324,7 +330,8 @@ class Unspeakable(SpelledOut):
 
 
 def test_a_request_whose_text_cannot_be_made_ends_and_the_others_go_on() -> None:
-    tokens, others = expected_output(prompt_of(6), 8), expected_output(prompt_of(6, 1), 8)
+    tokens = expected_output(prompt_of(6), 8)
+    others = expected_output(prompt_of(6, 1), 8)
     bad = next(i for i, token in enumerate(tokens) if token not in others)
     bench = Bench(tokenizer=Unspeakable(tokens[bad]))
     bench.add("bad", prompt_of(6))

@@ -59,7 +59,8 @@ def exact(logits: Sequence[float], temperature: float, top_k: int, top_p: float,
     weights = [math.exp(value / temperature) if value > -math.inf else 0.0 for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
     kept = [token for token in order[: top_k or len(order)] if weights[token] >= min_p * weights[order[0]]]
-    total, before = sum(weights[token] for token in kept), 0.0
+    total = sum(weights[token] for token in kept)
+    before = 0.0
     nucleus = []
     for token in kept:
         if before / total < top_p or not nucleus:
@@ -127,7 +128,8 @@ def test_draws_follow_the_exact_distribution(by: dict[str, Any], cut: dict[str, 
 def test_neighbouring_seeds_draw_independently() -> None:
     """Pairs of draws of seeds s and s + 1, and of indices i and i + 1, are spread as independent ones are."""
     logits = (0.5, 0.0, -0.5)
-    first, second = draws(logits, DRAWS, seed=10), draws(logits, DRAWS, seed=11)
+    first = draws(logits, DRAWS, seed=10)
+    second = draws(logits, DRAWS, seed=11)
     probabilities = exact(logits, 1.0, 0, 1.0, 0.0)
     for pairs in (zip(first, second, strict=True), pairwise(first)):
         counts = Counter(pairs)

@@ -25,7 +25,9 @@ from nanovllm.errors import RequestError
 from nanovllm.layers.logits import mask_
 from nanovllm.layers.sampler import ALL_BANNED, sample
 
-VOCAB, END_ID = 290, 277  # of `write_byte_level`: <|end|>
+# of `write_byte_level`: <|end|>
+VOCAB = 290
+END_ID = 277
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 100},
     "chunks": {"num_gpu_blocks": 100, "max_num_batched_tokens": 21},

@@ -29,7 +29,8 @@ from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
 from nanovllm.layers.sampler import kept_in_order, scale_
 
-VOCAB, ROWS = 97, 12
+VOCAB = 97
+ROWS = 12
 ENDS = [*range(10, 40), 8, 9]  # so many that an end token comes soon
 
 
@@ -92,7 +93,9 @@ def test_temperature_and_cuts(cut: dict[str, Any]) -> None:
 
 def test_everything_together_in_the_order_of_the_docstring() -> None:
     """Bans, bias, repetition, temperature; frequency and presence, which Transformers lacks, by their formula."""
-    logits, prompts, outputs = random_logits(8), random_tokens(9, lowest=1), random_tokens(10, lowest=1)
+    logits = random_logits(8)
+    prompts = random_tokens(9, lowest=1)
+    outputs = random_tokens(10, lowest=1)
     bias = {3: 2.0, 5: -1.0}
     expected = processed(SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]), prompts, logits)
     together = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]

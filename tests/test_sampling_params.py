@@ -15,7 +15,8 @@ from nanovllm import SamplingParams
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import StructuredOutputsParams
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def one_argument(logits: object) -> object:
@@ -108,7 +109,9 @@ def test_lists_are_copies_and_may_be_none() -> None:
 
 def test_a_change_is_checked_with_all_the_rest() -> None:
     params = SamplingParams(temperature=0.0)
-    params.max_tokens, params.stop, params.seed = 3, "end", -1
+    params.max_tokens = 3
+    params.stop = "end"
+    params.seed = -1
     assert (params.max_tokens, params.stop, params.seed) == (3, ("end",), None)
     for name, value, says in [("top_p", 2, "top_p=2"), ("n", 2, "n=2.*greedy"), ("max_token", 3, "'max_tokens'")]:
         with pytest.raises(RequestError, match=says):

@@ -14,7 +14,9 @@ from engines import offloaded
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import Logprob
 
-VOCAB, REQUESTS, BLOCK = 83, 100, 16
+VOCAB = 83
+REQUESTS = 100
+BLOCK = 16
 Answer = tuple[list[int], list[Mapping[int, Logprob]] | None, list[Mapping[int, Logprob] | None] | None]
 
 WAYS: list[dict[str, Any]] = [
@@ -33,7 +35,8 @@ WAYS: list[dict[str, Any]] = [
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 1 to 40 tokens, half of them with a beginning in common; every way of choosing a token."""
-    random, found = Random(17), []
+    random = Random(17)
+    found = []
     shared = [random.randrange(VOCAB) for _ in range(40)]
     for index in range(REQUESTS):
         own = [random.randrange(VOCAB) for _ in range(random.randint(1, 30))]

@@ -45,7 +45,9 @@ class Dense:
         self._least_kv_heads = least_kv_heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        rows, keys, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
+        rows = q.shape[0]
+        keys = k.shape[1]
+        group = q.shape[1] // k.shape[0]
         self.calls.append((rows, keys, causal, (*q.stride(), *k.stride(), *v.stride())))
         k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
         scores = torch.einsum("thd,hsd->hts", q.double(), k) * scale
@@ -105,7 +107,9 @@ CASES = {
 def test_whole_segments_are_attended_exactly_in_two_shapes(name: str) -> None:
     """In one call; and in calls of a few blocks of one sequence each, to the same bits."""
     shape, left = CASES[name]
-    case, dense, other = Case(shape, NARROW, 1, DEVICE), Dense(), Other()
+    case = Case(shape, NARROW, 1, DEVICE)
+    dense = Dense()
+    other = Other()
     backend = make(shape, other, dense)
     together = case.attend(backend)
     case.check(together)
@@ -129,7 +133,8 @@ def test_blocks_of_several_sequences_may_come_in_turns() -> None:
 
 def test_how_many_parts_wait_for_a_merge_changes_no_bit() -> None:
     shape = shape_of((256, 64))
-    case, states = Case(shape, NARROW, 1, DEVICE), []
+    case = Case(shape, NARROW, 1, DEVICE)
+    states = []
     for most in (1, 2, 3, MAX_PARTS):
         backend = make(shape, Other(), Dense())
         backend.most_parts = most
@@ -155,7 +160,8 @@ def widened(shape: Shape, stored: torch.dtype, sequences: Collection[int]) -> Ca
 
 @pytest.mark.parametrize("stored", LARGEST, ids=str)
 def test_eight_bits_are_widened_on_the_way(stored: torch.dtype) -> None:
-    case, dense = widened(shape_of((64, 128), kv_heads=2), stored, [0]), Dense()
+    case = widened(shape_of((64, 128), kv_heads=2), stored, [0])
+    dense = Dense()
     case.check(case.attend(make(case.shape, Other(), dense)))
     assert dense.shapes() == {(SEGMENT, SEGMENT, True), (SEGMENT, SEGMENT, False)}
 
@@ -170,7 +176,9 @@ def test_a_library_without_groups_gets_heads_of_its_own() -> None:
 
 def test_a_library_for_any_rows_gets_the_ragged_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_attention, "LEAST_ROWS", 20)
-    case, dense, other = Case(shape_of((100, 130), (0, 30), (128, 19)), NARROW, 1, DEVICE), Dense(), Other()
+    case = Case(shape_of((100, 130), (0, 30), (128, 19)), NARROW, 1, DEVICE)
+    dense = Dense()
+    other = Other()
     together = case.attend(make(case.shape, other, dense, any_rows=True))
     case.check(together)
     assert other.rows == 19
@@ -190,7 +198,9 @@ def test_a_library_for_any_rows_gets_the_ragged_ends_too(monkeypatch: pytest.Mon
     ids=["window", "fp32", "a segment is no whole number of blocks", "heads that were not checked"],
 )
 def test_what_does_not_fit_is_left_to_the_other_backend(shape: Shape, dtype: torch.dtype) -> None:
-    case, dense, other = Case(shape, dtype, 1, DEVICE), Dense(), Other()
+    case = Case(shape, dtype, 1, DEVICE)
+    dense = Dense()
+    other = Other()
     case.check(case.attend(make(shape_of((0, 128)), other, dense)))
     assert other.rows == 128 and not dense.calls
 
@@ -262,14 +272,17 @@ def test_gathered_rows_are_those_of_the_blocks(stored: torch.dtype | None, dtype
 @pytest.mark.parametrize("parts", range(1, MAX_PARTS + 1))
 def test_one_merge_of_many_parts_is_as_many_merges(parts: int) -> None:
     """To the bit, into rows of a larger state, with empty and infinite sides among them."""
-    tokens, heads, head_dim = 19, 2, 24
+    tokens = 19
+    heads = 2
+    head_dim = 24
     generator = torch.Generator().manual_seed(parts)
     out = torch.randn(tokens + 5, heads, head_dim, generator=generator).to(DEVICE)
     lse = torch.randn(heads, tokens + 5, generator=generator).to(DEVICE)
     outs = torch.randn(parts, tokens, heads, head_dim, generator=generator).to(DEVICE, NARROW)
     lses = torch.randn(parts, heads, tokens, generator=generator).to(DEVICE)
     lse[0, 4], lses[0, 0, 1], lses[-1, 1, 3], lses[0, 1, 5] = -math.inf, -math.inf, math.inf, 0.0
-    one, one_lse = out.clone(), lse.clone()
+    one = out.clone()
+    one_lse = lse.clone()
     for each in range(parts):
         rows = slice(3, 3 + tokens)
         merge_parts_triton(
@@ -396,8 +409,10 @@ def test_a_library_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_the_check_sees_every_call_that_prefill_makes() -> None:
-    square, ragged = Dense(), Dense()
-    cpu, shape = torch.device("cpu"), (4, 2, 16)
+    square = Dense()
+    ragged = Dense()
+    cpu = torch.device("cpu")
+    shape = (4, 2, 16)
     assert difference_from_fp64(Library("square", square), cpu, shape, torch.float16, 64) < 1e-2
     assert square.shapes() == {(64, 64, True), (64, 64, False)}
     assert difference_from_fp64(Library("ragged", ragged, any_rows=True), cpu, shape, torch.float16, 2048) < 1e-2

@@ -142,7 +142,8 @@ def test_chat_streams_join_to_the_answer(engine: AsyncLLM) -> None:
 
 
 def test_streams_have_the_logprobs_of_prompts_computed_in_chunks(model: str) -> None:
-    prompt, more = list(range(50)), {"max_tokens": 2, "temperature": 0.5, "n": 2, "seed": 1, "ignore_eos": True}
+    prompt = list(range(50))
+    more = {"max_tokens": 2, "temperature": 0.5, "n": 2, "seed": 1, "ignore_eos": True}
     long = [{"role": "user", "content": "hello " * 9}]
     with AsyncLLM(model, **CACHE, max_num_batched_tokens=16, max_num_seqs=8) as engine:
         body = {"prompt": [prompt, prompt[5:]], "echo": True, "logprobs": 1, "prompt_logprobs": 1, **more}

@@ -88,7 +88,8 @@ def answer_of(client: Any, streams: bool, **body: Any) -> tuple[dict[str, Any], 
         (choice,) = answer.choices
         return choice.message.model_dump(exclude_none=True), choice.finish_reason, answer.prompt_token_ids
     message: dict[str, Any] = {"role": "assistant", "content": ""}
-    reason, prompt = "", []
+    reason = ""
+    prompt = []
     for chunk in client.chat.completions.create(stream=True, **body):
         prompt = getattr(chunk, "prompt_token_ids", None) or prompt
         for choice in chunk.choices:
@@ -114,7 +115,8 @@ def test_three_calls_in_a_row(
     openai = pytest.importorskip("openai", reason="needs the extra server-test")
     tokenizer = agent_engine.llm.engine.tokenizer
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    script, text = Script(tokenizer, STOP), (TEMPLATES / f"{template}.jinja").read_text()
+    script = Script(tokenizer, STOP)
+    text = (TEMPLATES / f"{template}.jinja").read_text()
     write_by(script, monkeypatch)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather?"}]
     extra = {"stop_token_ids": [STOP], "ignore_eos": True, "return_token_ids": True}

@@ -41,7 +41,8 @@ def test_the_published_schema_holds(base: str) -> None:
     hypothesis = pytest.importorskip("hypothesis")
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
     for found in schema.get_all_operations():
-        operation, seen = found.ok(), Counter[int]()
+        operation = found.ok()
+        seen = Counter[int]()
         strategy = operation.as_strategy()
 
         @hypothesis.given(strategy)

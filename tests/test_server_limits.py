@@ -110,7 +110,10 @@ def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixtu
 
 def test_no_request_waits_for_the_long_text_of_another(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = engine.llm.engine.tokenizer
-    encode, begun, go_on = tokenizer.encode, threading.Event(), threading.Event()  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    encode = tokenizer.encode
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def slow(text: str, **options: Any) -> list[int]:
         if len(text) >= LONG_TEXT:

@@ -92,7 +92,8 @@ def metric(port: int, name: str) -> float:
 
 def is_idle(port: int, num_blocks: int) -> bool:
     """No request and no used block: all are free or cached."""
-    used, running = metric(port, "nanovllm:kv_blocks_used"), metric(port, "vllm:num_requests_running")
+    used = metric(port, "nanovllm:kv_blocks_used")
+    running = metric(port, "vllm:num_requests_running")
     held = metric(port, "nanovllm:kv_blocks_free") + metric(port, "nanovllm:kv_blocks_cached")
     return used == 0 and running == 0 and metric(port, "vllm:num_requests_waiting") == 0 and held == num_blocks
 
@@ -117,7 +118,8 @@ def tokens(length: int, number: int) -> list[int]:
 
 async def stream(client: httpx.AsyncClient, prompt: list[int], *, drop: bool, slow: bool) -> tuple[str, list[float]]:
     """Text and log-probabilities of a streamed completion; nothing if it is dropped in the middle."""
-    body, lines = {**BODY, "prompt": prompt, "stream": True}, []
+    body = {**BODY, "prompt": prompt, "stream": True}
+    lines = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
         if slow:
@@ -253,7 +255,8 @@ def test_a_killed_rank_ends_the_server(state: str, killed: int, long_model: str)
             params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
             expected = llm.generate("hello", params, use_tqdm=False)[0].outputs[0].text
         assert httpx.post(path, json={**BODY, "prompt": "hello"}, timeout=60).json()["choices"][0]["text"] == expected
-        ranks, others = rank_pids(process.pid), child_pids(process.pid)
+        ranks = rank_pids(process.pid)
+        others = child_pids(process.pid)
         assert len(ranks) == 2
         body = {"prompt": "a", "max_tokens": 30000, "ignore_eos": True, "stream": True}
         if state == "busy":

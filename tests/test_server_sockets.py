@@ -253,7 +253,8 @@ def test_a_second_signal_ends_every_stream_with_an_error(
     monkeypatch.setattr(run, "FORCED_CLOSE_SECONDS", 10.0)  # it is waited for as long
     body = '{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
     unread = body.replace('"a"', f'"{"a" * 900}"').replace("1000", '100, "echo": true, "logprobs": 20')
-    streams, silent = [socket.socket() for _ in range(3)], socket.socket()
+    streams = [socket.socket() for _ in range(3)]
+    silent = socket.socket()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
         caplog.clear()

@@ -204,7 +204,8 @@ def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     add_special(tmp_path, "<tool_call>", "</tool_call>", "<|im_end|>", "<|python_tag|>")
     tokenizer = HuggingFaceTokenizer(tmp_path, "llama")
-    formats, tools = Formats(tokenizer), tool_dicts(request())
+    formats = Formats(tokenizer)
+    tools = tool_dicts(request())
     assert formats.reading("hermes", tools).shows_special and not formats.reading("qwen3_xml", []).shows_special
     assert not formats.reading("hermes", tools, "none").shows_special
     assert not formats.reading("hermes", tools, skips_special=False).shows_special  # the request shows them all

@@ -52,11 +52,13 @@ def strided_copy(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int,
 @st.composite
 def copies(draw: st.DrawFn) -> dict[str, Any]:
     """A valid copy: its sizes in bytes, and the elements around the span on each side."""
-    width, height = draw(st.integers(0, 70)), draw(st.integers(0, 9))
+    width = draw(st.integers(0, 70))
+    height = draw(st.integers(0, 9))
     least = width if height > 1 else 0
     pitch = st.one_of(st.just(width), st.integers(least, width + 50))
     dtype = draw(st.sampled_from(DTYPES))
-    dpitch, spitch = draw(pitch), draw(pitch)
+    dpitch = draw(pitch)
+    spitch = draw(pitch)
     margins = [draw(st.integers(0, 5)) for _ in range(4)]
     sizes = (dpitch, spitch, width, height)
     return {"dtype": dtype, "sizes": sizes, "margins": margins, "seed": draw(st.integers(0, 9))}
@@ -72,13 +74,15 @@ def elements_for(pitch: int, width: int, height: int, dtype: torch.dtype) -> int
 def test_equals_torch_strided_copy_and_leaves_the_rest(case: dict[str, Any]) -> None:
     sizes: tuple[int, int, int, int] = case["sizes"]
     dpitch, spitch, width, height = sizes
-    dtype, (dst_before, dst_after, src_before, src_after) = case["dtype"], case["margins"]
+    dtype = case["dtype"]
+    (dst_before, dst_after, src_before, src_after) = case["margins"]
     # One element at least: torch gives an empty tensor no address.
     dst_elements = elements_for(dpitch, width, height, dtype) + dst_after + 1
     src_elements = elements_for(spitch, width, height, dtype) + src_after + 1
     dst = sentinel_tensor(dst_before + dst_elements, dtype)
     src = random_tensor(src_before + src_elements, dtype, case["seed"])
-    expected, source = dst.clone(), src.clone()
+    expected = dst.clone()
+    source = src.clone()
     strided_copy(expected[dst_before:].view(torch.uint8), src[src_before:].view(torch.uint8), *sizes)
 
     memcpy_2d_async(dst[dst_before:], src[src_before:], *sizes, "h2h")
@@ -102,7 +106,9 @@ def test_large_copies(width: int, height: int, dpitch: int, spitch: int) -> None
 
 def test_layers_of_a_block_move_between_two_pool_layouts() -> None:
     """[layers, blocks, bytes] to [blocks, layers, bytes]: one call moves every layer of one block."""
-    layers, blocks, size = 5, 7, 48
+    layers = 5
+    blocks = 7
+    size = 48
     device_pool = random_tensor(layers * blocks * size, torch.uint8, seed=2).view(layers, blocks, size)
     host_pool = sentinel_tensor(layers * blocks * size, torch.uint8).view(blocks, layers, size)
     memcpy_2d_async(host_pool[3], device_pool[0, 6], size, blocks * size, size, layers, "h2h")
@@ -131,7 +137,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS)
 def test_refusals_name_the_value_and_move_nothing(change: dict[str, Any], message: str) -> None:
-    dst, src = sentinel_tensor(64, torch.uint8), random_tensor(64, torch.uint8, seed=3)
+    dst = sentinel_tensor(64, torch.uint8)
+    src = random_tensor(64, torch.uint8, seed=3)
     with pytest.raises(CopyError, match=message) as caught:
         memcpy_2d_async(**{"dst": dst, "src": src, **BASE, **change})
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
@@ -162,8 +169,10 @@ def test_empty_copy_is_a_no_op_on_any_memory() -> None:
 @pytest.mark.parametrize("side", ["dst", "src"])
 def test_rows_too_far_apart_for_one_copy_go_one_by_one(side: str) -> None:
     """The pool of one layer may be larger than the largest pitch; memory that is not touched costs nothing."""
-    pitch, width = MAX_PITCH + 1 + 4096, 512
-    far, near = torch.empty(2 * pitch + width, dtype=torch.uint8), random_tensor(3 * width, torch.uint8, seed=1)
+    pitch = MAX_PITCH + 1 + 4096
+    width = 512
+    far = torch.empty(2 * pitch + width, dtype=torch.uint8)
+    near = random_tensor(3 * width, torch.uint8, seed=1)
     rows = [far[row * pitch :][:width] for row in range(3)]
     if side == "dst":
         copies = copy_pitched(far, near, pitch, width, width, 3, "h2h")
@@ -184,7 +193,8 @@ def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counte
     engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(ring_slots=4, resident_blocks=5), 6)
     engine.resident.normal_()
     engine.host.normal_()
-    out, back = engine.resident[:, 3].clone(), engine.host[5].clone()
+    out = engine.resident[:, 3].clone()
+    back = engine.host[5].clone()
     engine.move_blocks([BlockMove(3, 5 + 2), BlockMove(5 + 5, 3)])
     engine.synchronize()
     device.close()
@@ -215,7 +225,8 @@ def test_missing_extension_is_named_with_the_command_that_builds_it(monkeypatch:
 
 @pytest.mark.skipif(_sgdma.has_cuda, reason="the extension was built with CUDA")
 def test_a_build_without_cuda_refuses_device_copies_and_tasks() -> None:
-    dst, src = torch.zeros(8), torch.zeros(8)
+    dst = torch.zeros(8)
+    src = torch.zeros(8)
     with pytest.raises(RuntimeError, match="has no CUDA, so a h2d copy cannot run"):
         _sgdma.memcpy_2d_async(dst.data_ptr(), src.data_ptr(), 4, 4, 4, 2, "h2d", 0)
     with pytest.raises(RuntimeError, match="has no CUDA, so no task can be put on a stream"):
@@ -227,7 +238,8 @@ def test_a_build_without_cuda_refuses_device_copies_and_tasks() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not _sgdma.has_cuda, reason="the extension was built without CUDA")
 def test_copies_within_host_memory_run_in_the_order_of_the_stream() -> None:
-    stream, size = torch.cuda.Stream(), 1 << 20
+    stream = torch.cuda.Stream()
+    size = 1 << 20
     device = torch.full((size,), 7, dtype=torch.uint8, device="cuda")
     host, other = (torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2))
     torch.cuda.synchronize()
@@ -265,14 +277,17 @@ def test_there_and_back_through_the_device() -> None:
 
 @pytest.mark.cuda
 def test_pageable_memory_is_refused() -> None:
-    device, host = torch.zeros(64, device="cuda"), torch.zeros(64)
+    device = torch.zeros(64, device="cuda")
+    host = torch.zeros(64)
     with pytest.raises(CopyError, match="needs src in pinned host memory"):
         memcpy_2d_async(device, host, 8, 8, 8, 4, "h2d")
 
 
 @pytest.mark.cuda
 def test_rows_further_apart_than_the_largest_pitch_reach_the_device() -> None:
-    pitch, width, stream = MAX_PITCH + 1, 4096, torch.cuda.Stream()
+    pitch = MAX_PITCH + 1
+    width = 4096
+    stream = torch.cuda.Stream()
     near = random_tensor(3 * width, torch.uint8, seed=7).pin_memory()
     far = torch.zeros(2 * pitch + width, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()

@@ -51,7 +51,8 @@ plain = checkpoint_fixture(**SIZES)
 
 def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[Decoder]:
     """The decoder of each rank."""
-    spec, ranks = load_decoder_spec(path), [MetaRanks(rank, num_ranks) for rank in range(num_ranks)]
+    spec = load_decoder_spec(path)
+    ranks = [MetaRanks(rank, num_ranks) for rank in range(num_ranks)]
     return [load_model(path, spec, torch.float32, CPU, load_format, group=rank) for rank in ranks]
 
 
@@ -62,7 +63,8 @@ def matrices(decoder: Decoder) -> dict[str, Tensor]:
         weights = [(each.parts, each.weight) for each in layer.linears]
         if isinstance(layer.mlp, Experts):
             names = [layer.mlp.spec.expert(layer.index, index) for index in range(layer.mlp.spec.num_experts)]
-            inner, hidden = layer.mlp.spec.intermediate_size, decoder.spec.hidden_size
+            inner = layer.mlp.spec.intermediate_size
+            hidden = decoder.spec.hidden_size
             weights += [({gate: inner, up: inner}, layer.mlp.gate_up[i]) for i, (gate, up, _) in enumerate(names)]
             weights += [({down: hidden}, layer.mlp.down[i]) for i, (_, _, down) in enumerate(names)]
         for parts, weight in weights:

@@ -57,7 +57,8 @@ def test_sizes_with_units() -> None:
 
 def sized(model: str | Path, **arguments: Any) -> tuple[EngineConfig, int]:
     """The configuration for the tiny checkpoint, and the bytes of a block."""
-    config, spec = engine_config(model, arguments), read_decoder_spec(model)
+    config = engine_config(model, arguments)
+    spec = read_decoder_spec(model)
     sized_config = with_device_bytes(config, spec, 4)
     return sized_config, layout_of(sized_config, spec, 4).block_bytes
 

@@ -165,7 +165,8 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
 
 def test_the_cpu_takes_no_more_than_a_default_or_one_full_sequence() -> None:
     """Other programs use its memory too. A named number of blocks is taken as it is."""
-    gib, large = 2**30, KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=256, itemsize=4)
+    gib = 2**30
+    large = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=256, itemsize=4)
     machine = MemoryFacts(24 * gib, 23 * gib, 23 * gib, tiers_share_memory=True, activation_peak=gib // 2)
     for offload in ({}, {"enable_cpu_offload": True, "kvcache_block_size": 256}):
         made = plan(machine, large, 8192, **offload)

@@ -32,7 +32,10 @@ from nanovllm.features.speculation.ngrams import NgramIndex
 from nanovllm.memory import states
 from nanovllm.models import decoder
 
-BLOCK, VOCAB, EOS = 16, 300, 277  # the end of `write_byte_level`
+# the end of `write_byte_level`
+BLOCK = 16
+VOCAB = 300
+EOS = 277
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": 4}
 MODEL: dict[str, Any] = {**WIDE, "family": "llama", "vocab": VOCAB, "eos_token_id": EOS}
@@ -73,7 +76,8 @@ class Scripted(CheckedDrafter):
     """
 
     def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], wrong: Sequence[int]) -> None:
-        self.expected, self.wrong = expected, wrong
+        self.expected = expected
+        self.wrong = wrong
         self._calls = 0
 
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
@@ -128,7 +132,8 @@ def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[
     with LLM(checkpoint, **WAYS[way], speculative_config=NGRAM) as llm:
         assert outputs(llm, requests()) == expected
         assert outputs(llm, requests()) == expected, "from the prefix cache"
-        metrics, transfers = llm.metrics(), llm.kv_stats().transfers
+        metrics = llm.metrics()
+        transfers = llm.kv_stats().transfers
     assert metrics.drafted_tokens >= metrics.accepted_tokens > 0 and metrics.prefix_cache_hit_tokens > 0
     assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
     assert metrics.preemptions_by_swap > 0 or way != "swapped"
@@ -138,9 +143,11 @@ def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[
 @pytest.mark.parametrize("case", fast_only(["window"], ["window", "scaled queries", "gguf", "lora"]))
 def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_path: Path, case: str) -> None:
     engine: dict[str, Any] = offloaded(BLOCK, 4, 90, max_num_batched_tokens=40)
-    stored, lora = tmp_path / "model", None
+    stored = tmp_path / "model"
+    lora = None
     if case == "lora":
-        stored, engine = checkpoint, engine | {"enable_lora": True, "max_lora_rank": 4}
+        stored = checkpoint
+        engine = engine | {"enable_lora": True, "max_lora_rank": 4}
         model = make_checkpoint(tmp_path / "same", seed=3, **MODEL)
         lora = make_adapter(tmp_path / "adapter", model)
     else:
@@ -160,7 +167,8 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
 
 @pytest.mark.slow
 def test_two_ranks(checkpoint: Path) -> None:
-    params, ranks = requests()[:2], {**WAYS["offloaded"], "tensor_parallel_size": 2}
+    params = requests()[:2]
+    ranks = {**WAYS["offloaded"], "tensor_parallel_size": 2}
     with LLM(checkpoint, **ranks) as llm:
         expected = outputs(llm, params)
     with LLM(checkpoint, **ranks, speculative_config=NGRAM) as llm:
@@ -175,7 +183,8 @@ def test_states_of_recurrent_layers_replay_right_drafts(
 ) -> None:
     make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
     write_byte_level(tmp_path)
-    params, config = [requests()[1]], NGRAM if method == "scripted" else {**DRAFT, "model": str(checkpoint)}
+    params = [requests()[1]]
+    config = NGRAM if method == "scripted" else {**DRAFT, "model": str(checkpoint)}
     with LLM(tmp_path, **WAYS[way]) as llm:
         expected = outputs(llm, params)
     known = {tuple(prompt): each[0] for prompt, each in zip(PROMPTS, expected, strict=True)}
@@ -197,7 +206,8 @@ def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
     """Steps with layers of another prompt make no drafts; the first of them replays what the step before it left."""
     make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5", "max_positions": 512})
     write_byte_level(tmp_path)
-    talker, long = PROMPTS[3], random_prompt(300, 256, seed=5)
+    talker = PROMPTS[3]
+    long = random_prompt(300, 256, seed=5)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(tmp_path, **RESIDENT) as llm:
         known = {tuple(each): token_ids(llm, [each], params)[0] for each in (talker, long)}
@@ -206,7 +216,9 @@ def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
         patch.setattr(build, "_drafter", lambda *arguments: scripted)
         few = offloaded(BLOCK, 4, 90, max_num_batched_tokens=24, cpu_attention=False)
         with LLM(tmp_path, **few, speculative_config=NGRAM) as llm:
-            layerwise, engine, found = watch_layerwise(llm), llm.engine, {}
+            layerwise = watch_layerwise(llm)
+            engine = llm.engine
+            found = {}
             engine.add_request("talker", None, params, talker)
             while not engine.step()[0].outputs[0].token_ids:
                 pass
@@ -240,7 +252,9 @@ def test_drafts_that_overflow_end_no_request(tmp_path: Path, family: str, monkey
 
 def test_a_sequence_that_ends_after_right_drafts_leaves_its_state(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
-    prompt, cached, known = random_prompt(BLOCK + 1, 256, seed=3), list[int](), dict[tuple[int, ...], Sequence[int]]()
+    prompt = random_prompt(BLOCK + 1, 256, seed=3)
+    cached = list[int]()
+    known = dict[tuple[int, ...], Sequence[int]]()
     ends_at_a_block = SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True)
     for named in ({}, {"speculative_config": NGRAM}):
         with pytest.MonkeyPatch.context() as patch:
@@ -280,7 +294,8 @@ def test_a_draft_model_rests_while_there_is_no_state_slot(
     make_checkpoint(tmp_path, seed=4, **{**MODEL, "family": "qwen3_5"})
     write_byte_level(tmp_path)
     passes = passes_of_draft_models(monkeypatch)
-    config, few = {**DRAFT, "model": str(checkpoint)}, {"max_num_seqs": 1, "enable_prefix_caching": False}
+    config = {**DRAFT, "model": str(checkpoint)}
+    few = {"max_num_seqs": 1, "enable_prefix_caching": False}
     plan = states.plan_states
 
     def with_one_slot(*facts: Any) -> Any:
@@ -307,7 +322,8 @@ def test_a_draft_model_drafts_what_a_step_can_verify(checkpoint: Path, monkeypat
 
 def test_a_draft_model_asks_seldom_for_room_that_others_hold(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV cache holds two sequences until they grow; then one of them has drafts again when the other has ended."""
-    asked, new_shadow = Counter[int](), DraftModel._new_shadow
+    asked = Counter[int]()
+    new_shadow = DraftModel._new_shadow
 
     def counted(self: DraftModel, each: Followed) -> Running:
         asked[each.seq.seq_id] += 1
@@ -325,7 +341,8 @@ def test_a_draft_model_asks_seldom_for_room_that_others_hold(checkpoint: Path, m
 
 def passes_of_draft_models(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each pass of a draft model draws, from now on."""
-    passes, run = list[int](), DraftModel._run
+    passes = list[int]()
+    run = DraftModel._run
 
     def watched(self: DraftModel, parts: Any) -> None:
         passes.extend([sum(len(part.samples) for _, part in parts)] if parts else [])
@@ -372,8 +389,10 @@ def test_drafts_are_counted_for_users(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(checkpoint, **RESIDENT, speculative_config=NGRAM) as llm:
         (output,) = llm.generate([{"prompt_token_ids": SHARED}], params, use_tqdm=False)
-    drafted, accepted = output.metrics.drafted_tokens, output.metrics.accepted_tokens
-    meter, envelope = Meter(1), Envelope("1", "text_completion", "model", SamplingFields(model="model"))
+    drafted = output.metrics.drafted_tokens
+    accepted = output.metrics.accepted_tokens
+    meter = Meter(1)
+    envelope = Envelope("1", "text_completion", "model", SamplingFields(model="model"))
     meter.count(output)
     assert drafted > 0 and f"{accepted} of {drafted} drafts accepted" in meter.summary()
     running = Progress(drafted_tokens=5, accepted_tokens=3)
@@ -387,7 +406,8 @@ def test_right_drafts_after_the_end_are_not_counted(checkpoint: Path, monkeypatc
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
     with LLM(checkpoint, **RESIDENT) as llm:
         (whole,) = llm.generate([SHARED], SamplingParams(**params), use_tqdm=False)
-    text, drafts = whole.outputs[0].text, Scripted({tuple(SHARED): whole.outputs[0].token_ids}, [0])
+    text = whole.outputs[0].text
+    drafts = Scripted({tuple(SHARED): whole.outputs[0].token_ids}, [0])
     monkeypatch.setattr(build, "_drafter", lambda *arguments: drafts)
     with LLM(checkpoint, **RESIDENT, speculative_config=NGRAM) as llm:
         (output,) = llm.generate([SHARED], SamplingParams(**params, stop=[text[1]]), use_tqdm=False)
@@ -397,14 +417,16 @@ def test_right_drafts_after_the_end_are_not_counted(checkpoint: Path, monkeypatc
 
 
 def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:
-    index, tokens = NgramIndex(1, 3), [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
+    index = NgramIndex(1, 3)
+    tokens = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
     assert index.follow(tokens, 2) == [4, 9], "three tokens before two, though those came later"
     tokens += [6, 2, 3]
     assert index.follow(tokens, 9) == [6, 2, 3] and index.follow([*tokens, 77], 4) == []
 
 
 def test_a_copy_goes_on_after_a_token_that_differs() -> None:
-    index, tokens = NgramIndex(1, 2), [1, 2, 3, 4, 5, 6, 3, 8, 9, 1, 2]
+    index = NgramIndex(1, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 3, 8, 9, 1, 2]
     assert index.follow(tokens, 4) == [3, 4, 5, 6]
     index.verified(0)
     assert index.follow([*tokens, 8], 2) == [4, 5], "the text copied from, before one token elsewhere"

@@ -53,7 +53,8 @@ class Drafts(CheckedDrafter):
         self._random = random
 
     def draft(self, seq: Running, most: int, rows: int, tokens: int) -> list[int]:
-        random, kind = self._random, self._random.choice(KINDS)
+        random = self._random
+        kind = self._random.choice(KINDS)
         if kind == "nothing":
             return []
         drafts = [random.randrange(VOCAB) for _ in range(random.randint(most // 2, most))]
@@ -116,7 +117,8 @@ def request(random: Random, earlier: list[list[int]]) -> Asked:
     """A random request, mostly of one sequence that goes on for a while, and often with an earlier prompt."""
     asked = random_request(random, earlier)
     if random.random() < 0.4:
-        asked.prompt, asked.salt = random.choice(earlier), None
+        asked.prompt = random.choice(earlier)
+        asked.salt = None
     asked.prompt = asked.prompt[: random.choice([1, 5, 12, 40, 40])]
     earlier.append(asked.prompt)
     if random.random() < 0.8 and asked.params.max_tokens != 0:
@@ -154,7 +156,8 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
         patch.setattr(states, "SNAPSHOTS_PER_SEQUENCE", random.choice([0, 1, 2]))
         llm = LLM(plain.model, **arguments, speculative_config=config)
     with llm:
-        scheduler, manager = llm.engine.scheduler, llm.engine.scheduler.block_manager
+        scheduler = llm.engine.scheduler
+        manager = llm.engine.scheduler.block_manager
         manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8, 16]))
         number = {id(asked): index for index, asked in enumerate(requests)}
         driver = Driver(llm, random, len(requests), iter(requests).__next__)
@@ -190,7 +193,8 @@ def test_outputs_are_those_without_speculation(
     plain: Callable[[str], Plain], model: str, rounds: int, most: int
 ) -> None:
     """Rounds that a seed gives; also right where steps fail, where requests are aborted, preempted or found cached."""
-    totals, engines = Counter[str](), plain(model)
+    totals = Counter[str]()
+    engines = plain(model)
 
     @settings(max_examples=rounds)
     @given(seed=st.integers(0, 2**32 - 1))

@@ -121,7 +121,8 @@ def test_configs_are_completed_as_by_transformers(family: Family, data: st.DataO
 def test_every_family_has_its_defaults() -> None:
     """A field that a family reads and Transformers has is in the table, so that no attribute is missing later."""
     for family in families.FAMILIES.values():
-        theirs, own = CONFIG_MAPPING[family.model_type](), complete_config(family, {"head_dim": 128})
+        theirs = CONFIG_MAPPING[family.model_type]()
+        own = complete_config(family, {"head_dim": 128})
         others = {"architectures", "model_type", "rope_parameters", "dtype", "num_local_experts"}
         fields = {name for name in theirs.to_dict() if family.reads(name)} - others
         assert fields <= vars(own).keys(), family.model_type
@@ -224,7 +225,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_what_a_configuration_changes_is_read_by_transformers(change: str, tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     edit_config(tmp_path, "tokenizer_config.json", **CHANGES[change])
-    own, theirs = HuggingFaceTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    own = HuggingFaceTokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert own._fast is None
     text = f"in <more> <image>  {END} a"
     assert own.encode(text) == theirs.encode(text)
@@ -237,7 +239,8 @@ def _edit_tokenizer(path: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 def _swap_last(file: dict[str, Any]) -> None:
-    first, last = len(file["model"]["vocab"]), file["added_tokens"][-1]
+    first = len(file["model"]["vocab"])
+    last = file["added_tokens"][-1]
     file["added_tokens"].append({**last, "content": "<new>", "id": first})
     last["id"] = first + 1
 
@@ -262,7 +265,8 @@ def test_a_file_that_its_class_would_change_is_read_by_transformers(name: str, c
     write_by_class(tmp_path, name)
     assert HuggingFaceTokenizer(tmp_path)._fast is not None
     _edit_tokenizer(tmp_path, BUILT_OTHERWISE[change])
-    own, theirs = HuggingFaceTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    own = HuggingFaceTokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert own._fast is None
     text = "A the 12 <tool> <new><s>~<|endoftext|> in"
     assert own.encode(text) == theirs.encode(text)

@@ -53,7 +53,8 @@ def answered(manager: BlockManager, prompt: list[int], output: list[int]) -> lis
 
 def test_the_next_turn_begins_at_the_last_hash_block_of_the_answer(fresh: Iterator[int]) -> None:
     manager = manager_of()
-    prompt, answer = new_tokens(fresh, 5, extra=2), new_tokens(fresh, 3)
+    prompt = new_tokens(fresh, 5, extra=2)
+    answer = new_tokens(fresh, 3)
     assert answered(manager, prompt, answer) == [0, 5 * BLOCK]
     following = [*prompt, *answer, *new_tokens(fresh, 2)]
     assert answered(manager, following, [])[0] == (len(prompt) + len(answer)) // BLOCK * BLOCK
@@ -61,7 +62,8 @@ def test_the_next_turn_begins_at_the_last_hash_block_of_the_answer(fresh: Iterat
 
 def test_an_answer_that_is_computed_again_keeps_its_last_state(fresh: Iterator[int]) -> None:
     """After a preemption, when the prefix cache has lost what it had of it."""
-    manager, seq = manager_of(), sequence(new_tokens(fresh, 2, extra=1))
+    manager = manager_of()
+    seq = sequence(new_tokens(fresh, 2, extra=1))
     manager.allocate(seq)
     compute(manager, seq)
     for token in new_tokens(fresh, 1, extra=1):
@@ -79,13 +81,15 @@ def test_an_answer_that_is_computed_again_keeps_its_last_state(fresh: Iterator[i
 
 
 def test_a_prompt_asked_again_begins_at_its_last_whole_hash_block(fresh: Iterator[int]) -> None:
-    manager, prompt = manager_of(), new_tokens(fresh, 5)
+    manager = manager_of()
+    prompt = new_tokens(fresh, 5)
     assert answered(manager, prompt, []) == [0, 4 * BLOCK], "the last token is computed to sample from it"
     assert answered(manager, prompt, []) == [4 * BLOCK]
 
 
 def test_a_prefix_seen_twice_is_kept_where_the_prompts_part(fresh: Iterator[int]) -> None:
-    manager, shared = manager_of(device=8), new_tokens(fresh, 6)
+    manager = manager_of(device=8)
+    shared = new_tokens(fresh, 6)
     prompts = [[*shared, *new_tokens(fresh, 4)] for _ in range(3)]
     assert answered(manager, prompts[0], [])[0] == 0
     assert answered(manager, prompts[1], [])[:2] == [0, 6 * BLOCK]
@@ -109,9 +113,11 @@ def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[
 
 def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iterator[int]) -> None:
     """The other slot is of a sequence that runs."""
-    manager, prompt = manager_of(device=2), new_tokens(fresh, 3, extra=1)
+    manager = manager_of(device=2)
+    prompt = new_tokens(fresh, 3, extra=1)
     answered(manager, prompt, [])
-    other, seq = sequence(new_tokens(fresh, 1)), sequence([*prompt, *new_tokens(fresh, 3)])
+    other = sequence(new_tokens(fresh, 1))
+    seq = sequence([*prompt, *new_tokens(fresh, 3)])
     for each in (other, seq):
         manager.allocate(each)
         if each is other:
@@ -124,7 +130,8 @@ def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iter
 
 def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -> None:
     manager = manager_of(device=3)
-    parent, child = sequence(new_tokens(fresh, 1, extra=1)), sequence([])
+    parent = sequence(new_tokens(fresh, 1, extra=1))
+    child = sequence([])
     manager.allocate(parent)
     states = states_of(manager)
     slot = states.own(parent)
@@ -175,7 +182,8 @@ def test_snapshots_of_a_long_prompt_are_where_its_chunks_end(chunk: int, interva
 def test_chunks_of_a_long_prompt_are_whole_between_its_snapshots() -> None:
     """Also if others take some tokens of each step: a chunk is shorter by less than a hash block."""
     plan = planned_snapshots(0, 1000, (300,), 64, unit=16, chunk=64)
-    at, chunks = 0, []
+    at = 0
+    chunks = []
     while at < 300:
         chunks.append(plan.chunk(at, 63))
         at += chunks[-1]
@@ -194,8 +202,10 @@ def test_snapshots_on_the_way_are_where_the_store_takes_them(chunk: int | None) 
 
 def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]) -> None:
     """Two of three positions, since the host has two slots. Once all layers have passed, prompts begin there."""
-    manager, prompt = manager_of(device=1, host=2), new_tokens(fresh, 9)
-    states, seq = states_of(manager), sequence(prompt)
+    manager = manager_of(device=1, host=2)
+    prompt = new_tokens(fresh, 9)
+    states = states_of(manager)
+    seq = sequence(prompt)
     for ends in (False, True):
         manager.allocate(seq)
         held = states.begin_snapshots(seq, [2 * BLOCK, 4 * BLOCK, 6 * BLOCK])

@@ -74,7 +74,9 @@ def test_logprobs_come_as_the_tokens_do(kind: RequestOutputKind) -> None:
     bench = speaking(budget=8)
     bench.add("a", prompt_of(20), 5, output_kind=kind, logprobs=0, prompt_logprobs=0)
     outputs = streamed(bench)["a"]
-    prompt, tokens, values = [], [], []
+    prompt = []
+    tokens = []
+    values = []
     for output in outputs if kind is DELTA else outputs[-1:]:
         prompt += output.prompt_logprobs or []
         for new in output.outputs:

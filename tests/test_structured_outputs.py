@@ -18,7 +18,8 @@ from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs import LLGuidanceCompiler, checks, grammars
 from nanovllm.text.tokenizer import load_tokenizer
 
-VOCAB, EOS = 300, 277
+VOCAB = 300
+EOS = 277
 PERSON = {
     "type": "object",
     "properties": {

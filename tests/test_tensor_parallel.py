@@ -74,7 +74,8 @@ def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: 
 def test_a_sum_goes_through_the_ranks_in_order_in_fp32() -> None:
     parts = torch.tensor([[1.0], [2.0**-9], [2.0**-9], [-1.0]], dtype=torch.bfloat16)
     assert _sum_in_order(parts.clone()).item() == 2.0**-8  # in bfloat16, 1 + 2^-9 is 1
-    one, tiny = torch.tensor([1e8]), torch.tensor([1.0])
+    one = torch.tensor([1e8])
+    tiny = torch.tensor([1.0])
     assert _sum_in_order(torch.stack([one, -one, tiny])).item() == 1.0
     assert _sum_in_order(torch.stack([one, tiny, -one])).item() == 0.0
 
@@ -144,7 +145,8 @@ WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
 
 @pytest.mark.parametrize("way", fast_only(["sampling"], WAYS))
 def test_tokens_are_those_of_one_rank(way: str, model_dir: Path) -> None:
-    found, (arguments, params) = [], WAYS[way]
+    found = []
+    (arguments, params) = WAYS[way]
     for size in (1, 2):
         with LLM(model_dir, tensor_parallel_size=size, **arguments) as llm:
             outputs = llm.generate(prompts(30, 45, 52), params, use_tqdm=False)
@@ -158,7 +160,8 @@ def test_adapters_of_a_quantized_model_give_the_tokens_of_one_rank(tmp_path: Pat
     """`test_sharded_weights.py` has the other forms of weights, and the tokens of merged models."""
     model = make_checkpoint(tmp_path / "plain", hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32)
     adapter = make_adapter(tmp_path / "adapter", model)
-    path, found = quantize(tmp_path / "plain", tmp_path / "awq", "awq-32"), []
+    path = quantize(tmp_path / "plain", tmp_path / "awq", "awq-32")
+    found = []
     for size in (1, 2):
         with LLM(path, tensor_parallel_size=size, enable_lora=True, **RESIDENT) as llm:
             outputs = llm.generate([prompts(40)[0]] * 2, greedy(10), use_tqdm=False, lora_request=[adapter, None])

@@ -39,7 +39,8 @@ class Ending(NamedTuple):
 
 def reference(tokenizer: HuggingFaceTokenizer, token_ids: Sequence[int], params: SamplingParams) -> Ending:
     """The same from complete decodes, one more token at a time."""
-    visible, known = [], ""
+    visible = []
+    known = ""
     for count in range(1, len(token_ids) + 2):
         text = tokenizer.decode(token_ids[:count])
         if text.endswith(REPLACEMENT) and count <= len(token_ids):  # part of a character: wait for the rest
@@ -58,11 +59,13 @@ def reference(tokenizer: HuggingFaceTokenizer, token_ids: Sequence[int], params:
 
 def cut(tokenizer: HuggingFaceTokenizer, data: bytes, sizes: list[int]) -> list[int]:
     """The bytes as tokens; where one of several bytes fits, `sizes` says in turns whether it is taken."""
-    symbols, longer = byte_symbols(), [*(text.encode() for text in MERGED), *(bytes(values) for values in CROSSING)]
+    symbols = byte_symbols()
+    longer = [*(text.encode() for text in MERGED), *(bytes(values) for values in CROSSING)]
     token_of = {
         piece: tokenizer.tokenizer.convert_tokens_to_ids("".join(symbols[byte] for byte in piece)) for piece in longer
     }
-    token_ids, at = [], 0
+    token_ids = []
+    at = 0
     while at < len(data):
         complete = not sizes or sizes[len(token_ids) % len(sizes)] > 1
         fits = [piece for piece in longer if complete and data.startswith(piece, at)]
@@ -95,9 +98,12 @@ def params_of(case: dict[str, Any]) -> SamplingParams:
 @given(case=CASES)
 @QUICK
 def test_streamed_text_is_the_reference_cut(tokenizer: HuggingFaceTokenizer, case: dict[str, Any]) -> None:
-    params, token_ids = params_of(case), cut(tokenizer, case["text"].encode(), case["sizes"])
+    params = params_of(case)
+    token_ids = cut(tokenizer, case["text"].encode(), case["sizes"])
     assert tokenizer.decode(token_ids) == case["text"]
-    expected, text, shown = reference(tokenizer, token_ids, params), SequenceText(tokenizer, params), []
+    expected = reference(tokenizer, token_ids, params)
+    text = SequenceText(tokenizer, params)
+    shown = []
     for token in token_ids:
         found = text.append([token])
         if found is not None:
@@ -115,9 +121,14 @@ def test_streamed_text_is_the_reference_cut(tokenizer: HuggingFaceTokenizer, cas
 def test_pieces_join_to_the_text_however_many_tokens_come_at_once(
     tokenizer: HuggingFaceTokenizer, case: dict[str, Any]
 ) -> None:
-    params, token_ids = params_of(case), cut(tokenizer, case["text"].encode(), case["sizes"])
-    expected, text, pieces = reference(tokenizer, token_ids, params), SequenceText(tokenizer, params), []
-    sizes, at, found = iter(case["steps"]), 0, None
+    params = params_of(case)
+    token_ids = cut(tokenizer, case["text"].encode(), case["sizes"])
+    expected = reference(tokenizer, token_ids, params)
+    text = SequenceText(tokenizer, params)
+    pieces = []
+    sizes = iter(case["steps"])
+    at = 0
+    found = None
     while at < len(token_ids) and found is None:
         size = next(sizes, 1)
         found = text.append(token_ids[at : at + size])
@@ -162,7 +173,8 @@ def test_the_text_of_an_end_token_is_shown_only_if_that_of_stop_strings_is(token
 def test_a_stop_string_ends_its_request_and_no_other() -> None:
     free = Bench(tokenizer=SpelledOut())
     free.add("a", prompt_of(6), 8)
-    text, tokens = free.run()["a"].outputs[0].text, free.tokens("a")
+    text = free.run()["a"].outputs[0].text
+    tokens = free.tokens("a")
     bench = Bench(tokenizer=SpelledOut())
     stop = text[len(f" {tokens[0]} {tokens[1]}") - 1 : len(f" {tokens[0]} {tokens[1]} ")]  # across two tokens
     bench.add("a", prompt_of(6), 8, stop=stop)

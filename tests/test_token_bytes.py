@@ -97,7 +97,8 @@ def test_added_tokens_have_the_bytes_of_their_names(tmp_path: Path) -> None:
 def test_words_of_word_pieces_bring_their_space(tmp_path: Path) -> None:
     words = ["[UNK]", "[CLS]", "[SEP]", "hello", "wor", "##ld", "a"]
     backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     backend.add_special_tokens([AddedToken("[CLS]", special=True), AddedToken("[SEP]", special=True)])
     backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
@@ -139,7 +140,8 @@ def pieces_of(logprobs: LegacyLogprobs, tokenizer: HuggingFaceTokenizer, *parts:
 @QUICK
 def test_tokens_begin_where_their_text_does(tokenizer: HuggingFaceTokenizer, prompt: str, text: str) -> None:
     """Of the text that follows a prompt, in two pieces, however tokens are shown."""
-    before, ids = tokenizer.encode(prompt), tokenizer.encode(text)
+    before = tokenizer.encode(prompt)
+    ids = tokenizer.encode(text)
     whole = tokenizer.decode([*before, *ids]).removeprefix(tokenizer.decode(before))
     parts = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     found, numbers = (pieces_of(LegacyLogprobs(tokenizer, 0, by, before), tokenizer, *parts) for by in (False, True))
@@ -175,7 +177,8 @@ def echoed(tokenizer: HuggingFaceTokenizer, prompt: str | None, before: list[int
 def test_tokens_of_an_echo_begin_where_their_text_does(
     tokenizer: HuggingFaceTokenizer, prompt: str, text: str, is_text: bool
 ) -> None:
-    before, after = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)
+    before = tokenizer.encode(prompt)
+    after = tokenizer.encode(text, add_special_tokens=False)
     choice = echoed(tokenizer, prompt if is_text else None, before, after)
     shown = prompt if is_text else tokenizer.decode(before)
     assert choice["text"].startswith(shown)

@@ -22,7 +22,8 @@ from nanovllm.apps.tool_calls.response_template import ResponseTemplateParser
 from nanovllm.apps.tool_calls.values import property_types, typed
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
-QWEN, HERMES = "qwen3_xml", "hermes"
+QWEN = "qwen3_xml"
+HERMES = "hermes"
 
 
 def qwen(**values: str) -> str:
@@ -59,7 +60,9 @@ def test_pieces_do_not_depend_on_how_the_text_comes(data: Any) -> None:
         place = chance.randrange(len(text) + 1)
         text = text[:place] + chance.choice(["", "<", '"', "}", "weather", "\n", "é"]) + text[place + 1 :]
     whole = read(form, text)
-    parser, parts, place = FORMATS[form].make(TOOLS), [], 0
+    parser = FORMATS[form].make(TOOLS)
+    parts = []
+    place = 0
     while place < len(text):
         size = chance.choice((1, 1, 2, 3, 7, 50))
         parts += parser.feed(text[place : place + size])
@@ -214,7 +217,8 @@ def test_what_breaks_off_is_content_and_nothing_is_sent_twice() -> None:
 
 
 def test_channels_of_harmony() -> None:
-    begin, final = "<|start|>assistant", "<|channel|>final<|message|>"
+    begin = "<|start|>assistant"
+    final = "<|channel|>final<|message|>"
     text = f"<|channel|>analysis<|message|>a<|end|>{begin}<|channel|>analysis<|message|>b<|end|>{begin}"
     assert read("openai", f"{text}{final}Yes.<|return|>") == [Reasoning("a\nb"), "Yes."]
     preamble = f"<|channel|>commentary<|message|>Let me see.<|end|>{begin}{CALLS['openai']}"
@@ -291,7 +295,8 @@ def test_a_tokenizer_with_a_response_template(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"response_template": QWEN3_RESPONSE}))
     tokenizer = HuggingFaceTokenizer(tmp_path, "llama")
-    formats, tools = Formats(tokenizer), [{"type": "function", "function": {"name": "now"}}]
+    formats = Formats(tokenizer)
+    tools = [{"type": "function", "function": {"name": "now"}}]
     assert formats.shown(None).form == "response_template" and formats.shown("{{ tools }}").form is None
     reading = formats.reading("response_template", tools)
     parser = reading.parser(tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))

@@ -113,7 +113,8 @@ def test_ranks_of_two_machines(model_dir: Path, expected: list[list[int]]) -> No
 def test_a_killed_rank_ends_all_processes(local_rank: int, model_dir: Path) -> None:
     with torchrun(model_dir, 3500, "--standalone", "--nproc-per-node", "2") as process:
         assert process.stdout is not None and process.stdout.readline() == "loaded\n"
-        workers, processes = child_pids(process.pid), descendants(process.pid)
+        workers = child_pids(process.pid)
+        processes = descendants(process.pid)
         os.kill(workers[local_rank], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode != 0 and "Signal 9 (SIGKILL)" in errors

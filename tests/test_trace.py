@@ -13,7 +13,8 @@ from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 LINEAR = ("norm, QKV, RoPE", "output projection, MLP", "embedding", "final norm", "logits")
 META = {"process_name", "thread_name", "thread_sort_index"}
 

@@ -129,7 +129,8 @@ def check_loads_stay_in_flight(table: list[dict[str, Any]]) -> None:
     """Prefill has a loop for tiles that every row sees and one for the others, both over all blocks; the reduction of
     decode, which feeds no matrix product, sums partitions in one and merges blocks in another, which is pipelined."""
     rows = {(row["launch"], row["kernel"]): row for row in table}
-    prefill, reduction = rows["prefill", "_prefill_kernel"], rows["decode", "_reduce_kernel"]
+    prefill = rows["prefill", "_prefill_kernel"]
+    reduction = rows["decode", "_reduce_kernel"]
     assert prefill["loops"] == 2 and prefill["loads_in_flight"] == 2, "K and V of the next tile"
     assert reduction["loops"] == 2 and reduction["loads_in_flight"] >= 8, "two loads of each of the next four blocks"
 

@@ -40,8 +40,10 @@ def on_host(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 def test_rows_and_states_are_those_of_torch(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     """Of several sequences in one step, in any slots."""
     layer, plain = (Layer.random(spec_of(shape), 11, dtype, device=device) for device in (DEVICE, "cpu"))
-    states, expected_states = random_states(layer), random_states(plain)
-    found, expected = layer.run(triton_delta, RUNS, states), plain.run(torch_delta, RUNS, expected_states)
+    states = random_states(layer)
+    expected_states = random_states(plain)
+    found = layer.run(triton_delta, RUNS, states)
+    expected = plain.run(torch_delta, RUNS, expected_states)
     for ours, theirs in zip(on_host((*found, *states)), (*expected, *expected_states), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
@@ -50,8 +52,10 @@ def test_rows_and_states_are_those_of_torch(shape: tuple[int, int, int, int, int
 def test_whole_chunks_are_those_of_torch(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     """Of runs that begin and end anywhere, beside the next token of another sequence."""
     layer, plain = (Layer.random(spec_of(shape), 200, dtype, device=device) for device in (DEVICE, "cpu"))
-    states, expected_states = random_states(layer, 4), random_states(plain, 4)
-    found, expected = layer.run(triton_delta, CHUNK_RUNS, states), plain.run(torch_delta, CHUNK_RUNS, expected_states)
+    states = random_states(layer, 4)
+    expected_states = random_states(plain, 4)
+    found = layer.run(triton_delta, CHUNK_RUNS, states)
+    expected = plain.run(torch_delta, CHUNK_RUNS, expected_states)
     for ours, theirs in zip(on_host((*found, *states)), (*expected, *expected_states), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
@@ -63,7 +67,8 @@ def hard_inputs(spec: RecurrentSpec, tokens: int, dtype: torch.dtype) -> DeltaIn
     def uniform(*shape: int) -> Tensor:
         return torch.rand(tokens, *shape, generator=generator)
 
-    heads, keys = spec.num_value_heads, (2, spec.num_key_heads)
+    heads = spec.num_value_heads
+    keys = (2, spec.num_key_heads)
     decays = torch.tensor([0.0, 1e-38, 1e-20, 1e-3, 0.5, 1.0 - 1e-6, 1.0])
     decay = decays[(uniform(heads).pow(0.2) * len(decays)).long().clamp(max=len(decays) - 1)]  # most near 1
     qk = (uniform(*keys, spec.key_dim) - 0.5).to(dtype)
@@ -79,7 +84,8 @@ def hard_inputs(spec: RecurrentSpec, tokens: int, dtype: torch.dtype) -> DeltaIn
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_thousand_tokens_are_those_of_fp64(dtype: torch.dtype) -> None:
     spec = SMALL
-    inputs, states = hard_inputs(spec, 1000, dtype), torch.zeros(1, *spec.state_shape, device=DEVICE)
+    inputs = hard_inputs(spec, 1000, dtype)
+    states = torch.zeros(1, *spec.state_shape, device=DEVICE)
     y = triton_delta.delta_rule_(spec, rows_of([0], [1000], states.device, [0]), inputs, states)
     assert inputs.scale is not None
     wide = inputs._replace(qk=inputs.qk.double() * inputs.scale[..., None], scale=None)
@@ -103,7 +109,8 @@ def rule(inputs: DeltaInputs, runs: Sequence[tuple[int, range]], states: Tensor)
 @pytest.mark.parametrize("dtype", fast_only([torch.float32], DTYPES), ids=str)
 def test_bits_do_not_depend_on_cuts_between_chunks_and_after_the_last(dtype: torch.dtype) -> None:
     """Nor on what else is in a step."""
-    inputs, states = hard_inputs(SMALL, 205, dtype), torch.zeros(2, 2, *SMALL.state_shape, device=DEVICE)
+    inputs = hard_inputs(SMALL, 205, dtype)
+    states = torch.zeros(2, 2, *SMALL.state_shape, device=DEVICE)
     (whole,) = rule(inputs, [(0, range(205))], states[0])
     cuts = (range(64), range(64, 192), range(192, 197), range(197, 198), range(198, 205))
     parts = [rule(inputs, [(1, range(3, 9)), (0, part)], states[1])[1] for part in cuts]
@@ -112,7 +119,8 @@ def test_bits_do_not_depend_on_cuts_between_chunks_and_after_the_last(dtype: tor
 
 @pytest.mark.slow
 def test_launches_take_a_part_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, states = hard_inputs(SMALL, 200, torch.float32), torch.ones(2, 4, *SMALL.state_shape, device=DEVICE)
+    inputs = hard_inputs(SMALL, 200, torch.float32)
+    states = torch.ones(2, 4, *SMALL.state_shape, device=DEVICE)
     expected = rule(inputs, CHUNK_RUNS, states[0])
     monkeypatch.setattr(triton_delta_chunks, "CHUNKS_AT_ONCE", 2)
     found = rule(inputs, CHUNK_RUNS, states[1])
@@ -123,7 +131,8 @@ def test_launches_take_a_part_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_where_a_prompt_is_cut(dtype: torch.dtype) -> None:
     layer = Layer.random(spec_of(SHAPES[0]), 7, dtype, device=DEVICE)
-    states, cut_states = layer.states(), layer.states()
+    states = layer.states()
+    cut_states = layer.states()
     (whole,) = layer.run(triton_delta, [(0, range(7))], states)
     cuts = (range(1), range(1, 3), range(3, 4), range(4, 6), range(6, 7))
     parts = [layer.run(triton_delta, [(0, part)], cut_states)[0] for part in cuts]
@@ -135,7 +144,8 @@ def test_bits_do_not_depend_on_where_a_prompt_is_cut(dtype: torch.dtype) -> None
 def test_the_gated_norm_is_that_of_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     x, wide = (torch.randn(9, size, generator=generator).to(DEVICE, dtype) for size in (3 * 40, 2 * 3 * 40))
-    z, weight = wide[:, 120:], torch.randn(40, generator=generator).to(DEVICE, dtype)
+    z = wide[:, 120:]
+    weight = torch.randn(40, generator=generator).to(DEVICE, dtype)
     found = triton_delta.gated_rms_norm(x, z, weight, EPS)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, torch_delta.gated_rms_norm(x, z, weight, EPS), rtol=tolerance, atol=tolerance)
@@ -155,7 +165,8 @@ def test_a_step_of_few_rows_leaves_other_slots_alone() -> None:
 def test_padded_rows_of_a_decode_step_write_no_state(dtype: torch.dtype) -> None:
     """Slot -1, as in a recorded step of fewer sequences than it has rows. Others have the bits of a row alone."""
     layer = Layer.random(spec_of(SHAPES[0]), 4, dtype, device=DEVICE)
-    states, alone = random_states(layer), random_states(layer)
+    states = random_states(layer)
+    alone = random_states(layer)
     padded = layer.run(triton_delta, [(2, range(1)), (-1, range(1, 2)), (0, range(2, 3)), (-1, range(3, 4))], states)
     expected = [
         layer.run(triton_delta, [(slot, tokens)], alone)[0] for slot, tokens in ((2, range(1)), (0, range(2, 3)))

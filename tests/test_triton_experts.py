@@ -33,7 +33,8 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 0.3}
 RELATIVE_BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 PACKED = tuple(variant for variant in VARIANTS if variant.split()[0] in SCHEMES)
 # Of the kernel for few rows and of that for many; few programs: the interpreter runs them one by one.
-SMALL, LARGE = ExpertConfig(16, 16, 64, 4, 1), ExpertConfig(32, 32, 64, 4, 1)
+SMALL = ExpertConfig(16, 16, 64, 4, 1)
+LARGE = ExpertConfig(32, 32, 64, 4, 1)
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax, not normalized": {"norm_topk_prob": False, "expert_scale": "scale"},
@@ -59,8 +60,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     ids=["one row", "empty groups", "few rows", "many rows"],
 )
 def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype) -> None:
-    entries, tokens, out_features, in_features = sum(counts), 9, 70, 100
-    x, weights = random(tokens, in_features, dtype=dtype), random(len(counts), out_features, in_features, dtype=dtype)
+    entries = sum(counts)
+    tokens = 9
+    out_features = 70
+    in_features = 100
+    x = random(tokens, in_features, dtype=dtype)
+    weights = random(len(counts), out_features, in_features, dtype=dtype)
     rows = torch.randint(tokens, (entries,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ends = torch.tensor(counts, device=DEVICE).cumsum(0)
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(DEVICE)
@@ -75,7 +80,8 @@ def test_grouped_products(counts: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @EVERY_DTYPE
 def test_weighted_sums(dtype: torch.dtype) -> None:
-    y, weights = random(21, 1100, dtype=dtype), random(7, 3, seed=1)
+    y = random(21, 1100, dtype=dtype)
+    weights = random(7, 3, seed=1)
     entries = torch.randperm(21, generator=torch.Generator().manual_seed(2)).view(7, 3).to(DEVICE)
     expected = (y[entries].double() * weights[..., None].double()).sum(1)
     found = weighted_sum(y, entries, weights)
@@ -84,7 +90,9 @@ def test_weighted_sums(dtype: torch.dtype) -> None:
 
 
 def test_the_shared_expert_is_added_last() -> None:
-    y, shared, weights = random(21, 70), random(7, 70, seed=1), random(7, 4, seed=2)
+    y = random(21, 70)
+    shared = random(7, 70, seed=1)
+    weights = random(7, 4, seed=2)
     entries = torch.arange(21, dtype=torch.int32).view(7, 3).to(DEVICE)
     expected = weighted_sum(y, entries, weights[:, :3].contiguous()) + weights[:, 3:] * shared
     torch.testing.assert_close(weighted_sum(y, entries, weights, shared), expected, atol=1e-6, rtol=0)
@@ -97,10 +105,13 @@ def check_packed(
     variant: str, dtype: torch.dtype, counts: tuple[int, ...], config: ExpertConfig | None = SMALL
 ) -> None:
     """Against the dequantized matrices in fp64, with outputs and inputs beyond the last whole tile."""
-    out_features, in_features, num_experts = 20, 128 if "128" in variant or "64" in variant else 160, len(counts)
+    out_features = 20
+    in_features = 128 if "128" in variant or "64" in variant else 160
+    num_experts = len(counts)
     weight = random_weight(variant, num_experts * out_features, in_features).to(DEVICE)
     dense = dequantize(weight).double().view(num_experts, out_features, in_features)
-    x, bias = random(9, in_features, dtype=dtype), random(num_experts, out_features, dtype=dtype, seed=2)
+    x = random(9, in_features, dtype=dtype)
+    bias = random(num_experts, out_features, dtype=dtype, seed=2)
     rows = torch.randint(9, (sum(counts),), generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
     expert = torch.arange(num_experts).repeat_interleave(torch.tensor(counts)).to(DEVICE)
@@ -154,7 +165,8 @@ def made_layer(facts: dict[str, Any], method: PackedMethod | None = None) -> Exp
 def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
     """Of a part of a program's rows, of exactly those, and of several programs."""
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
-    made, k = made_layer(facts), 3
+    made = made_layer(facts)
+    k = 3
     for rows in (1, 16, 40):
         x = random(rows, 64, seed=rows)
         expected, chosen = made.route(x)
@@ -176,7 +188,8 @@ def test_of_equal_scores_the_first_are_chosen(facts: dict[str, Any]) -> None:
     """And every expert once, whatever the scores: rows of NaN or infinity stay within the experts."""
     spec = replace(ExpertSpec(12, 3, 64, True, (True,)), **facts)
     logits = torch.zeros(20, 12, device=DEVICE)
-    bias, scale = torch.zeros(12, device=DEVICE), torch.ones(12, device=DEVICE)
+    bias = torch.zeros(12, device=DEVICE)
+    scale = torch.ones(12, device=DEVICE)
     tensors = (None, bias if spec.correction_bias else None, scale if spec.expert_scale else None)
     _, grouping = route(spec, logits, *tensors)
     assert grouping.ends.tolist() == [20, 40, *[60] * 10]
@@ -191,7 +204,8 @@ def test_of_equal_scores_the_first_are_chosen(facts: dict[str, Any]) -> None:
 def test_rows_of_fp8_inputs_are_rounded_once(counts: tuple[int, ...]) -> None:
     """The product is that of the rounded rows; the interpreter multiplies fp8 tiles as fp32."""
     weight = random_weight("fp8 blocks", 3 * 20, 256).to(DEVICE)
-    x, rows = random(9, 256), torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 9
+    x = random(9, 256)
+    rows = torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 9
     rounded, scales = round_inputs(x, 128)
     wide = (rounded.float().unflatten(1, (2, 128)) * scales[..., None]).flatten(1)
     expert = torch.arange(3).repeat_interleave(torch.tensor(counts)).to(DEVICE)
@@ -217,7 +231,8 @@ def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
 ) -> None:
     monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
     for method in (None, MXFP4):
-        made, x = made_layer(facts, method), random(2, 64)
+        made = made_layer(facts, method)
+        x = random(2, 64)
         monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
         expected = made(x)
         monkeypatch.setattr(experts_module, "use_triton", lambda x: True)
@@ -239,7 +254,9 @@ class AddsTheMean:
 def test_adapters_of_the_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """They add to its two products, and to no other."""
     monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
-    made, x, adapters = made_layer(ROUTERS["shared, gated"]), random(2, 64), AddsTheMean()
+    made = made_layer(ROUTERS["shared, gated"])
+    x = random(2, 64)
+    adapters = AddsTheMean()
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
     expected = made(x, adapters)
     assert not torch.allclose(expected, made(x), atol=1e-3)

@@ -22,7 +22,8 @@ def test_products_are_exact_and_rows_alone(out_features: int, in_features: int, 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, NARROW)
 
-    x, weight = random(FEW_ROWS, in_features + 8)[:, :in_features], random(out_features, in_features)
+    x = random(FEW_ROWS, in_features + 8)[:, :in_features]
+    weight = random(out_features, in_features)
     added = random(out_features) if bias else None
     config = FewRowsConfig(16, 64, 1, 2)
     found = few_rows_linear(x, weight, added, config)
@@ -35,7 +36,8 @@ def test_products_are_exact_and_rows_alone(out_features: int, in_features: int, 
 
 @pytest.mark.parametrize("config", few_rows_variants()[::3], ids=str)
 def test_products_with_the_configurations_of_a_sweep(config: FewRowsConfig) -> None:
-    x, weight = torch.randn(3, 264).to(DEVICE, NARROW), torch.randn(70, 264).to(DEVICE, NARROW)
+    x = torch.randn(3, 264).to(DEVICE, NARROW)
+    weight = torch.randn(70, 264).to(DEVICE, NARROW)
     expected = x.double() @ weight.double().t()
     found = few_rows_linear(x, weight, None, config).double()
     assert ((found - expected).abs() <= 2e-2 * expected.abs() + 4e-2).all()

@@ -49,9 +49,11 @@ def both(scheme: str, out_features: int = OUTPUTS, in_features: int | None = Non
 
 
 def check(x: Tensor, dense: Tensor, found: Tensor, bias: Tensor | None = None) -> None:
-    expected, size = x.double() @ dense.T, x.double().abs() @ dense.abs().T
+    expected = x.double() @ dense.T
+    size = x.double().abs() @ dense.abs().T
     if bias is not None:
-        expected, size = expected + bias.double(), size + bias.double().abs()
+        expected = expected + bias.double()
+        size = size + bias.double().abs()
     assert found.dtype == x.dtype and found.shape == expected.shape
     assert ((found.double() - expected).abs() <= BOUNDS[x.dtype] * size + 1e-9).all()
 
@@ -82,7 +84,8 @@ def test_planes_hold_every_bit_of_the_rows(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", PLANES)
 def test_planes_take_no_more_memory_than_the_file(scheme: str) -> None:
     """But up to 15 bytes of a row: of every input size of Llama 3.1 8B, and of 640 up to a whole unit."""
-    planes, block = PLANES[scheme], GGUF_BLOCKS[scheme]
+    planes = PLANES[scheme]
+    block = GGUF_BLOCKS[scheme]
     assert (planes.block_inputs, planes.block_bytes) == (block.inputs, block.bytes)
     for in_features in (4096, 14336, 9728):
         assert 0 <= plane_bytes(scheme, in_features) - in_features // block.inputs * block.bytes < 16
@@ -148,7 +151,8 @@ def test_few_and_many_rows_of_a_product() -> None:
     """`packed_linear` chooses: few rows read the planes, more of them the values in 16 bits."""
     weight, dense = both("q4_0", 8, 32)
     for rows in (1, triton_gguf.MOST_ROWS, triton_gguf.MOST_ROWS + 1):
-        x, bias = random_rows(rows, 32, NARROW), random_rows(1, 8, NARROW, 2)[0]
+        x = random_rows(rows, 32, NARROW)
+        bias = random_rows(1, 8, NARROW, 2)[0]
         check(x, dense, packed_linear(x, weight, bias), bias)
         out = torch.zeros(rows, 16, dtype=NARROW, device=DEVICE)
         check(x, dense, packed_linear(x, weight, None, out[:, 8:]))
@@ -162,7 +166,8 @@ def test_experts(scheme: str) -> None:
     weight, dense = both(scheme, 3 * OUTPUTS)
     of_expert = dense.view(3, OUTPUTS, -1)
     x = random_rows(5, weight.in_features, NARROW)
-    rows, ends = torch.tensor([4, 0, 2, 1], device=DEVICE), torch.tensor([1, 1, 4], device=DEVICE)
+    rows = torch.tensor([4, 0, 2, 1], device=DEVICE)
+    ends = torch.tensor([1, 1, 4], device=DEVICE)
     bias = random_rows(3, OUTPUTS, NARROW, 2)
     expected = torch.tensor([0, 2, 2, 2], device=DEVICE)
     for given in (None, bias):
@@ -200,7 +205,8 @@ def test_how_inputs_are_divided_depends_on_the_weight_alone(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_instructions_give_every_number(dtype: torch.dtype, scheme: str) -> None:
     """All bytes of the low plane, with random ones of the high plane, in all segments."""
-    planes, offset = PLANES[scheme], OFFSETS.get(scheme, 0)
+    planes = PLANES[scheme]
+    offset = OFFSETS.get(scheme, 0)
     low = torch.arange(256).view(64, 4)
     high = torch.randint(256, (64, 4), generator=torch.Generator().manual_seed(1))
     words = [each.numpy().astype(np.uint8).view(np.uint32).astype(np.uint64)[:, 0] for each in (low, high)]
@@ -237,7 +243,8 @@ def test_matrices_are_put_into_planes_where_triton_runs(monkeypatch: pytest.Monk
     packed = [weight for weight in stack._weights if isinstance(weight, GgufWeight)]
     assert [weight.packed.planes for weight in packed] == [True, True]
     assert torch.equal(stack.rows(torch.arange(23, device=DEVICE)), dense)
-    x, bias = random_rows(2, 32, NARROW), random_rows(1, 23, NARROW, 2)[0]
+    x = random_rows(2, 32, NARROW)
+    bias = random_rows(1, 23, NARROW, 2)[0]
     check(x, dense.double(), stack.apply(x, bias), bias)
 
 

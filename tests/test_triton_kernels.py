@@ -50,9 +50,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_store_kv_writes_the_slots_and_nothing_else(
     heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    tokens, blocks = 19, 9
+    tokens = 19
+    blocks = 9
     wide = random(tokens, 2 * heads + 1, head_dim, dtype=dtype)  # k and v are views of a merged projection
-    k, v = wide[:, 1 : heads + 1], wide[:, heads + 1 :]
+    k = wide[:, 1 : heads + 1]
+    v = wide[:, heads + 1 :]
     slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(1))[:tokens].to(DEVICE)
     slots[3], slots[-1] = -1, -1
     pool = torch.full((blocks, 2, heads, block_size, head_dim), -7.0, dtype=dtype, device=DEVICE)
@@ -73,7 +75,8 @@ def test_store_kv_writes_the_slots_and_nothing_else(
 
 def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """fp64 attention of the case's only sequence, each key's score lowered by slope times distance."""
-    (seq,), ((k, v),) = case.sequences, case.keys
+    (seq,) = case.sequences
+    ((k, v),) = case.keys
     q = case.q[seq.query_start : seq.query_start + seq.query_len].cpu().double()
     group = case.shape.group
     scores = torch.einsum("thd,shd->hts", q, k.double().repeat_interleave(group, 1)) * case.shape.scale
@@ -155,9 +158,12 @@ def test_partitions_are_summed_by_block_and_blocks_merged_in_order(
     parts: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the reduction makes of any sums, beside a plain version: rows of 20 elements, some without keys."""
-    rows, heads, head_dim = 2, 3, 20
+    rows = 2
+    heads = 3
+    head_dim = 20
     in_partitions(monkeypatch, 16)
-    acc, top = random(blocks, parts, rows, heads, 32), random(blocks, parts, rows, heads) * 4
+    acc = random(blocks, parts, rows, heads, 32)
+    top = random(blocks, parts, rows, heads) * 4
     total = random(blocks, parts, rows, heads, seed=1).abs() + 0.5
     for hidden in ((0, slice(None), 0, 0), (blocks - 1, 0, 1), (slice(None), slice(None), 1, 2)):
         acc[hidden], top[hidden], total[hidden] = 0.0, float("-inf"), 0.0
@@ -222,11 +228,14 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     case = Case(shape, dtype, 2, DEVICE)
     sequences = [SequenceMetadata.full(row, 1, s.context_len, s.block_table) for row, s in enumerate(case.sequences)]
     new = torch.tensor([s.query_start for s in case.sequences], device=DEVICE)
-    rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
+    rows = 8
+    k = random(8, 2, 32, dtype=dtype, seed=3)
+    v = random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
     sinks = random(2, shape.heads)
     geometry = AttentionGeometry(shape.scale, shape.heads, dtype, tuple(sinks))
-    attention, step = TritonAttention(), StepShape(rows, rows, 1)
+    attention = TritonAttention()
+    step = StepShape(rows, rows, 1)
     attended = AttendedPool([pools], kv_groups((window, window), 16), geometry, attention)
     tables = DecodeTables(attended, attention, [step, StepShape(9, 9, 1)], 3000)
     tables.fill([*sequences[::-1], *sequences[:4]], StepShape(9, 9, 1))  # a step before
@@ -239,7 +248,8 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     assert torch.equal(pools[0], case.pool.nan_to_num(7.0))
     expected = case.pool.clone()
     for row, (seq, before) in enumerate(zip(sequences, case.sequences, strict=True)):
-        block, offset = seq.block_table[seq.context_len // 16], seq.context_len % 16
+        block = seq.block_table[seq.context_len // 16]
+        offset = seq.context_len % 16
         expected[block, 0, :, offset], expected[block, 1, :, offset] = k[row], v[row]
         keys, values = case.keys[row]
         keys[before.context_len], values[before.context_len] = k[row].cpu(), v[row].cpu()
@@ -332,7 +342,8 @@ def test_rms_norm(size: int, wide: bool, dtype: torch.dtype) -> None:
 
 @EVERY_DTYPE
 def test_add_rms_norm(dtype: torch.dtype) -> None:
-    residual, x = random(3, 96, dtype=dtype), random(3, 96, dtype=dtype, seed=1)
+    residual = random(3, 96, dtype=dtype)
+    x = random(3, 96, dtype=dtype, seed=1)
     weight = random(96, dtype=dtype, seed=2)
     plain_residual = residual.cpu().clone()
     expected = add_rms_norm_(plain_residual, x.cpu(), weight.cpu(), 1e-5)
@@ -366,7 +377,8 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: s
 def test_gated_units(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     for name in ("silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"):
-        ours, plain = getattr(triton_rows, name), getattr(row_kernels, name)
+        ours = getattr(triton_rows, name)
+        plain = getattr(row_kernels, name)
         torch.testing.assert_close(ours(gate_up).cpu(), plain(gate_up.cpu()), rtol=ONE_ULP[dtype], atol=1e-6)
 
 

@@ -58,7 +58,8 @@ class Adapters:
                     offsets.append(sum(each.numel() for each in matrices))
                     matrices += [matrix.flatten(), matrix.new_zeros(-matrix.numel() % 16)]
                 table[slot, part] = torch.tensor([offsets[0], rank, offsets[1], begin, end])
-        self.memory, self.table = torch.cat(matrices), table.to(DEVICE)
+        self.memory = torch.cat(matrices)
+        self.table = table.to(DEVICE)
 
     def add_(self, y: Tensor, x: Tensor, slots: list[int | None]) -> None:
         """Add to y the product of each row's slot, None for none."""
@@ -69,7 +70,8 @@ class Adapters:
 
     def expected(self, y: Tensor, x: Tensor, slots: list[int | None]) -> tuple[Tensor, Tensor]:
         """The sums in fp64, and the sums of the sizes of what they add."""
-        total, size = y.double(), y.double().abs()
+        total = y.double()
+        size = y.double().abs()
         for row, slot in enumerate(slots):
             for (begin, end), (a, b) in zip(PARTS, self.parts[slot] if slot is not None else (), strict=False):
                 low = x[row].double() @ a.double().T
@@ -90,7 +92,8 @@ def test_each_row_gets_its_own_adapter(rows: int, in_features: int, dtype: torch
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(len(slots), in_features + 8, generator=generator).to(DEVICE, dtype)[:, :in_features]
     y = torch.randn(len(slots), PARTS[-1][1], generator=generator).to(DEVICE, dtype)
-    (expected, size), before = adapters.expected(y, x, slots), y.clone()
+    (expected, size) = adapters.expected(y, x, slots)
+    before = y.clone()
     adapters.add_(y, x, slots)
     assert ((y.double() - expected).abs() <= BOUNDS[dtype] * size).all()
     unchanged = [row for row, slot in enumerate(slots) if slot in (None, 1)]
@@ -144,7 +147,8 @@ def test_tables_say_where_the_matrices_are(folder: Path, monkeypatch: pytest.Mon
     assert first is not None and none is None and last is not None
     assert first.ends.tolist() == [4, 5] and first.rows.tolist() == [1, 2, 4, 5, 3]
     assert last.ends.tolist() == [0, 1] and last.rows.tolist() == [0]
-    memory, seen = first.memory.flatten(), 0
+    memory = first.memory.flatten()
+    seen = 0
     for linear in plain._model.layers[0].linears:
         expected = [weights.get(linear) for _, weights in sorted(plain.on_device.values(), key=lambda each: each[0])]
         assert (linear in first.tables) == any(expected) and (linear in last.tables) == (expected[1] is not None)

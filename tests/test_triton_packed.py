@@ -33,9 +33,11 @@ def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, config:
 
 def check(x: Tensor, weight: PackedWeight, found: Tensor, bias: Tensor | None = None) -> None:
     dense = dequantize(weight).double()
-    expected, size = x.double() @ dense.T, x.double().abs() @ dense.abs().T
+    expected = x.double() @ dense.T
+    size = x.double().abs() @ dense.abs().T
     if bias is not None:
-        expected, size = expected + bias.double(), size + bias.double().abs()
+        expected = expected + bias.double()
+        size = size + bias.double().abs()
     assert found.dtype == x.dtype and found.shape == expected.shape
     assert ((found.double() - expected).abs() <= BOUNDS[x.dtype] * size + 1e-9).all()
 
@@ -103,7 +105,8 @@ def test_products_by_the_tiles_of_the_sizes(variant: str) -> None:
 @pytest.mark.parametrize(("out_features", "in_features"), [(1024, 3072), (64, 96), (50_000, 512)])
 def test_tiles_fit_the_sizes(rows: int, out_features: int, in_features: int) -> None:
     config = packed_config(rows, out_features, in_features)
-    steps, tiles = -(-in_features // COLUMNS), -(-out_features // config.outputs) * -(-rows // config.rows)
+    steps = -(-in_features // COLUMNS)
+    tiles = -(-out_features // config.outputs) * -(-rows // config.rows)
     assert 1 <= config.splits <= max(1, steps) and tiles * config.splits <= max(PROGRAMS, tiles)
     assert config.rows >= min(rows, 64)
 
@@ -216,8 +219,10 @@ def test_which_kernel_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
         return calls.copy()
 
     plain = random_weight("fp8 channel", 32, 256).to("meta")
-    rounding, most = replace(plain, fp8_inputs=True), triton_packed.MOST_ROWS
-    multiplies, library = True, torch.empty(0)
+    rounding = replace(plain, fp8_inputs=True)
+    most = triton_packed.MOST_ROWS
+    multiplies = True
+    library = torch.empty(0)
     assert called(plain, most) == ["few"] and called(plain, most + 1) == ["values"]
     assert called(rounding, most) == ["few, fp8"] and called(rounding, most + 1) == ["fp8"]
     assert called(rounding, most + 1, torch.float32) == ["values"]
@@ -240,7 +245,8 @@ def test_products_in_fp8_by_the_library(dtype: torch.dtype) -> None:
         pytest.skip("this GPU's library has no such product")
     assert found is not None and found.shape == (133, 64)
     rounded, scales = round_inputs(x, 384)
-    dense, wide = dequantize(weight).double(), rounded.double() * scales.double()
+    dense = dequantize(weight).double()
+    wide = rounded.double() * scales.double()
     size = wide.abs() @ dense.abs().T + bias.double().abs()
     assert ((found.double() - wide @ dense.T - bias.double()).abs() <= BOUNDS[dtype] * size).all()
 
@@ -279,9 +285,7 @@ def test_what_the_library_multiplies_in_fp8(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize("rows", [1, 33])
 @pytest.mark.slow
 def test_configurations_of_a_sweep_multiply(rows: int) -> None:
-    weight, x = (
-        random_weight("int4 bfloat16 zeros 128", 40, 1024).to(DEVICE),
-        torch.randn(rows, 1024).to(DEVICE, NARROW),
-    )
+    weight = random_weight("int4 bfloat16 zeros 128", 40, 1024).to(DEVICE)
+    x = torch.randn(rows, 1024).to(DEVICE, NARROW)
     for config in packed_variants(packed_config(rows, 40, 1024)):
         check(x, weight, product(x, weight, config=config))

@@ -134,7 +134,9 @@ def test_metrics(model: str) -> None:
 def test_context_extension(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", vocab=300, max_positions=64)
     write_byte_level(tmp_path, chat_template=CHAT_TEMPLATE)
-    rope_theta, original_max_position_embeddings, factor = 1000000, 64, 4.0
+    rope_theta = 1000000
+    original_max_position_embeddings = 64
+    factor = 4.0
     hf_overrides = {
         "rope_parameters": {
             "rope_theta": rope_theta,

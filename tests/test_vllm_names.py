@@ -49,7 +49,8 @@ def test_every_name_of_vllm_stands_in_exactly_one_place() -> None:
 
 
 def test_values_that_mean_what_the_engine_does_anyway_are_accepted(tmp_path: Path) -> None:
-    plain, plain_params = engine_config(tmp_path, {}), SamplingParams()
+    plain = engine_config(tmp_path, {})
+    plain_params = SamplingParams()
     for name, value in accepted(ENGINE_ARGUMENTS):
         assert engine_config(tmp_path, {name: value}) == plain, name
     for name, value in accepted(SAMPLING_PARAMETERS):

@@ -17,7 +17,9 @@ from nanovllm import LLM
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import BlockManager
 
-BLOCK, VOCAB, OUTPUT = 16, 97, 12
+BLOCK = 16
+VOCAB = 97
+OUTPUT = 12
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 PATTERNS: dict[str, dict[str, Any]] = {
     "5 to 1": {"family": "gemma3", "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
@@ -72,14 +74,17 @@ def test_logits_do_not_depend_on_how_they_are_computed(tmp_path: Path, pattern: 
 
 @pytest.mark.parametrize("way", ["layer-major", "chunk-major"])
 def test_blocks_behind_the_window_are_never_held_or_streamed(tmp_path: Path, way: str) -> None:
-    window, chunk, prompt_len = 20, 40, 12 * BLOCK
+    window = 20
+    chunk = 40
+    prompt_len = 12 * BLOCK
     checkpoint(tmp_path, "5 to 1", window)
     arguments = offloaded(BLOCK, 4, 60, max_num_batched_tokens=chunk, max_model_len=256, cpu_attention=False)
     with LLM(tmp_path, dtype="float32", **arguments) as llm:
         set_prefill(llm, way)
         batches = recorded_batches(llm)
         token_ids(llm, random_prompt(prompt_len, VOCAB, 1), greedy(8))
-        layout, resident = llm._runner.kv_cache.layout, llm.kv_stats().resident_blocks
+        layout = llm._runner.kv_cache.layout
+        resident = llm.kv_stats().resident_blocks
     assert resident == 0 and any(batch.layerwise for batch, _, _ in batches) == (way == "layer-major")
     most = layout.groups.most_blocks(prompt_len + 8, chunk)
     for batch, result, moved in batches:
@@ -88,7 +93,8 @@ def test_blocks_behind_the_window_are_never_held_or_streamed(tmp_path: Path, way
         assert held <= (most if seq.layerwise is None else most + 2 * 5)
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
         if seq.layerwise is None:
-            begin, end = seq.context_len, seq.context_len + len(seq.token_ids)
+            begin = seq.context_len
+            end = seq.context_len + len(seq.token_ids)
             loaded = sum(
                 len(group.layers) * (begin - min(begin, group.first_visible(begin) * BLOCK)) for group in layout.groups
             )
@@ -102,7 +108,8 @@ def test_blocks_behind_the_window_are_never_held_or_streamed(tmp_path: Path, way
 def test_a_small_cache_takes_a_prompt_that_did_not_fit_without_groups(tmp_path: Path) -> None:
     checkpoint(tmp_path, "5 to 1", 16)
     with LLM(tmp_path, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=30, max_num_batched_tokens=32) as llm:
-        longest, layout = llm.plan().kv.max_model_len, llm._runner.kv_cache.layout
+        longest = llm.plan().kv.max_model_len
+        layout = llm._runner.kv_cache.layout
         # 5 windows take 4 blocks each, for 15 + 32 keys. Six blocks of one layer are one of six layers.
         assert layout.planes == 1 and longest == (30 - 5 * 4) * BLOCK == 2 * 30 // 6 * BLOCK
         (output,) = token_ids(llm, random_prompt(longest - 4, VOCAB, 1), greedy(4))

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, POSITIONS = 2, 64, 96, 4, 2, 256
+LAYERS = 2
+HIDDEN = 64
+INTERMEDIATE = 96
+HEADS = 4
+KV_HEADS = 2
+POSITIONS = 256
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (" ", " "), ("t", "h"), (" ", "a")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"

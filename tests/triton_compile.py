@@ -55,7 +55,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefill_variants
 
 Launches = dict[str, Callable[[], object]]
-BLOCK, HEADS, KV_HEADS = 4096, 8, 2
+BLOCK = 4096
+HEADS = 8
+KV_HEADS = 2
 FEW = 3  # of so many variants one is compiled: no field has so many values in turn
 
 
@@ -107,11 +109,13 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype, kv: torch.dtype | No
     """Prefill and decode over KV blocks of dtype `kv`; decode without grouped heads as well, since the compiler takes a
     size of 1 for a constant."""
     rows = 200
-    q, pool = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype), empty_pool(head_dim, kv or dtype)
+    q = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype)
+    pool = empty_pool(head_dim, kv or dtype)
     one = SequenceMetadata(0, 1, 100, 0, 101, [0])
     table = AttentionMetadata([one, SequenceMetadata(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
-    alone, alone_state = AttentionMetadata([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
+    alone = AttentionMetadata([one]).on(q.device)
+    alone_state = AttentionState.empty(q[:1, :KV_HEADS])
     uneven = empty_pool(head_dim, kv or dtype, BLOCK - 8)  # blocks that are no whole number of tiles
     small = empty_pool(head_dim, kv or dtype, 256)
     config = prefill_config(head_dim, dtype, divmod(arch, 10))
@@ -135,7 +139,8 @@ def empty_pool(head_dim: int, kv: torch.dtype, block: int = BLOCK) -> Tensor:
 
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Every configuration that a sweep tries, by its fields."""
-    q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
+    q = torch.zeros(201, HEADS, head_dim, dtype=dtype)
+    pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
     few = AttentionMetadata([SequenceMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
     many = AttentionMetadata([SequenceMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
@@ -146,7 +151,8 @@ def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
         found[json.dumps({"decode": asdict(decode)})] = lambda c=decode: decode_(
             q, pool, few, state, 0.1, None, None, c
         )
-    x, weight = torch.zeros(8, 4096, dtype=dtype), torch.zeros(4096, 4096, dtype=dtype)
+    x = torch.zeros(8, 4096, dtype=dtype)
+    weight = torch.zeros(4096, 4096, dtype=dtype)
     for product in few_rows_variants():
         found[json.dumps({"few_rows": asdict(product)})] = lambda c=product: few_rows_linear(x, weight, None, c)
     return found
@@ -155,8 +161,10 @@ def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
 def counts(head_dim: int, dtype: torch.dtype) -> Launches:
     """Batches that differ in everything that differs from step to step, through every kernel in one configuration."""
     pool = torch.empty(40, 2, KV_HEADS, 16, head_dim, dtype=dtype)
-    memory, table_of_adapters = torch.empty(4, 4096, dtype=dtype), torch.zeros(4, 3, FIELDS, dtype=torch.int64)
-    packed_weight, weights = random_weight("int4 zeros", 64, 1024), torch.empty(32, 64, 64, dtype=dtype)
+    memory = torch.empty(4, 4096, dtype=dtype)
+    table_of_adapters = torch.zeros(4, 3, FIELDS, dtype=torch.int64)
+    packed_weight = random_weight("int4 zeros", 64, 1024)
+    weights = torch.empty(32, 64, 64, dtype=dtype)
     packed_experts = random_weight("mxfp4", 32 * 64, 64)
     found: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
@@ -164,8 +172,10 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
         def launch(few: int = few, many: int = many, blocks: int = blocks) -> None:
             rows = few + 81 * many
             heads = torch.zeros(rows, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
-            q, k = heads.new_zeros(rows, HEADS, head_dim), heads.new_zeros(rows, KV_HEADS, head_dim)
-            state, end = AttentionState.empty(q), 16 * blocks - 3
+            q = heads.new_zeros(rows, HEADS, head_dim)
+            k = heads.new_zeros(rows, KV_HEADS, head_dim)
+            state = AttentionState.empty(q)
+            end = 16 * blocks - 3
             sequences = [SequenceMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
             sequences += [SequenceMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
             table = AttentionMetadata(sequences).on(q.device)
@@ -183,7 +193,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             triton_rows.store_kv(pool, k, k, numbers)
             quantize_rows_triton(k, torch.int8)
             triton_rows.draw(torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), numbers)
-            x, angles = q[:, 0], torch.empty(rows, 1, head_dim)
+            x = q[:, 0]
+            angles = torch.empty(rows, 1, head_dim)
             triton_rows.rms_norm(x, x[0], 1e-6)
             triton_rows.silu_and_mul(x)
             triton_rows.place_heads(heads, heads[0, KV_HEADS:], 1e-6, angles, angles[..., ::2].contiguous(), q, k, k)
@@ -205,15 +216,20 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
 
 def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Everything beside attention and products, for this many tokens."""
-    x, weight = torch.empty(rows, HEADS * head_dim, dtype=dtype), torch.empty(HEADS * head_dim, dtype=dtype)
+    x = torch.empty(rows, HEADS * head_dim, dtype=dtype)
+    weight = torch.empty(HEADS * head_dim, dtype=dtype)
     heads = torch.empty(rows, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
     q, k, v = (torch.empty(rows, count, head_dim, dtype=dtype) for count in (HEADS, KV_HEADS, KV_HEADS))
-    pool, bytes_pool = empty_pool(head_dim, dtype), empty_pool(head_dim, torch.int8).view(torch.uint8)
+    pool = empty_pool(head_dim, dtype)
+    bytes_pool = empty_pool(head_dim, torch.int8).view(torch.uint8)
     rounded = torch.empty(rows, KV_HEADS, head_dim + SCALE_BYTES, dtype=torch.uint8)
     state = AttentionState.empty(q)
-    cos, sin = torch.empty(rows, 1, head_dim), torch.empty(rows, 1, head_dim // 2)
+    cos = torch.empty(rows, 1, head_dim)
+    sin = torch.empty(rows, 1, head_dim // 2)
     norm_weight = torch.empty(HEADS + KV_HEADS, head_dim, dtype=dtype)
-    slots, scores, tokens = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1000), torch.arange(1000)
+    slots = torch.zeros(rows, dtype=torch.int64)
+    scores = torch.empty(rows, 1000)
+    tokens = torch.arange(1000)
     return {
         **segments(pool, bytes_pool, q, state),
         "merge": lambda: merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None]),
@@ -236,7 +252,8 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
 def segments(pool: Tensor, bytes_pool: Tensor, q: Tensor, state: AttentionState) -> Launches:
     """Keys gathered from blocks of every dtype, and merges of one part, of some and of most."""
     head_dim = q.shape[2]
-    keys, entries = q.new_empty(1, 2, KV_HEADS, 2 * BLOCK, head_dim), torch.zeros(2, 3, dtype=torch.int32)
+    keys = q.new_empty(1, 2, KV_HEADS, 2 * BLOCK, head_dim)
+    entries = torch.zeros(2, 3, dtype=torch.int32)
     wide = q.new_empty(1, 2, HEADS, 2 * BLOCK, head_dim)
     launches: Launches = {
         f"gather, {dtype_name(kv)} KV": lambda kv=kv: gather_(bytes_pool.view(kv), entries, keys) for kv in LARGEST
@@ -259,10 +276,12 @@ def recurrent(rows: int, dtype: torch.dtype) -> Launches:
     spec = RecurrentSpec((True,), 16, 32, 128, 128, 4)
     wide = torch.empty(rows, spec.channels + 2 * spec.num_value_heads, dtype=dtype)
     x, b, a = wide.split((spec.channels, spec.num_value_heads, spec.num_value_heads), dim=1)
-    weight, numbers = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    weight = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype)
+    numbers = torch.zeros(rows, dtype=torch.int64)
     lengths = [1, rows - 1] if rows > 1 else [1]
     where = runs_of_rows(lengths, numbers[: len(lengths)], [200, 5][: len(lengths)])
-    conv, states = torch.empty(3, *spec.conv_shape, dtype=dtype), torch.empty(3, *spec.state_shape)
+    conv = torch.empty(3, *spec.conv_shape, dtype=dtype)
+    states = torch.empty(3, *spec.state_shape)
     decay = DecayWeights(torch.empty(spec.num_value_heads), torch.empty(spec.num_value_heads))
     inputs = triton_delta.empty_inputs(spec, x)
     y = torch.empty(rows, spec.value_size, dtype=dtype)
@@ -281,7 +300,8 @@ def products(arch: int, rows: int, dtype: torch.dtype) -> Launches:
 
 def few_rows(x: Tensor) -> Launches:
     """With dense weights, in the first configuration that a sweep tries."""
-    weight, config = torch.empty(4096, x.shape[1], dtype=x.dtype), few_rows_variants()[0]
+    weight = torch.empty(4096, x.shape[1], dtype=x.dtype)
+    config = few_rows_variants()[0]
     bias = torch.empty(4096, dtype=x.dtype)
     return {
         "few rows": lambda: few_rows_linear(x, weight, None, config),
@@ -297,10 +317,12 @@ def packed(arch: int, x: Tensor) -> Launches:
         for variant in VARIANTS
         if variant.split()[0] in triton_unpack.SCHEMES
     }
-    bias, values = torch.empty(1024, dtype=x.dtype), torch.empty(1024, x.shape[1], dtype=x.dtype)
+    bias = torch.empty(1024, dtype=x.dtype)
+    values = torch.empty(1024, x.shape[1], dtype=x.dtype)
     launches: Launches = {"packed int4, bias": lambda: multiply(x, weights["int4"], bias)}
     for rows in [1] if len(x) == 1 else [16, 32, 64]:
-        name, some = "packed" if rows == 1 else f"packed, {rows} rows,", x[:rows]
+        name = "packed" if rows == 1 else f"packed, {rows} rows,"
+        some = x[:rows]
         for variant, weight in weights.items():
             launches[f"{name} {variant}"] = lambda x=some, w=weight: multiply(x, w)
             if arch >= 89 and x.dtype != torch.float32 and variant in ("fp8 channel", "fp8 blocks"):
@@ -314,7 +336,8 @@ def packed(arch: int, x: Tensor) -> Launches:
 def gguf(x: Tensor) -> Launches:
     """Products with GGUF weights, of few rows in any case, and their values; with a mixture of eight experts."""
     x, bias = x[: triton_gguf.MOST_ROWS], torch.empty(1024, dtype=x.dtype)
-    ends, entries = torch.zeros(8, dtype=torch.int64), torch.zeros(2 * len(x), dtype=torch.int64)
+    ends = torch.zeros(8, dtype=torch.int64)
+    entries = torch.zeros(2 * len(x), dtype=torch.int64)
     weights = {scheme: random_weight(scheme, 1024, x.shape[1]).in_planes() for scheme in PLANES}
     launches: Launches = {}
     for scheme, weight in weights.items():
@@ -329,10 +352,14 @@ def gguf(x: Tensor) -> Launches:
 
 def experts(arch: int, rows: int, width: int, dtype: torch.dtype) -> Launches:
     """The router, the products of 2 of 8 experts for each row, and the sum of their outputs."""
-    x, weights = torch.empty(rows, width, dtype=dtype), torch.empty(8, 3 * width, width, dtype=dtype)
-    entries, ends = torch.zeros(2 * rows, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    y, of_rows = torch.empty(2 * rows, width, dtype=dtype), torch.empty(rows, 3)
-    many, shared = torch.empty(2000, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
+    x = torch.empty(rows, width, dtype=dtype)
+    weights = torch.empty(8, 3 * width, width, dtype=dtype)
+    entries = torch.zeros(2 * rows, dtype=torch.int32)
+    ends = torch.zeros(8, dtype=torch.int32)
+    y = torch.empty(2 * rows, width, dtype=dtype)
+    of_rows = torch.empty(rows, 3)
+    many = torch.empty(2000, width, dtype=dtype)
+    shared = torch.empty(rows, width, dtype=dtype)
     launches: Launches = {
         "experts": lambda: grouped_linear(x, weights, ends, entries),
         "experts, many rows": lambda: grouped_linear(many, weights, ends),
@@ -365,7 +392,9 @@ def routers(rows: int, dtype: torch.dtype) -> Launches:
         "sigmoid, groups": grouped,
         "shared, 512": replace(softmax, num_experts=512, num_experts_per_tok=10, shared=shared),
     }
-    logits, share, bias = torch.empty(rows, 512, dtype=dtype), torch.empty(rows, 1, dtype=dtype), torch.empty(512)
+    logits = torch.empty(rows, 512, dtype=dtype)
+    share = torch.empty(rows, 1, dtype=dtype)
+    bias = torch.empty(512)
     return {
         f"router, {name}": lambda spec=spec: route(
             spec,
@@ -379,8 +408,10 @@ def routers(rows: int, dtype: torch.dtype) -> Launches:
 
 def low_rank(x: Tensor) -> Launches:
     """LoRA adapters of one rank tile and of several."""
-    memory, rows = torch.empty(4, 1 << 12, dtype=x.dtype), torch.zeros(len(x), dtype=torch.int64)
-    table, ends = torch.zeros(4, 3, FIELDS, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    memory = torch.empty(4, 1 << 12, dtype=x.dtype)
+    rows = torch.zeros(len(x), dtype=torch.int64)
+    table = torch.zeros(4, 3, FIELDS, dtype=torch.int64)
+    ends = torch.zeros(4, dtype=torch.int64)
     return {
         f"adapters of rank {rank}": lambda rank=rank: add_low_rank_(x, x, memory, table, rows, ends, rank)
         for rank in (16, 256)
@@ -438,7 +469,8 @@ def is_special(name: str) -> bool:
 
 
 def main() -> None:
-    arch, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    arch = int(sys.argv[1])
+    dtype = getattr(torch, sys.argv[2])
     head_dims = [int(text) for text in sys.argv[3:] if not text.startswith("--")]
     driver.set_active(NoDriver(arch))
     triton_delta_chunks.compute_capability = lambda device: arch

@@ -9,7 +9,8 @@ from pathlib import Path
 def write_wheel(directory: Path, requirement: str, path: str, content: bytes) -> Path:
     """Write the package of `requirement`, which names an exact version, with one file."""
     name, version = requirement.replace("-", "_").split("==")
-    info, target = f"{name}-{version}.dist-info", directory / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    target = directory / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(target, "w") as wheel:
         wheel.writestr(path, content)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

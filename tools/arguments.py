@@ -18,7 +18,8 @@ from nanovllm.sampling_params import SamplingParams
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES: Mapping[str, Any] = {"arguments.md": EngineConfig, "sampling.md": SamplingParams}
-BEGIN, END = "<!-- written by tools.arguments -->\n", "<!-- end -->\n"
+BEGIN = "<!-- written by tools.arguments -->\n"
+END = "<!-- end -->\n"
 BAR = r"\|"  # within a cell
 
 

@@ -36,7 +36,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 ENGINE: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "max_num_batched_tokens": 64, "max_model_len": 256}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-START, END = "LLM.generate", "Scheduler.add"  # of the hops
+# of the hops
+START = "LLM.generate"
+END = "Scheduler.add"
 
 
 def code_lines(path: Path) -> int:

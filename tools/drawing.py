@@ -72,7 +72,8 @@ def without_implied(imports: Imports) -> Imports:
 
 def floors(imports: Imports) -> str:
     """The rooms on the longest chain of imports, or those of a cycle, which has no floors."""
-    sorter, count = TopologicalSorter(imports), 0
+    sorter = TopologicalSorter(imports)
+    count = 0
     try:
         sorter.prepare()
     except CycleError as error:

@@ -56,7 +56,8 @@ def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: 
 
     checkpoint: a directory, or the GGUF file of --gguf.
     """
-    findings, gguf = Findings(), args.gguf
+    findings = Findings()
+    gguf = args.gguf
     pythons = workshop.pythons(args.engines, findings.failures)
     if gguf is None and ("llama.cpp" in pythons or args.gguf_type is not None):
         try:

@@ -148,7 +148,8 @@ def one_run(
     engine: str, prompt_len: int, round_index: int, job: Job, run: Run, findings: Findings
 ) -> dict[str, Any] | None:
     """Run one job; returns and keeps its result, or the failure's message."""
-    name, runs = f"{engine} at {prompt_len}", findings.runs.setdefault((engine, prompt_len), [])
+    name = f"{engine} at {prompt_len}"
+    runs = findings.runs.setdefault((engine, prompt_len), [])
     result = None
     if name not in findings.failures:
         try:

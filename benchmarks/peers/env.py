@@ -67,7 +67,8 @@ def environment(engine: str, work_dir: Path, torch: Sequence[str] = (TORCH,)) ->
     """
     recipe = _nanovllm(work_dir) if engine == "nanovllm" else RECIPES[engine]
     directory = work_dir / f"env-{engine}"
-    python, stamp = directory / "bin" / "python", directory / "recipe"
+    python = directory / "bin" / "python"
+    stamp = directory / "recipe"
     key = recipe.key(torch)
     if not (stamp.is_file() and stamp.read_text() == key and python.exists()):
         shutil.rmtree(directory, ignore_errors=True)

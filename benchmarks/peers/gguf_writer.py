@@ -118,7 +118,8 @@ def add_config(writer: Any, config: dict[str, Any]) -> None:
 
 def add_recurrent_config(writer: Any, config: dict[str, Any]) -> None:
     """The sizes of layers with the gated delta rule, and which they are. Raises ValueError for shared key heads."""
-    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    heads = config["linear_num_value_heads"]
+    key_heads = config["linear_num_key_heads"]
     if heads != key_heads:
         raise ValueError(f"linear_num_value_heads {heads} is not linear_num_key_heads {key_heads}: no GGUF is written")
     writer.add_rope_dimension_sections([11, 11, 10, 0])  # of images; text has the same position in all of them

@@ -21,7 +21,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     import llama_cpp
     import numpy as np
 
-    tokens, threads = job["tokens"], job["threads"]
+    tokens = job["tokens"]
+    threads = job["threads"]
     settings = {"n_ctx": len(tokens), "n_batch": BATCH, "n_threads": threads, "n_threads_batch": threads}
     llm = llama_cpp.Llama(model_path=job["gguf"], logits_all=True, flash_attn=False, verbose=False, **settings)
     llm.eval(tokens)

@@ -26,10 +26,12 @@ def load(job: Job) -> Loaded:
     def generate(prompt: list[int], output_len: int, emit: Emit) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         llm.engine.add_request("0", None, params, prompt_token_ids=prompt)
-        known, finished = 0, False
+        known = 0
+        finished = False
         while not finished:
             for output in llm.engine.step():
-                tokens, finished = output.outputs[0].token_ids, output.finished
+                tokens = output.outputs[0].token_ids
+                finished = output.finished
                 for token in tokens[known:]:
                     emit(token)
                 known = len(tokens)

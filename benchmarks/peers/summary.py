@@ -77,7 +77,8 @@ def rows(shape: Shape, plan: Plan, findings: Findings) -> list[Row]:
 def _row(
     engine: str, prompt_len: int, runs: list[dict[str, Any]], roofs: list[Roofline], tokens: list[int] | None
 ) -> Row:
-    prefill, tpot = spread_of(runs, "prefill_s"), spread_of(runs, "tpot_s")
+    prefill = spread_of(runs, "prefill_s")
+    tpot = spread_of(runs, "tpot_s")
     pairs = list(zip(roofs, runs, strict=True))
     prefill_share = Spread.of(roof.prefill_s / run["prefill_s"] for roof, run in pairs)
     assert prefill is not None and prefill_share is not None, "every result has a prefill"

@@ -75,7 +75,8 @@ def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
     print(line("the answer starts at", "position", "question", "answer: the words that follow it", ""))
     num_right = 0
     for (position, description), output in zip(exam.positions.items(), outputs, strict=True):
-        answer, expected = output.outputs[0].text.strip(), exam.expected(position)
+        answer = output.outputs[0].text.strip()
+        expected = exam.expected(position)
         verdict = "right" if answer == expected else "WRONG"
         print(line(description, f"{position:,}", exam.question(position), answer, verdict))
         if answer == expected:
@@ -101,7 +102,8 @@ def show_sizes(first: RequestOutput, stats: KVStats) -> None:
 def show_transfers(counted: TransferCount, predicted: TransferCount) -> bool:
     """Print the transfers of the first question and their prediction; returns whether they agree."""
     for label, name in TRANSFERS.items():
-        count, formula = getattr(counted, name), getattr(predicted, name)
+        count = getattr(counted, name)
+        formula = getattr(predicted, name)
         spared = getattr(counted, LEFT_TO_THE_CPU[name]) if name in LEFT_TO_THE_CPU else 0
         show = _mib if name.endswith("bytes") else "{:,}".format
         left = f", {show(spared)} of it left to the CPU" if spared else ""
@@ -139,7 +141,8 @@ def run(model_dir: str, args: argparse.Namespace) -> bool:
         before = llm.kv_stats()
         # The first question runs alone, since the prediction is for one request. The others reuse its prefix.
         outputs = llm.generate([first], params, use_tqdm=sys.stderr.isatty())
-        after, planned = llm.kv_stats(), llm.plan().request(len(outputs[0].prompt_token_ids), ANSWER_TOKENS)
+        after = llm.kv_stats()
+        planned = llm.plan().request(len(outputs[0].prompt_token_ids), ANSWER_TOKENS)
         outputs += llm.generate(others, params, use_tqdm=sys.stderr.isatty())
     answers_right = show_answers(exam, outputs)
     show_sizes(outputs[0], after)
@@ -197,7 +200,8 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, start = parse_args(argv), time.monotonic()
+    args = parse_args(argv)
+    start = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="nanovllm-demo-") as scratch:
             exam_is_right = run(args.model_dir or scratch, args)

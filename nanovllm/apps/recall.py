@@ -35,7 +35,8 @@ from torch import Tensor
 
 from nanovllm.errors import ConfigError, RequestError
 
-UNK_TOKEN, EOS_TOKEN = "<unk>", "<eos>"
+UNK_TOKEN = "<unk>"
+EOS_TOKEN = "<eos>"
 EOS_TOKEN_ID = 1
 FIRST_WORD_ID = 2  # ids below it are reserved; from here to the vocabulary's end all ids are ordinary words
 
@@ -125,7 +126,8 @@ def recall_weights(vocab_size: int, seed: int) -> dict[str, Tensor]:
 
 def _previous_token_head() -> dict[str, Tensor]:
     inv_freq = ROPE_THETA ** (-torch.arange(HALF_DIM, dtype=torch.float64) / HALF_DIM)
-    q, k = torch.zeros(HEAD_DIM, HIDDEN_SIZE), torch.zeros(HEAD_DIM, HIDDEN_SIZE)
+    q = torch.zeros(HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(HEAD_DIM, HIDDEN_SIZE)
     q[:HALF_DIM, C_INDEX] = torch.cos(-inv_freq).float()
     q[HALF_DIM:, C_INDEX] = torch.sin(-inv_freq).float()
     k[:HALF_DIM, C_INDEX] = 1.0
@@ -137,7 +139,8 @@ def _induction_head() -> dict[str, Tensor]:
     pairs = CODE_DIM // 2
     slow = torch.arange(HALF_DIM - pairs, HALF_DIM)
     rows = torch.cat([slow, slow + HALF_DIM])  # rotate-half RoPE pairs feature i with i + half
-    q, k = torch.zeros(HEAD_DIM, HIDDEN_SIZE), torch.zeros(HEAD_DIM, HIDDEN_SIZE)
+    q = torch.zeros(HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(HEAD_DIM, HIDDEN_SIZE)
     q[rows, E_AREA] = torch.eye(CODE_DIM)
     k[rows, P_AREA] = torch.eye(CODE_DIM)
     norm_weight = math.sqrt(INDUCTION_SHARPNESS / math.sqrt(HEAD_DIM))
@@ -146,7 +149,8 @@ def _induction_head() -> dict[str, Tensor]:
 
 def _attention(q: Tensor, k: Tensor, target: slice, gain: float, norm_weight: float) -> dict[str, Tensor]:
     """A head that copies E of the keys that it attends to into the area `target`, `gain` times."""
-    v, o = torch.zeros(HEAD_DIM, HIDDEN_SIZE), torch.zeros(HIDDEN_SIZE, HEAD_DIM)
+    v = torch.zeros(HEAD_DIM, HIDDEN_SIZE)
+    o = torch.zeros(HIDDEN_SIZE, HEAD_DIM)
     v[:CODE_DIM, E_AREA] = torch.eye(CODE_DIM)
     o[target, :CODE_DIM] = gain * torch.eye(CODE_DIM)
     return {

@@ -71,7 +71,8 @@ def copy_pitched(
     _check_ranges(dst, src, dpitch, spitch, width, height)
     if not width or not height:
         return 0
-    dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
+    dst_ptr = dst.data_ptr()
+    src_ptr = src.data_ptr()
     if by_rows:
         dst_rows = [dst_ptr + row * dpitch for row in range(height)]
         src_rows = [src_ptr + row * spitch for row in range(height)]
@@ -103,7 +104,8 @@ def _check_sizes(dpitch: int, spitch: int, width: int, height: int) -> None:
 
 def _check_ranges(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
     """Refuse rows outside their storage, and rows of dst that overlap rows of src."""
-    dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
+    dst_ptr = dst.data_ptr()
+    src_ptr = src.data_ptr()
     dst_end = dst_ptr + _checked_range("dst", dst, dpitch, width, height)
     src_end = src_ptr + _checked_range("src", src, spitch, width, height)
     if not width or not height:
@@ -135,7 +137,8 @@ def _check_sides(dst: Tensor, src: Tensor, kind: str, is_known: Callable[[Tensor
 def _check_memory(name: str, tensor: Tensor, kind: str) -> None:
     """Ask CUDA whether both ends of the storage are pinned memory, or memory of the tensor's device."""
     storage = tensor.untyped_storage()
-    start, size = storage.data_ptr(), storage.nbytes()
+    start = storage.data_ptr()
+    size = storage.nbytes()
     for address in (start, start + size - 1) if size else ():
         memory, device = _sgdma.memory_of(address)
         # Through pageable memory CUDA copies synchronously, at a fraction of the link's rate.
@@ -171,7 +174,8 @@ def _checked_range(name: str, tensor: Tensor, pitch: int, width: int, height: in
     if not width or not height:
         return 0
     extent = (height - 1) * pitch + width
-    storage, start = tensor.untyped_storage(), tensor.data_ptr()
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr()
     # An empty tensor has address 0 whatever its storage.
     available = storage.data_ptr() + storage.nbytes() - start if start else 0
     if extent > available:

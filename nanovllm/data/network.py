@@ -18,7 +18,8 @@ EXPERT_NORMS = (
 RECURRENT_CHUNK = 64  # tokens at whose multiples a GPU's kernels of recurrent layers begin to compute in another form
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
-PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -142,7 +143,8 @@ class ExpertSpec:
     def shared_matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
         """Module, output features and input features of each matrix of a layer's shared expert, if there is one."""
         if self.shared is not None:
-            prefix, inner = self.shared_prefix(layer), self.shared.intermediate_size
+            prefix = self.shared_prefix(layer)
+            inner = self.shared.intermediate_size
             yield f"{prefix}gate_proj", inner, hidden
             yield f"{prefix}up_proj", inner, hidden
             yield f"{prefix}down_proj", hidden, inner
@@ -240,7 +242,8 @@ class RecurrentSpec:
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of both states of one sequence in one layer; itemsize: of an element of the network's dtype."""
-        (channels, kept), (heads, key_dim, value_dim) = self.conv_shape, self.state_shape
+        (channels, kept) = self.conv_shape
+        (heads, key_dim, value_dim) = self.state_shape
         return channels * kept * itemsize + heads * key_dim * value_dim * STATE_ITEMSIZE
 
 

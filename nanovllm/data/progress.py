@@ -32,5 +32,6 @@ class Progress:
 
     def plus(self, tokens: float) -> Progress:
         """The progress after so many more prompt tokens are computed."""
-        done, computed = self.prompt_tokens_done + tokens, self.computed_tokens + tokens
+        done = self.prompt_tokens_done + tokens
+        computed = self.computed_tokens + tokens
         return replace(self, prompt_tokens_done=done, computed_tokens=computed)

@@ -53,7 +53,9 @@ class BusyMeter:
                 self._seconds += self._clock() - self._since
 
 
-_MEASURED, _OUT_OF = 64, 1024  # copies; marks cost about as much as a small copy
+# copies; marks cost about as much as a small copy
+_MEASURED = 64
+_OUT_OF = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ def times_of(begin: Mark, end: Mark) -> tuple[float, float] | None:
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals (begin, end)."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)

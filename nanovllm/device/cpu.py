@@ -74,7 +74,8 @@ class WorkerStream(CallStream):
             # A daemon: the interpreter joins other threads before it runs the exit handlers that would end them.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        works, self._held = self._held, []
+        works = self._held
+        self._held = []
         self._queue.put(works)
 
     def launch(self, task: HostTask) -> None:
@@ -110,7 +111,8 @@ class WorkerStream(CallStream):
             done = threading.Event()
             self.put(done.set)
             done.wait()
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
@@ -121,7 +123,8 @@ class WorkerStream(CallStream):
 
     def close(self) -> None:
         """End the thread; copies that have not started are dropped."""
-        was_closed, self._closed = self._closed, True
+        was_closed = self._closed
+        self._closed = True
         if self._thread is not None and not was_closed:
             self._queue.put(None)
             if self._thread is not threading.current_thread():  # garbage collection may call this on the worker thread
@@ -213,7 +216,8 @@ class CpuDevice(Device):
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
         # The closures do not hold the device: queued copies would keep it from being collected.
-        link, sizes = self._link, (copy.dpitch, copy.spitch, copy.width, copy.height)
+        link = self._link
+        sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
 
         def carry_out() -> None:
             copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)

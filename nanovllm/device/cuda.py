@@ -72,7 +72,8 @@ class CudaClock:
     def mark(self, stream: torch.cuda.Stream) -> Mark:
         origin, seconds, made = self._latest
         if time.monotonic() - made > _ORIGIN_SECONDS:
-            earlier, origin = origin, self._new_origin()
+            earlier = origin
+            origin = self._new_origin()
             seconds += earlier.elapsed_time(origin) / 1e3
             self._latest = origin, seconds, time.monotonic()
         return CudaMark(origin, seconds, timed_event(stream))
@@ -177,7 +178,8 @@ class CudaCallStream(CudaStream, CallStream):
 
     def synchronize(self) -> None:
         super().synchronize()
-        launched, self._launched = self._launched, []
+        launched = self._launched
+        self._launched = []
         for failure in filter(None, (task.failure() for task in launched)):
             raise EngineError(f"work on stream {self.name} failed: {failure}")
 
@@ -325,7 +327,8 @@ class CudaDevice(Device):
             return record_graphs(works, self.torch_device.index)
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copied, arrived = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        arrived = torch.cuda.Event()
         copied.copy_(tensor, non_blocking=True)
         arrived.record()
 

@@ -13,8 +13,11 @@ from pathlib import Path
 SYSTEM_ROOT = Path("/")  # tests replace it
 # Later threads need a stack each, and malloc maps 64 MiB for some of them.
 ADDRESS_SPACE_RESERVE = 512 << 20
-_V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"  # the kernel throttles above memory.high
-_V1_LIMITS, _V1_USAGE = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+# the kernel throttles above memory.high
+_V2_LIMITS = ("memory.max", "memory.high")
+_V2_USAGE = "memory.current"
+_V1_LIMITS = ("memory.limit_in_bytes",)
+_V1_USAGE = "memory.usage_in_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def _up_to(mount: Path, path: str, limit_files: tuple[str, ...], usage_file: str
 def _limits_of(directory: Path, limit_files: tuple[str, ...], usage_file: str) -> Iterator[MemoryLimit]:
     """The limits of one cgroup. File pages that the kernel can drop do not count as used."""
     for name in limit_files:
-        limit, used = _number(directory / name), _number(directory / usage_file)
+        limit = _number(directory / name)
+        used = _number(directory / usage_file)
         if limit is not None and used is not None:
             yield MemoryLimit(f"cgroup {name}", limit, max(0, used - _droppable(directory / "memory.stat")))
 
@@ -109,7 +113,8 @@ def _droppable(stat_file: Path) -> int:
 
 
 # Parameters of glibc's mallopt (<malloc.h>) and the values that `keep_freed_memory` sets.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 MAPPED_BYTES = 256 << 20  # the attention state of 16K tokens with 32 heads of 128
 KEPT_BYTES = 512 << 20
 _MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")

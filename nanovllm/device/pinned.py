@@ -49,7 +49,8 @@ class PageLock:
             piece = self._locked.get(start)
             if piece is None:
                 return False
-            start, size = start + piece, size - piece
+            start = start + piece
+            size = size - piece
         return True
 
 
@@ -61,7 +62,8 @@ class LockedMapping(mmap.mmap):
 
     def __new__(cls, size: int, lock: PageLock) -> LockedMapping:
         mapping = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping._lock, mapping._locked = lock, []
+        mapping._lock = lock
+        mapping._locked = []
         return mapping
 
     def lock_piece(self, start: int, size: int) -> None:
@@ -156,9 +158,11 @@ def _touch_all(start: int, size: int) -> str | None:
     A virtual machine may grow only when its memory is used. So the memory that it reports as free is touched at once,
     and the rest in small steps, until a step neither fits nor makes the machine grow.
     """
-    threads, done = min(MAX_TOUCHING_THREADS, os.cpu_count() or 1), 0
+    threads = min(MAX_TOUCHING_THREADS, os.cpu_count() or 1)
+    done = 0
     while done < size:
-        free, total = memory.available_bytes(), memory.total_bytes()
+        free = memory.available_bytes()
+        total = memory.total_bytes()
         left = size - done
         step = left if left + TOUCHED_STEP <= free else min(left, max(TOUCHED_STEP, free // 2 // PAGE * PAGE))
         _sgdma.touch_pages(start + done, step, threads)

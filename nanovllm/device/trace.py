@@ -63,7 +63,8 @@ class Timeline:
             if times is None:
                 self.slices.append(piece)
                 continue
-            begin, duration = times[0] * 1e6, (times[1] - times[0]) * 1e6
+            begin = times[0] * 1e6
+            duration = (times[1] - times[0]) * 1e6
             event = {"ph": "X", "name": piece.name, "pid": 0, "tid": piece.stream, "ts": begin, "dur": duration}
             self.events.append(event | {"args": piece.facts})
 
@@ -97,7 +98,8 @@ class TracedCallStream(TracedStream, CallStream):
     def launch(self, task: HostTask) -> None:
         begin = self._calls.mark()
         self._calls.launch(task)
-        (name, num_bytes), self.declared = self.declared, ("call", 0)
+        (name, num_bytes) = self.declared
+        self.declared = ("call", 0)
         self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
 
 
@@ -175,7 +177,8 @@ class TracedDevice(DeviceWrapper):
     def declare_kernel(
         self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
     ) -> None:
-        reads, writes = tuple(reads), tuple(writes)
+        reads = tuple(reads)
+        writes = tuple(writes)
         num_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
         if stream is None:
             self._open_kernel(name, num_bytes)
@@ -193,7 +196,8 @@ class TracedDevice(DeviceWrapper):
         self._kernel.num_bytes += num_bytes
 
     def end_kernel(self) -> None:
-        kernel, self._kernel = self._kernel, None
+        kernel = self._kernel
+        self._kernel = None
         if kernel is not None:
             facts = {"declared": kernel.count, "bytes": kernel.num_bytes}
             self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), kernel.layer, **facts)

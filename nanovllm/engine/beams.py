@@ -114,7 +114,8 @@ class BeamRequest(Request):
 
     def __init__(self, limits: SchedulerLimits, vocab_size: int, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        params, most_tokens = self.params, max(1, limits.max_model_len - self.prompt_len)
+        params = self.params
+        most_tokens = max(1, limits.max_model_len - self.prompt_len)
         ends = {token for token in limits.eos_token_ids if token < vocab_size}
         self.search = BeamSearch(
             width=params.num_sequences,
@@ -192,7 +193,8 @@ class BeamRequest(Request):
         """A new sequence with the same tokens and no blocks."""
         child = Sequence(self, next(self.seq_ids), beam.index)
         child.token_ids = list(beam.token_ids)
-        child.cumulative_logprob, child.logprobs = beam.cumulative_logprob, list(beam.logprobs)
+        child.cumulative_logprob = beam.cumulative_logprob
+        child.logprobs = list(beam.logprobs)
         return child
 
     def _finished(self, beam: Sequence, candidate: Candidate, top: TokenLogprobs) -> Sequence:
@@ -212,5 +214,6 @@ class BeamRequest(Request):
     def _sample(self, candidate: Candidate, top: TokenLogprobs) -> Sample:
         """The candidate's token, with the log-probabilities that the request reports."""
         count = self.sampling.num_logprobs or 0
-        ids, logprobs = top.top_token_ids[:count], top.top_logprobs[:count]
+        ids = top.top_token_ids[:count]
+        logprobs = top.top_logprobs[:count]
         return Sample(candidate.token_id, TokenLogprobs(candidate.logprob, candidate.rank + 1, ids, logprobs))

@@ -165,7 +165,8 @@ class BlockManager:
             self._start_state(seq, self.states, hit.num_tokens)
         for block_id in held_blocks(hit.tables):
             self._acquire(block_id)
-        seq.block_tables, seq.num_computed = hit.tables, hit.num_tokens
+        seq.block_tables = hit.tables
+        seq.num_computed = hit.num_tokens
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
         if any(hit.parts):
             self._continue_parts(seq, hit)
@@ -179,7 +180,8 @@ class BlockManager:
 
     def _num_on_host(self, hit: PrefixHit) -> int:
         """Tokens of a hit whose blocks are on the host, in the first KV group."""
-        size, part = self.groups[0].block_size, hit.parts[0]
+        size = self.groups[0].block_size
+        part = hit.parts[0]
         blocks = [*hit.tables[0], *([] if part is None else [part.block_id])]
         return sum(
             min(size, hit.num_tokens - index * size)
@@ -203,7 +205,8 @@ class BlockManager:
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
-        needed, writers = 0, dict[int, int]()
+        needed = 0
+        writers = dict[int, int]()
         for seq in sequences:
             needed += self._num_lacking(seq)
             for _, _, block_id in self._shared_and_written(seq):
@@ -301,7 +304,8 @@ class BlockManager:
         Of groups with a window these are the blocks that later tokens see, or tokens that begin where the same prompt
         would find this one in the prefix cache or in the store. The layer buffer has the others.
         """
-        spans, hash_block = [], self.prefix_cache.hash_block_size
+        spans = []
+        hash_block = self.prefix_cache.hash_block_size
         seen_from = (end - 1) // hash_block * hash_block if self.prefix_cache.enabled else end
         for table, group in zip(seq.block_tables, self.groups, strict=True):
             filled = group.num_blocks(seq.num_computed) if group.window is not None else len(table)
@@ -326,7 +330,8 @@ class BlockManager:
         """
         tables = list(zip(seq.block_tables, self.groups, strict=True))
         firsts = [max(len(table), group.first_visible(end)) for table, group in tables]
-        begin, seq.num_computed = seq.num_computed, end
+        begin = seq.num_computed
+        seq.num_computed = end
         needed = sum(max(0, self._wanted(seq, group) - first) for (_, group), first in zip(tables, firsts, strict=True))
         if needed > self.num_allocatable:
             seq.num_computed = begin
@@ -353,8 +358,11 @@ class BlockManager:
         for _, block_id in sorted(blocks, key=lambda block: block[0], reverse=True):
             if block_id != HOLE:
                 self._drop_reference(block_id)
-        seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
-        seq.layerwise, seq.layerwise_done = None, 0
+        seq.block_tables = []
+        seq.first_held = []
+        seq.num_computed = 0
+        seq.layerwise = None
+        seq.layerwise_done = 0
         if self.states is not None:
             self.states.free(seq)
 
@@ -362,7 +370,8 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all computed blocks of the parent with the child, including a partly filled last block."""
-        child.block_tables, child.first_held = list(map(list, parent.block_tables)), list(parent.first_held)
+        child.block_tables = list(map(list, parent.block_tables))
+        child.first_held = list(parent.first_held)
         child.num_computed = parent.num_computed
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.blocks:
@@ -389,7 +398,8 @@ class BlockManager:
             for table, kept in zip(seq.block_tables, computed, strict=True):
                 self._punch(table, range(len(kept), len(table)))
             seq.block_tables = [[swapped.get(block_id, HOLE) for block_id in table] for table in computed]
-            seq.layerwise, seq.layerwise_done = None, 0
+            seq.layerwise = None
+            seq.layerwise_done = 0
         self._moves += moves
         return {move.src: move.dst for move in moves}
 
@@ -477,7 +487,8 @@ class BlockManager:
             return
         # Where the prompt parts from another one, so that the next one like it begins there; and what is stored.
         places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
-        interval, unit = states.snapshot_interval(seq.end), self.prefix_cache.hash_block_size
+        interval = states.snapshot_interval(seq.end)
+        unit = self.prefix_cache.hash_block_size
         stored_unit = self.stored.store.unit
         seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk, stored_unit)
 
@@ -501,7 +512,8 @@ class BlockManager:
 
         Of the output only the latest state is kept.
         """
-        num_computed, is_output = seq.num_computed, seq.num_computed > seq.prompt_len
+        num_computed = seq.num_computed
+        is_output = seq.num_computed > seq.prompt_len
         if self.states is None:
             return
         self.states.end_snapshots(seq, self.prefix_cache.hash_before)
@@ -518,7 +530,8 @@ class BlockManager:
 
     def physical_ids(self, seq: Sequence, num_tokens: int) -> list[list[int]]:
         """Of each group the physical ids of the blocks up to the sequence's token `num_tokens`, with HOLE as there."""
-        physical_ids, tables = self.tiers.physical_ids, zip(seq.block_tables, seq.first_held, self.groups, strict=True)
+        physical_ids = self.tiers.physical_ids
+        tables = zip(seq.block_tables, seq.first_held, self.groups, strict=True)
         return [
             [HOLE] * min(first, group.num_blocks(num_tokens))
             + [
@@ -565,7 +578,8 @@ class BlockManager:
 
     def take_moves(self) -> list[BlockMove]:
         """The moves decided since the last call, in the order in which they must be carried out."""
-        moves, self._moves = self._moves, []
+        moves = self._moves
+        self._moves = []
         return moves
 
     @property
@@ -579,7 +593,8 @@ class BlockManager:
         """
         if self.tiers.pools[Tier.DEVICE].num_free:
             return
-        on_device, on_host = self._evictors[Tier.DEVICE], self._evictors[Tier.HOST]
+        on_device = self._evictors[Tier.DEVICE]
+        on_host = self._evictors[Tier.HOST]
         last_used, leaving = on_device.oldest()
         if not self.tiers.pools[Tier.HOST].num_free:
             if not on_host or last_used < on_host.oldest()[0]:
@@ -616,7 +631,8 @@ class BlockManager:
     def _copy(self, block_id: int, num_tokens: int | None = None) -> int:
         """A new block with the same content, or its first `num_tokens` tokens; drops one reference to the old one."""
         copy = self._new_block(self._blocks[block_id].group)
-        src, dst = self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy]
+        src = self.tiers.physical_ids[block_id]
+        dst = self.tiers.physical_ids[copy]
         group = self._blocks[block_id].group
         self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens, group=group))
         self._drop_reference(block_id)

@@ -41,7 +41,8 @@ class SequenceText:
 
         ends: the last token is an end token, whose text is shown only if stop strings are included in the output.
         """
-        taken, count = self.num_tokens, len(token_ids)
+        taken = self.num_tokens
+        count = len(token_ids)
         num_read = count - 1 if ends and not self._params.include_stop_str_in_output else count
         for i in range(num_read):
             self.num_tokens = taken + i + 1
@@ -57,7 +58,8 @@ class SequenceText:
             self._read(self._detokenizer.flush())
             if not self._params.include_stop_str_in_output:
                 self._new.append(self._open_end)
-        self._ended, self._open_end = True, ""
+        self._ended = True
+        self._open_end = ""
         return self._stop_string
 
     def visible(self) -> str:
@@ -76,11 +78,13 @@ class SequenceText:
         if not piece or not self._params.stop:
             self._new.append(piece)
             return
-        include, num_old = self._params.include_stop_str_in_output, len(self._open_end)
+        include = self._params.include_stop_str_in_output
+        num_old = len(self._open_end)
         text = self._open_end + piece
         match = find_stop(text, num_old, self._params.stop) if self.num_tokens > self._params.min_tokens else None
         if match is not None:
-            self._stop_string, self._open_end = match.stop, ""
+            self._stop_string = match.stop
+            self._open_end = ""
             self._new.append(text[num_old : match.end] if include else text[: match.start])
         else:
             self._open_end = open_end(text, self._params.stop)

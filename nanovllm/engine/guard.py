@@ -94,7 +94,8 @@ class EngineGuard:
         with self.operation(call.name, resumes=call) as caller:
             if call not in self._calls:
                 self._calls.append(call)
-            call.thread, call.running = caller.thread, True
+            call.thread = caller.thread
+            call.running = True
         try:
             yield
         finally:

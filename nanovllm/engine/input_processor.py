@@ -61,7 +61,8 @@ class InputProcessor:
         lora_request: object | None = None,
     ) -> Request:
         """The request; arguments as in `LLMEngine.add_request`."""
-        params, salt = sampling_params if sampling_params is not None else SamplingParams(), prompt.cache_salt
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        salt = prompt.cache_salt
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={quoted(request_id)}: must be a string")
         if not isinstance(params, SamplingParams):
@@ -133,7 +134,8 @@ class InputProcessor:
 
     def _num_kept(self, params: SamplingParams) -> int:
         """How many tokens `truncate_prompt_tokens` keeps. -1 leaves a position to generate at, if that is asked for."""
-        asked, longest = params.truncate_prompt_tokens, self.limits.max_model_len
+        asked = params.truncate_prompt_tokens
+        longest = self.limits.max_model_len
         if asked == -1:
             return max(1, longest - (params.max_tokens != 0))
         assert asked is not None

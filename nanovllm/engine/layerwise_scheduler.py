@@ -27,8 +27,11 @@ class LayerwiseScheduler:
 
     def plan(self, seq: Sequence) -> None:
         """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
-        manager, chunk, memory = self._manager, self._limits.chunk, self._limits.layerwise_memory
-        groups, begin = manager.groups, seq.num_computed
+        manager = self._manager
+        chunk = self._limits.chunk
+        memory = self._limits.layerwise_memory
+        groups = manager.groups
+        begin = seq.num_computed
         seq.layerwise = None
         end = seq.end
         if manager.states is not None:  # the last snapshot, and that of the block store, are the sequence's own state
@@ -47,7 +50,8 @@ class LayerwiseScheduler:
 
         Of groups with a window only where all are such: they load little.
         """
-        groups, tier_of = self._manager.groups, self._manager.tiers.tier_of
+        groups = self._manager.groups
+        tier_of = self._manager.tiers.tier_of
         tables = zip(seq.block_tables, groups, strict=True)
         of_groups = [(table[: group.num_blocks(tokens)], group) for table, group in tables]
         on_host = (
@@ -63,7 +67,8 @@ class LayerwiseScheduler:
 
         scheduled: the prefill as one chunk. Its tokens are sampled and scored once they have passed all layers.
         """
-        layerwise, num_layers = seq.layerwise, self._limits.num_layers
+        layerwise = seq.layerwise
+        num_layers = self._limits.num_layers
         assert layerwise is not None
         end = step_end(layerwise, seq.layerwise_done, tokens * num_layers, num_layers)
         part = replace(scheduled, layerwise=LayerwiseStep(layerwise, seq.layerwise_done, end))
@@ -74,5 +79,6 @@ class LayerwiseScheduler:
         if done.end_layer_chunk < self._limits.num_layers * done.layerwise.num_chunks:
             seq.layerwise_done = done.end_layer_chunk
             return 0
-        seq.layerwise, seq.layerwise_done = None, 0
+        seq.layerwise = None
+        seq.layerwise_done = 0
         return done.layerwise.end - done.layerwise.begin

@@ -131,7 +131,8 @@ class EngineMetrics:
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
-    manager, preemption = scheduler.block_manager, scheduler.preemption.stats
+    manager = scheduler.block_manager
+    preemption = scheduler.preemption.stats
     return EngineMetrics(
         waiting_requests=len(scheduler.waiting),
         loading_requests=len(scheduler.loading),
@@ -393,7 +394,8 @@ class LLMEngine:
 
     def progress(self, step_share: float = 0.0) -> Progress:
         """How far the unfinished requests are, in tokens, once this share of the running step is done."""
-        num_layers, batch = self.limits.num_layers, self._batch
+        num_layers = self.limits.num_layers
+        batch = self._batch
         step_tokens = batch.prompt_tokens(num_layers) if batch is not None else 0.0
         return progress_of(self.scheduler, num_layers).plus(step_share * step_tokens)
 
@@ -425,12 +427,14 @@ class LLMEngine:
             batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
-        self._batch, begin = batch, time.monotonic()
+        self._batch = batch
+        begin = time.monotonic()
         try:
             result = self.executor.execute(batch)
         finally:
             self._batch = None
-        seconds, drafter = time.monotonic() - begin, self._features.drafter
+        seconds = time.monotonic() - begin
+        drafter = self._features.drafter
         if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
             drafter.measured(batch.num_tokens, seconds)
         prompt_tokens = batch.prompt_tokens(self.limits.num_layers)
@@ -470,7 +474,8 @@ class LLMEngine:
             return
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
-            features, store = self._features, self.scheduler.block_manager.stored.store
+            features = self._features
+            store = self.scheduler.block_manager.stored.store
             with ExitStack() as closing:  # all of them, even if one fails; the last one first, which the executor fills
                 for part in (features.grammars, self.executor, features.drafter, store):
                     if part is not None:

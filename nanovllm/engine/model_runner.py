@@ -77,7 +77,8 @@ class StepWatch:
 
     def _report(self, tokens: int) -> None:
         """Call `on_layer`. An error in it is logged and does not fail the step."""
-        done, self._begun = self._begun, self._begun + tokens
+        done = self._begun
+        self._begun = self._begun + tokens
         try:
             if self.on_layer is not None:
                 self.on_layer(done / self._total)
@@ -195,7 +196,8 @@ class ChunkedPass:
             return rows
         adapters = self._adapters.of_rows(batch.adapters) if self._adapters is not None else ()
         token_ids, positions, rope_lengths = upload(inputs, self._model.device)
-        pool, slots = self._kv_cache.pools.states, [seq.state_slot for seq in self._sequences]
+        pool = self._kv_cache.pools.states
+        slots = [seq.state_slot for seq in self._sequences]
         num_kept = [len(seq.token_ids) if seq.num_drafts else 0 for seq in self._sequences]
         states = None
         if pool is not None:
@@ -283,7 +285,8 @@ class ModelRunner:
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
         """See `LLM.watch_steps`."""
-        before, self._watch.on_layer = self._watch.on_layer, on_layer
+        before = self._watch.on_layer
+        self._watch.on_layer = on_layer
         return before
 
     def kv_stats(self) -> KVStats:
@@ -335,7 +338,8 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     """Append the tokens of each sequence's `samples`. Returns errors by index of a sequence, None for logits that are
     not finite.
     """
-    hidden, sequences = rows.hidden, rows.sequences
+    hidden = rows.hidden
+    sequences = rows.sequences
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
@@ -411,7 +415,8 @@ class _Counting:
 
     def count(self, position: int, index: int, token: int, is_wrong: bool) -> bool:
         """Whether the next draw of a sequence counts."""
-        drafts, accepted = self._drafts[index], self._accepted[index]
+        drafts = self._drafts[index]
+        accepted = self._accepted[index]
         if drafts is not None:
             if accepted < 0 or (is_wrong and accepted > 0) or token == NOT_FINITE:
                 self._accepted[index] = -1
@@ -446,7 +451,8 @@ def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[Toke
         targets = seq.prompt_targets
         for begin in range(0, len(targets.token_ids) if targets is not None else 0, LOGPROB_ROWS):
             assert targets is not None
-            token_ids, first = targets.token_ids[begin : begin + LOGPROB_ROWS], start + targets.first_row + begin
+            token_ids = targets.token_ids[begin : begin + LOGPROB_ROWS]
+            first = start + targets.first_row + begin
             logits = model.compute_logits(rows.hidden[first : first + len(token_ids)])
             if not model.has_logits:
                 continue

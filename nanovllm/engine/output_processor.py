@@ -38,11 +38,14 @@ class TokenTexts:
     def logprobs(self, token_id: int, found: TokenLogprobs, count: int) -> dict[int, Logprob]:
         """Log-probabilities at one position by token id: the actual token, then the `count` most likely ones."""
         entries = {token_id: Logprob(found.logprob, found.rank, self[token_id])}
-        rank, last = 0, float("nan")
+        rank = 0
+        last = float("nan")
         for position, (other, logprob) in enumerate(
             zip(found.top_token_ids[:count], found.top_logprobs, strict=False), 1
         ):
-            rank, last = (rank if logprob == last else position), logprob  # equal values share the first one's rank
+            # equal values share the first one's rank
+            rank = rank if logprob == last else position
+            last = logprob
             entries[other] = Logprob(logprob, rank, self[other])
         return entries
 
@@ -70,10 +73,13 @@ class SequenceOutput:
     def completion(self, *, only_new: bool) -> CompletionOutput | None:
         """Everything so far. only_new: what is new since the last call, at a cost that does not grow with the sequence,
         or None if nothing is."""
-        seq, text, first = self._seq, self.text, self._num_sent_tokens if only_new else 0
+        seq = self._seq
+        text = self.text
+        first = self._num_sent_tokens if only_new else 0
         if only_new and seq.num_output_tokens == first and seq.finished == self._sent_end:
             return None
-        self._num_sent_tokens, self._sent_end = seq.num_output_tokens, seq.finished
+        self._num_sent_tokens = seq.num_output_tokens
+        self._sent_end = seq.finished
         if seq.request.sampling.num_logprobs is not None:
             self._update_logprobs(seq.request.sampling.num_logprobs)
         return CompletionOutput(
@@ -188,7 +194,8 @@ class OutputProcessor:
             seq.finish_reason = "error"
 
     def _new_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None]:
-        request, reported = self.request, self._prompt_logprobs
+        request = self.request
+        reported = self._prompt_logprobs
         count = request.sampling.num_prompt_logprobs
         if count is not None:
             new = request.prompt_logprobs[len(reported) - 1 :]
@@ -196,5 +203,6 @@ class OutputProcessor:
                 reported.append(self._token_texts.logprobs(token_id, found, count))
         if request.params.output_kind is not RequestOutputKind.DELTA:
             return reported
-        sent, self._num_sent_prompt_logprobs = self._num_sent_prompt_logprobs, len(reported)
+        sent = self._num_sent_prompt_logprobs
+        self._num_sent_prompt_logprobs = len(reported)
         return reported[sent:]

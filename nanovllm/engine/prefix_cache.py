@@ -187,7 +187,8 @@ class PrefixCache:
                 if block is None:
                     break
                 found[index].append(block.block_id)
-        seq.found_prefix, seq.prefix_age = found, self._num_removals
+        seq.found_prefix = found
+        seq.prefix_age = self._num_removals
         return found
 
     def _reach_from_start(self, seq: Sequence, group: int, end: int, num_full: int) -> int:
@@ -253,7 +254,8 @@ class PrefixCache:
     def _register_hash_block(
         self, seq: Sequence, group: int, index: int, table: Seq[int], blocks: Mapping[int, Block]
     ) -> None:
-        size, block_size = self.hash_block_size, self.groups[group].block_size
+        size = self.hash_block_size
+        block_size = self.groups[group].block_size
         block_index, offset = divmod(index * size, block_size)
         if table[block_index] == HOLE:
             return
@@ -273,7 +275,8 @@ class PrefixCache:
         if block.hashes:
             self._num_removals += 1
             self._removed_at[block.block_id] = self._num_removals
-        block.tokens, block.hashes = b"", []
+        block.tokens = b""
+        block.hashes = []
 
     def clear(self) -> None:
         """Forget all blocks. The caller gives up their records, or forgets each of them too."""
@@ -287,7 +290,8 @@ class PrefixCache:
         """What `find` found when there had been `age` removals, as far as nothing of it was removed since."""
         if age == self._num_removals:
             return found
-        removed_at, cleared_at = self._removed_at, self._cleared_at
+        removed_at = self._removed_at
+        cleared_at = self._cleared_at
         removed = (index for index, block_id in enumerate(found) if removed_at.get(block_id, cleared_at) > age)
         return found[: next(removed, len(found))]
 
@@ -296,7 +300,8 @@ class PrefixCache:
         block = self._by_hash[group].get(self._hash_of(seq, index))
         if block is None:
             return None
-        end, block_size = (index + 1) * self.hash_block_size, self.groups[group].block_size
+        end = (index + 1) * self.hash_block_size
+        block_size = self.groups[group].block_size
         begin = (end - 1) // block_size * block_size
         return block if block.tokens.startswith(self._content(seq, begin, end)) else None
 
@@ -306,7 +311,8 @@ class PrefixCache:
     def _hash_of(self, seq: Sequence, index: int) -> bytes:
         """The hash of a sequence's hash block; hashes are kept on the sequence."""
         while len(seq.block_hashes) <= index:
-            known, size = len(seq.block_hashes), self.hash_block_size
+            known = len(seq.block_hashes)
+            size = self.hash_block_size
             parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
             content = self._content(seq, known * size, (known + 1) * size)
             seq.block_hashes.append(xxhash.xxh3_128_digest(parent + content))

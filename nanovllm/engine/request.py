@@ -148,10 +148,13 @@ class Request:
     def switch_rope(self) -> None:
         """From now on all K/V is that of a long sequence. Called after all blocks have been freed."""
         assert self.rope_switch is not None
-        self.rope_len, self.cache_salt = self.rope_switch.above + 1, self.rope_switch.cache_salt
+        self.rope_len = self.rope_switch.above + 1
+        self.cache_salt = self.rope_switch.cache_salt
         self.rope_switch = None
         for seq in self.live:
-            seq.block_hashes, seq.found_prefix, seq.prefix_age = [], [], -1
+            seq.block_hashes = []
+            seq.found_prefix = []
+            seq.prefix_age = -1
 
     # ---- what the scheduler asks; beam search overrides some of it
 
@@ -208,7 +211,8 @@ class Request:
 
         A single sequence always fits: the scheduler refuses a larger max_model_len.
         """
-        count, max_tokens = self.params.num_sequences, self.params.max_tokens
+        count = self.params.num_sequences
+        max_tokens = self.params.max_tokens
         longest = max_model_len if max_tokens is None else min(self.prompt_len + max_tokens, max_model_len)
         if count == 1 or (needed := self.most_blocks(longest, capacity)) <= capacity.available:
             return
@@ -334,9 +338,11 @@ class SnapshotPlan:
 
     def within(self, begin: int, end: int, chunk: int) -> list[int]:
         """Where the state is kept while tokens [begin, end) are computed in chunks of `chunk`, but for the end."""
-        found, at = [], begin
+        found = []
+        at = begin
         while at < end:
-            first, at = at, at + self.chunk(at, min(chunk, end - at))
+            first = at
+            at = at + self.chunk(at, min(chunk, end - at))
             if at < end and self.is_due(first, at):
                 found.append(at)
         return found
@@ -472,7 +478,8 @@ class Sequence:
 
     def _sampling_row(self, ahead: Seq[int], mask: TokenMask | None) -> SamplingRow:
         """How to sample the token after the tokens `ahead` of the output."""
-        sampling, processors = self.request.sampling, None
+        sampling = self.request.sampling
+        processors = None
         if sampling.processors:
             processors = LogitsProcessors(sampling.processors, self.request.prompt_token_ids, self.output_token_ids)
         return SamplingRow(
@@ -496,7 +503,8 @@ class Sequence:
 
     def _adjustments(self, ahead: Seq[int]) -> LogitAdjustments | None:
         """Changes to the logits of the token after the tokens `ahead`; None for no change."""
-        sampling, banned = self.request.sampling, token_array()
+        sampling = self.request.sampling
+        banned = token_array()
         # A grammar's mask holds end tokens back itself, unless nothing else may follow.
         if self.num_output_tokens + len(ahead) < self.params.min_tokens and self.grammar is None:
             banned.extend(sampling.end_tokens)

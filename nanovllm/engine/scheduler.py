@@ -116,7 +116,8 @@ class Scheduler:
 
         Preemption relies on this check: the last running request can always grow.
         """
-        capacity, seq = self.block_manager.capacity, request.sequences[0]
+        capacity = self.block_manager.capacity
+        seq = request.sequences[0]
         if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
             raise RequestError(
                 f"request {request.request_id!r} has {request.prompt_len} tokens and needs "
@@ -182,7 +183,8 @@ class Scheduler:
             if self.layerwise is not None and scheduled.layerwise is not None:
                 computed = self.layerwise.advance(seq, scheduled.layerwise)
             if scheduled.num_drafts and not samples:  # it is computed again, without drafts
-                computed, seq.request.was_spoiled = 0, True
+                computed = 0
+                seq.request.was_spoiled = True
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
@@ -311,7 +313,9 @@ class Scheduler:
         that does not fit ends the admission, so that later ones do not take its blocks.
         """
         is_idle = not (self.running or self.loading)
-        manager, computing = self.block_manager, dict[bytes | None, Request]()  # by the hash block computed next
+        # by the hash block computed next
+        manager = self.block_manager
+        computing = dict[bytes | None, Request]()
         for running in [*self.running, *self.loading]:
             if running.is_prefill or running.status is RequestStatus.LOADING:
                 for seq in running.computing:
@@ -345,7 +349,10 @@ class Scheduler:
         Of a longer queue a step looks at the first ones, and at those after the last one that the step before it passed
         over, so that all have their turn.
         """
-        queue, index, half, has_skipped = list(self.waiting), 0, MOST_PASSED_OVER // 2, False
+        queue = list(self.waiting)
+        index = 0
+        half = MOST_PASSED_OVER // 2
+        has_skipped = False
         while index < len(queue):
             if len(passed_over) == MOST_PASSED_OVER:
                 return
@@ -362,7 +369,8 @@ class Scheduler:
         """Drafts of the decoding sequences, as far as this step has tokens and blocks that nothing else takes."""
         assert self.drafter is not None
         layer_by_layer = budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is not None
-        rows, tokens = sum(chunk for _, chunk in budget.chunks), len(budget.chunks)
+        rows = sum(chunk for _, chunk in budget.chunks)
+        tokens = len(budget.chunks)
         if layer_by_layer:  # it takes all that is left
             self.drafter.begin_step([], 0, rows, tokens)
             return {}
@@ -380,12 +388,15 @@ class Scheduler:
             found = found[: self._num_before_end(seq, found)]
             if count := self.block_manager.look_ahead(seq, len(found)):
                 drafts[seq] = found[:count]
-                left, rows = left - count, rows + count
+                left = left - count
+                rows = rows + count
         return drafts
 
     def _most_drafts(self, seq: Sequence, chunk: int) -> int:
         """How many tokens may follow the next one, of a sequence that computes `chunk` tokens."""
-        request, limits, manager = seq.request, self.limits, self.block_manager
+        request = seq.request
+        limits = self.limits
+        manager = self.block_manager
         if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining == 1:
             return 0
         longest = limits.max_model_len
@@ -441,12 +452,14 @@ class Scheduler:
 
     def _awaits_look(self, request: Request, waits: bool) -> bool:
         """Whether the block store is looking for what a waiting request lacks. waits: first wait for that."""
-        seq, manager = request.computing[0], self.block_manager
+        seq = request.computing[0]
+        manager = self.block_manager
         return manager.stored.store.is_looking(seq, manager.num_cached_tokens(seq), waits)
 
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the tokens of a waiting request that are neither cached nor stored."""
-        seq, chunk = request.computing[0], self.limits.chunk
+        seq = request.computing[0]
+        chunk = self.limits.chunk
         if seq.end <= chunk or seq.end - (cached := self.block_manager.num_cached_tokens(seq)) <= chunk:
             return True
         return seq.end - cached - self.block_manager.stored.num_tokens(seq, cached) <= chunk
@@ -486,7 +499,8 @@ class Scheduler:
         queue.remove(request)
 
     def _scheduled(self, seq: Sequence, chunk: int, drafts: Seq[int] = ()) -> ScheduledSequence:
-        end, states = seq.num_computed + chunk, self.block_manager.states
+        end = seq.num_computed + chunk
+        states = self.block_manager.states
         samples: list[SamplingRow] = []
         for other in seq.request.sampled_from(seq) if end == seq.end else ():
             samples += other.sampling_rows(drafts)
@@ -551,8 +565,11 @@ class Scheduler:
 
         Swapped and loading requests lose their blocks and wait to be admitted again.
         """
-        running, holding = set(self.running), set(self.swapped) | set(self.loading)
-        failed, held, waiting = list[Request](), list[Request](), list[Request]()
+        running = set(self.running)
+        holding = set(self.swapped) | set(self.loading)
+        failed = list[Request]()
+        held = list[Request]()
+        waiting = list[Request]()
         for request in dict.fromkeys([*self.running, *self.swapped, *self.loading, *self.waiting]):
             # An interrupt may leave a request that has half ended, or one that waits and is half admitted.
             is_begun = any(seq.block_tables or seq.state is not None for seq in request.sequences)
@@ -560,11 +577,17 @@ class Scheduler:
                 failed.append(request)
             else:
                 (held if request in holding else waiting).append(request)
-        self.waiting, self.running, self.swapped, self.loading, self._drafted = waiting, [], [], [], {}
+        self.waiting = waiting
+        self.running = []
+        self.swapped = []
+        self.loading = []
+        self._drafted = {}
         self.block_manager.reset()
         for request in [*failed, *held]:
             for seq in request.sequences:
-                seq.block_tables, seq.first_held, seq.num_computed = [], [], 0
+                seq.block_tables = []
+                seq.first_held = []
+                seq.num_computed = 0
                 seq.state = seq.held_state = seq.loading = None
                 seq.begun_snapshots = {}
         for request in held:
@@ -572,7 +595,8 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             _insert(self.waiting, request)
         for request in failed:
-            request.error, request.step_failed = error, True
+            request.error = error
+            request.step_failed = True
             for seq in request.live:
                 seq.finish_reason = "error"
             self._end(request, now)

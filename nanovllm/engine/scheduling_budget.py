@@ -117,6 +117,7 @@ class SchedulingBudget:
 
     def add_long_prefill(self) -> None:
         """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
-        self.left, self._reserved = self.left + self._reserved, 0
+        self.left = self.left + self._reserved
+        self._reserved = 0
         if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
             self.add_chunks(self.long_prefill)

@@ -91,7 +91,8 @@ class StateManager:
 
     def _leave(self, seq: Sequence) -> None:
         """A sequence does not go on from its state."""
-        state, seq.state = seq.state, None
+        state = seq.state
+        seq.state = None
         if state is not None:
             state.num_sequences -= 1
             self._release_unused(state)
@@ -144,7 +145,8 @@ class StateManager:
         return False
 
     def _release_held(self, seq: Sequence) -> None:
-        held, seq.held_state = seq.held_state, None
+        held = seq.held_state
+        seq.held_state = None
         if held is not None:
             self._release(held.state.slot)
 
@@ -177,7 +179,8 @@ class StateManager:
     def end_snapshots(self, seq: Sequence, hash_before: Callable[[Sequence, int], bytes]) -> None:
         """All layers have written them: let the prefix cache find them."""
         for position, state in seq.begun_snapshots.items():
-            content_hash, state.num_sequences = hash_before(seq, position), 0
+            content_hash = hash_before(seq, position)
+            state.num_sequences = 0
             if content_hash in self._snapshots:
                 self._release(state.slot)
             else:
@@ -207,7 +210,8 @@ class StateManager:
 
     def take_moves(self) -> list[StateMove]:
         """The copies decided since the last call, in the order in which they must be carried out."""
-        moves, self._moves = self._moves, []
+        moves = self._moves
+        self._moves = []
         return moves
 
     # ---- slots

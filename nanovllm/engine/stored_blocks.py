@@ -130,18 +130,21 @@ class StoredBlocks:
 
     def hold(self, seq: Sequence) -> None:
         """Give a sequence that is admitted blocks for what the store has of it, if there are enough of them."""
-        begin, end = seq.num_computed, self.store.reach(seq, seq.num_computed)
+        begin = seq.num_computed
+        end = self.store.reach(seq, seq.num_computed)
         seq.num_stored = end - begin if end > begin and self._manager.hold_beyond(seq, end) else 0
 
     def begin_loading(self, seq: Sequence) -> None:
         """Read the content of these blocks."""
         manager = self._manager
-        tables, slot = manager.physical_ids(seq, seq.num_computed), None
+        tables = manager.physical_ids(seq, seq.num_computed)
+        slot = None
         state_moves: Seq[StateMove] = ()
         if manager.states is not None:
             slot = manager.states.renew(seq)
             state_moves = manager.states.take_moves()
-        begin, moves = seq.num_computed - seq.num_stored, manager.take_moves()
+        begin = seq.num_computed - seq.num_stored
+        moves = manager.take_moves()
         seq.loading = self.store.load(seq, begin, seq.num_computed, tables, moves, slot, state_moves)
 
     def end_loading(self, seq: Sequence) -> bool:
@@ -150,7 +153,8 @@ class StoredBlocks:
         False if the read failed: then the sequence must be freed.
         """
         assert seq.loading is not None
-        loading, seq.loading = seq.loading, None
+        loading = seq.loading
+        seq.loading = None
         if not loading.succeeds():
             return False
         manager = self._manager
@@ -171,7 +175,8 @@ class StoredBlocks:
 
     def first_offered(self, group: KVGroup, end: int) -> int:
         """Index of the first of a group's blocks with the units that a prompt of `end` tokens reads to go on."""
-        unit, size = self.store.unit, group.block_size
+        unit = self.store.unit
+        size = group.block_size
         if (last := (end - 1) // unit * unit) == 0:
             return group.num_blocks(end)
         return group.first_visible(last) * size // unit * unit // size
@@ -187,7 +192,8 @@ class StoredBlocks:
             self._keep(seq, seq.num_computed)
 
     def _keep(self, seq: Sequence, previously_computed: int) -> None:
-        slot, is_due = None, seq.num_computed >= seq.prompt_len
+        slot = None
+        is_due = seq.num_computed >= seq.prompt_len
         is_due = is_due or seq.snapshots.is_due(previously_computed, seq.num_computed)
         if is_due and seq.state is not None and seq.held_state is None:  # else the state has seen drafts
             slot = seq.state.slot

@@ -46,8 +46,11 @@ class EngineView:
     """
 
     def __init__(self, engine: LLMEngine, kv_stats: Callable[[], KVStats]) -> None:
-        self._scheduler, self._manager = engine.scheduler, engine.scheduler.block_manager
-        self.progress, self.metrics, self.kv_stats = engine.progress, engine.metrics, kv_stats
+        self._scheduler = engine.scheduler
+        self._manager = engine.scheduler.block_manager
+        self.progress = engine.progress
+        self.metrics = engine.metrics
+        self.kv_stats = kv_stats
         self.prefix_cache: PrefixCacheStats = self._manager.stats  # totals since the engine was created
         self.limits = engine.limits  # such as max_model_len, max_num_seqs and num_layers
         tiers = self._manager.tiers
@@ -73,7 +76,8 @@ class EngineView:
 
     def block_states(self, step_share: float | None = None) -> bytes:
         """A `KVBlockState` for each physical block."""
-        states, groups = bytearray(self._manager.block_states()), self._manager.groups
+        states = bytearray(self._manager.block_states())
+        groups = self._manager.groups
         for seq in self._computing():
             for table, group in zip(seq.block_tables, groups, strict=True):
                 for block in self._physical(table[seq.num_computed // group.block_size :]):
@@ -83,7 +87,8 @@ class EngineView:
             # The tokens whose K/V is in the layer buffer, and is stored to the host.
             layer_chunk = self._layer_chunk(seq, step_share)
             index, _ = groups.of_layer[seq.layerwise.layer(layer_chunk)]
-            chunk, size = seq.layerwise.positions(layer_chunk), groups[index].block_size
+            chunk = seq.layerwise.positions(layer_chunk)
+            size = groups[index].block_size
             for block in self._physical(seq.block_tables[index][chunk.start // size : -(-chunk.stop // size)]):
                 if block >= self.tiers["device"]:
                     states[block] = KVBlockState.IN_FLIGHT
@@ -92,8 +97,10 @@ class EngineView:
         return bytes(states)
 
     def prefill(self, step_share: float | None = None) -> PrefillView:
-        progress, num_layers = self.progress(step_share or 0.0), self.limits.num_layers
-        tokens, done = progress.prompt_tokens, progress.prompt_tokens_done
+        progress = self.progress(step_share or 0.0)
+        num_layers = self.limits.num_layers
+        tokens = progress.prompt_tokens
+        done = progress.prompt_tokens_done
         unfilled = [seq for seq in self._computing() if seq.num_computed < seq.prompt_len]
         layer = 0 if step_share is None else min(int(step_share * num_layers), num_layers - 1) + 1
         layers = [seq.layerwise.layer(self._layer_chunk(seq, step_share)) + 1 for seq in unfilled if seq.layerwise]
@@ -109,7 +116,8 @@ class EngineView:
     def _request(self, request: Request) -> RequestView:
         computed = max((seq.num_computed for seq in request.live), default=0)
         blocks = dict.fromkeys(block for seq in request.live for block in self._physical(seq.blocks))
-        output_tokens, prompt_len = sum(seq.num_output_tokens for seq in request.sequences), request.prompt_len
+        output_tokens = sum(seq.num_output_tokens for seq in request.sequences)
+        prompt_len = request.prompt_len
         return RequestView(request.request_id, prompt_len, min(computed, prompt_len), output_tokens, tuple(blocks))
 
     def _layer_chunk(self, seq: Sequence, step_share: float | None) -> int:

@@ -51,7 +51,8 @@ class StatusLine:
             self.write(f"{text}\n")
         else:
             return
-        self._last_time, self._text = time.monotonic(), text
+        self._last_time = time.monotonic()
+        self._text = text
 
     def clear(self) -> None:
         """Erase the line before other output to the same terminal. It stays away until the next `show`."""
@@ -123,7 +124,8 @@ class Meter:
         self._prompts = self._computed = self._generated = 0
         self._cached = self._drafted = self._accepted = 0  # tokens of finished requests
         self._read = self._written = 0  # tokens of finished requests that came in these spans
-        self._reading, self._writing = Spans(), Spans()
+        self._reading = Spans()
+        self._writing = Spans()
         self._input = (0.0, 0.0)  # the last time at which there were more computed tokens, and how many
         self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
         self.restart()
@@ -160,10 +162,12 @@ class Meter:
 
     def text(self, running: Progress) -> str:
         """Such as `3 of 10 prompts, prefill 14,746 of 32,768 tokens (45%), 980.1 tok/s in, 0:15, about 0:18 left`."""
-        seconds, ended = time.monotonic() - self._start, self.finished + self.failed
+        seconds = time.monotonic() - self._start
+        ended = self.finished + self.failed
         parts = [] if self.total == 1 else [f"{of(ended, self.total)} prompts"]
         before = self._prompts + running.prefilled_tokens
-        done, tokens = before + running.prompt_tokens_done, before + running.prompt_tokens + running.waiting_tokens
+        done = before + running.prompt_tokens_done
+        tokens = before + running.prompt_tokens + running.waiting_tokens
         if done < tokens:
             parts.append(f"prefill {int(done):,} of {tokens:,} tokens ({100 * int(done) // tokens}%)")
         parts += [*self._rates(running, seconds), duration(seconds)]
@@ -188,7 +192,8 @@ class Meter:
         return ", ".join(parts)
 
     def _rates(self, running: Progress, seconds: float) -> list[str]:
-        read, written = self._computed + running.computed_tokens, self._generated + running.output_tokens
+        read = self._computed + running.computed_tokens
+        written = self._generated + running.output_tokens
         if read > self._input[1]:
             self._input = (seconds, read)
         if written and self._output is None:
@@ -218,7 +223,10 @@ class ProgressDisplay:
     ) -> None:
         self.is_held = False  # whether other text is on the terminal's line
         self._has_shown = self._watches = False
-        self._line, self._meter, self._progress, self._prefix = line, meter, progress, prefix
+        self._line = line
+        self._meter = meter
+        self._progress = progress
+        self._prefix = prefix
         self._watch_steps = watch_steps
         self._begin = time.monotonic() + DELAY
         self._others: Callable[[float], None] | None = None

@@ -82,7 +82,8 @@ def part_of(tensor: StoredTensor, name: str, *index: int | slice, transposed: bo
 
 def _part_of_ranges(outer: Sequence[int | range], inner: Sequence[int | range]) -> list[int | range]:
     """The index into a whole tensor of a part of its part."""
-    rest, found = iter(inner), list[int | range]()
+    rest = iter(inner)
+    found = list[int | range]()
     for each in outer:
         index = None if isinstance(each, int) else next(rest, None)
         if index is None or isinstance(each, int):
@@ -164,7 +165,9 @@ class TensorReader:
 
     def close(self) -> None:
         self._open.close()
-        self._file, self._tensors, self._num_read = None, None, 0
+        self._file = None
+        self._tensors = None
+        self._num_read = 0
 
 
 def joined(read: Callable[[tuple[slice, ...]], Tensor], part: Part) -> Tensor:

@@ -56,7 +56,8 @@ class FastTokenizer:
 
 def load_fast(directory: Path, model_type: str | None) -> FastTokenizer | None:
     """The tokenizer of a directory whose tokenizer_config.json has been checked; None if Transformers must read it."""
-    file, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    file = directory / "tokenizer.json"
+    config_file = directory / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     if not file.is_file() or not _is_plain(directory, config):
         return None

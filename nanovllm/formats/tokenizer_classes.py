@@ -68,7 +68,8 @@ def class_name(config: Mapping[str, Any], model_type: str | None, file: str) -> 
     """
     if config.get("auto_map"):
         return None
-    own, registered = config.get("tokenizer_class"), CLASSES.get(model_type or "")
+    own = config.get("tokenizer_class")
+    registered = CLASSES.get(model_type or "")
     if own is None:
         return registered or GENERIC
     name = GENERIC if own in _GENERIC_NAMES else str(own).removesuffix("Fast")

@@ -97,7 +97,8 @@ class OffloadedKVCache(KVCacheBase):
         state_moves: Sequence[StateMove] = (),
     ) -> StepTraffic:
         """See `KVCacheBase`. Announces the ring groups of all layers: `attend` must use them up in this order."""
-        engine, groups = self.engine, self.layout.groups
+        engine = self.engine
+        groups = self.layout.groups
         of_groups = [[seq.of_group(index) for seq in sequences] for index in range(len(groups))]
         reads = [
             plan_block_reads(of_group, group.block_size, group.window)
@@ -106,7 +107,8 @@ class OffloadedKVCache(KVCacheBase):
         chosen: Sequence[Collection[int]] = [()] * len(groups)  # reads of the CPU
         concurrent = False
         if self.cpu_attention is not None:
-            chosen, concurrent = self.cpu_attention.choose(reads, sequences), self.cpu_attention.concurrent
+            chosen = self.cpu_attention.choose(reads, sequences)
+            concurrent = self.cpu_attention.concurrent
         limits = (engine.split.resident_blocks, engine.group_slots)
         self._plans = [
             group_block_reads(of_reads, of_group, group.block_size, *limits, by_cpu, concurrent)
@@ -119,7 +121,8 @@ class OffloadedKVCache(KVCacheBase):
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
         ring = [[block_group.reads for block_group in plan.ring] for plan in self._plans]
         for layout, of_group in zip(self.layout.of_groups, ring, strict=True):
-            loaded_bytes, stored_bytes = layout.num_readers * layout.token_layer_bytes, layout.token_bytes
+            loaded_bytes = layout.num_readers * layout.token_layer_bytes
+            stored_bytes = layout.token_bytes
             for read in chain.from_iterable(of_group):
                 traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * loaded_bytes
                 traffic.d2h_bytes[read.readers[0]] += read.new_tokens * stored_bytes
@@ -133,11 +136,15 @@ class OffloadedKVCache(KVCacheBase):
         step. Raises EngineError otherwise.
         """
         if self._stores_scales:
-            k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
+            k = as_stored(k, self.engine.ring.dtype)
+            v = as_stored(v, self.engine.ring.dtype)
         groups = self.layout.groups
         index, plane = groups.of_layer[layer]
-        window, resident = groups[index].window, self.engine.resident_of[index]
-        plan, state, cpu_attention = self._plans[index], self._geometry.before_keys(layer, q), self.cpu_attention
+        window = groups[index].window
+        resident = self.engine.resident_of[index]
+        plan = self._plans[index]
+        state = self._geometry.before_keys(layer, q)
+        cpu_attention = self.cpu_attention
         if cpu_attention is not None:
             cpu_attention.start(layer, plan, q)
         for group in plan.items:
@@ -166,7 +173,8 @@ class OffloadedKVCache(KVCacheBase):
             self.cpu_attention.end_step()
 
     def stats(self) -> KVStats:
-        engine, stats = self.engine, super().stats()
+        engine = self.engine
+        stats = super().stats()
         return replace(
             stats,
             device_bytes=stats.device_bytes + engine.ring.nbytes,
@@ -203,9 +211,11 @@ def merge_attention_outputs(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) 
     if use_triton(o1):
         from nanovllm.ops.triton_merge import merge_parts_triton
 
-        out, lse = torch.empty_like(o1), torch.empty_like(lse1)
+        out = torch.empty_like(o1)
+        lse = torch.empty_like(lse1)
         merge_parts_triton(out, lse, o1, lse1, o2.unsqueeze(0), lse2.unsqueeze(0))
         return out, lse
-    out, lse = o1.to(torch.float32, copy=True), lse1.clone()
+    out = o1.to(torch.float32, copy=True)
+    lse = lse1.clone()
     merge_states_(out, lse, o2, lse2)
     return out.to(o1.dtype), lse

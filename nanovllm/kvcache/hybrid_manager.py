@@ -77,7 +77,8 @@ class HybridManager:
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
         """Assign the block to another tier. Carry out the returned move before the next forward pass."""
-        source_tier, source = self.tier_of(block_id), self.physical_ids[block_id]
+        source_tier = self.tier_of(block_id)
+        source = self.physical_ids[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")
         self.physical_ids[block_id] = self.pools[tier].allocate()

@@ -85,7 +85,8 @@ class OffloadEngine(KVPools):
         """
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)
-        self._groups, self._next = groups, 0
+        self._groups = groups
+        self._next = 0
         for group, (layer, uses) in enumerate(groups[: self._num_groups]):
             self.load_to_slot_layer(group, layer, uses)
 
@@ -116,7 +117,8 @@ class OffloadEngine(KVPools):
 
     def release(self) -> None:
         """Compute no longer needs the acquired slots: start loading the group that uses them next."""
-        group, following = self._next % self._num_groups, self._next + self._num_groups
+        group = self._next % self._num_groups
+        following = self._next + self._num_groups
         self._next += 1
         self.order.after_compute(group)
         if following < len(self._groups):
@@ -124,7 +126,8 @@ class OffloadEngine(KVPools):
 
     def abandon(self) -> None:
         """See `KVPools`."""
-        self._groups, self._next = (), 0
+        self._groups = ()
+        self._next = 0
         super().abandon()
 
     # ---- the layer buffer; `index` is the block's index in its sequence
@@ -162,7 +165,9 @@ class OffloadEngine(KVPools):
         in_buffer = group - self._num_groups
         memory, first_slot = (self._buffer, in_buffer) if in_buffer >= 0 else (self._ring, group * self.group_slots)
         kv_group, plane = self.layout.groups.of_layer[layer]
-        layout, slots, host = self.layout.of_groups[kv_group], memory[kv_group], self.host_of[kv_group]
+        layout = self.layout.of_groups[kv_group]
+        slots = memory[kv_group]
+        host = self.host_of[kv_group]
         tokens = [use.stored_tokens if kind == "h2d" else use.new_tokens for use in uses]
         blocks = [use.physical_id - self.split.resident_blocks for use in uses]
         for first, count in self._runs(blocks, tokens, layout.block_size):
@@ -205,12 +210,16 @@ class OffloadEngine(KVPools):
         layout: of the blocks' KV group.
         """
         if tokens == layout.block_size:  # a layer of a block is contiguous
-            slot_pitch, host_pitch = self.layout.block_layer_bytes, self.layout.block_bytes
-            width, height = layout.block_layer_bytes, count
+            slot_pitch = self.layout.block_layer_bytes
+            host_pitch = self.layout.block_bytes
+            width = layout.block_layer_bytes
+            height = count
         else:  # tokens are contiguous within a head, so each head of K and V is one row
-            slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
+            slot = slot[0, 0, first_token:]
+            host = host[0, 0, first_token:]
             slot_pitch = host_pitch = layout.head_pitch
-            width, height = tokens * layout.row_bytes, layout.rows_per_token
+            width = tokens * layout.row_bytes
+            height = layout.rows_per_token
         ends = (slot, host, slot_pitch, host_pitch) if kind == "h2d" else (host, slot, host_pitch, slot_pitch)
         self.device.copy_2d(PitchedCopy(*ends, width, height, kind), stream)
         self.count(kind, count, width * height)

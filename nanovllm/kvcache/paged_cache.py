@@ -74,14 +74,17 @@ class PagedKVCache(KVCacheBase):
         state_moves: Sequence[StateMove] = (),
     ) -> StepTraffic:
         self.pools.move_blocks(moves, state_moves)
-        self._sequences, self._groups = sequences, []
+        self._sequences = sequences
+        self._groups = []
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         if not self._groups:
             self._make_tables()
         group, plane = self.layout.groups.of_layer[layer]
-        step, window, pool = self._groups[group], self.layout.groups[group].window, self._pools[group][plane]
+        step = self._groups[group]
+        window = self.layout.groups[group].window
+        pool = self._pools[group][plane]
         block_size = self.layout.groups[group].block_size
         self._device.declare_kernel("write K/V", writes=step.blocks(pool, block_size, written=True))
         if step.few_rows is not None:
@@ -110,9 +113,12 @@ class PagedKVCache(KVCacheBase):
             sequences = [sequence.of_group(index) for sequence in self._sequences]
             visible = [seq.visible(group.window, group.block_size) for seq in sequences]
             slots = upload(torch.cat([_slots(seq, group.block_size) for seq in sequences]), self._device.torch_device)
-            table, few_rows = AttentionMetadata(visible), None
+            table = AttentionMetadata(visible)
+            few_rows = None
             if isinstance(self._backend, NativeAttention) and len(slots) <= MAX_STEP_ROWS:
-                dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
+                dtype = self._geometry.dtype
+                heads = self._geometry.num_heads
+                scale = self._geometry.scale
                 of_step = (slots, table, dtype, heads, scale, group.window)
                 few_rows = PagedStep(self._pools[index], *of_step, self._backend.num_threads)
             is_few = all(seq.query_len <= MAX_DECODE_ROWS for seq in visible)
@@ -122,6 +128,7 @@ class PagedKVCache(KVCacheBase):
 
 def _slots(sequence: SequenceMetadata, block_size: int) -> Tensor:
     """The slot mapping of a sequence's rows, int64 [query_len]."""
-    first, positions = sequence.context_len // block_size, sequence.positions()
+    first = sequence.context_len // block_size
+    positions = sequence.positions()
     blocks = torch.tensor(sequence.block_table[first:])[positions // block_size - first]
     return blocks * block_size + positions % block_size

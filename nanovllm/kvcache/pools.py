@@ -77,18 +77,23 @@ class KVPools:
             self.states.copy_layers(src, dst, layers, stream, self.count)
 
     def _move(self, move: BlockMove, stream: Stream) -> None:
-        layout, first_host = self.layout, self.split.resident_blocks
-        dst, src = self.block(move.dst), self.block(move.src)
+        layout = self.layout
+        first_host = self.split.resident_blocks
+        dst = self.block(move.dst)
+        src = self.block(move.src)
         kind = MOVE_KINDS[move.src >= first_host][move.dst >= first_host]
         if move.num_tokens is None:  # one strided copy for all planes
             dpitch, spitch = (block.stride(0) * block.element_size() for block in (dst, src))
-            width, height = layout.block_layer_bytes, layout.planes
+            width = layout.block_layer_bytes
+            height = layout.planes
             number = self.device.copy_2d(PitchedCopy(dst, src, dpitch, spitch, width, height, kind), stream)
             self.count(kind, number, width * height)
             return
         # The heads of K and V are equally far apart within a plane only: one strided copy for each of them.
         layout = layout.of_groups[move.group]
-        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
+        pitch = layout.head_pitch
+        width = move.num_tokens * layout.row_bytes
+        height = layout.rows_per_token
         for plane in range(self.layout.planes):
             self.device.copy_2d(PitchedCopy(dst[plane], src[plane], pitch, pitch, width, height, kind), stream)
         self.count(kind, 1, self.layout.planes * width * height)

@@ -52,7 +52,9 @@ class StatePool:
             ("convolution states", spec.recurrent.conv_shape, dtype),
             ("recurrent states", spec.recurrent.state_shape, torch.float32),
         ]
-        count, self._on_device, self._on_host = len(self._layers), list[Tensor](), list[Tensor]()
+        count = len(self._layers)
+        self._on_device = list[Tensor]()
+        self._on_host = list[Tensor]()
         for name, shape, kind in parts:
             one = (1, 1, 1, prod(shape))  # a state is one row, where a KV block has [2, kv_heads, tokens, head_dim]
             on_device = device.empty(name, (count, num_device_slots, *one), kind)
@@ -160,7 +162,8 @@ class StatePool:
         self, src: int, dst: int, own: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
     ) -> None:
         """Submit the copies of a state, or of some recurrent layers of it, which count as a copy with the first one."""
-        num_bytes, kind = 0, MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
+        num_bytes = 0
+        kind = MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
         for part in range(len(self._on_device)):
             to, origin = (self._slot(part, slot)[own.start : own.stop] for slot in (dst, src))
             dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))

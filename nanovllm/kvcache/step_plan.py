@@ -112,7 +112,8 @@ def group_block_reads(
     cpu_attention: indices of the reads that the CPU attends to: concurrently with the device, or else in order with the
     other groups. A ring group has at most `group_slots` blocks.
     """
-    in_order, aside = _Grouping(block_size), _Grouping(block_size)
+    in_order = _Grouping(block_size)
+    aside = _Grouping(block_size)
     for index, read in enumerate(reads):
         if index in cpu_attention:
             (aside if concurrent else in_order).append(CpuAttentionGroup, read)

@@ -55,7 +55,8 @@ class TransferOrder:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._compute = device.compute_stream
-        self._loads, self._stores = device.new_stream("kv-loads"), device.new_stream("kv-stores")
+        self._loads = device.new_stream("kv-loads")
+        self._stores = device.new_stream("kv-stores")
         self._move_stream = device.new_stream("kv-moves")
         self._cpu_attention: Stream = self._compute  # the stream on which the CPU attends to host blocks
         self._streams = [self._loads, self._stores, self._move_stream]

@@ -72,7 +72,8 @@ class Experts:
         self.correction_bias = None if spec.correction_bias is None else others.pop(0)
         self.expert_scale = None if spec.expert_scale is None else others.pop(0)
         modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
-        inner, down_biases = spec.intermediate_size, spec.biases and adds_biases
+        inner = spec.intermediate_size
+        down_biases = spec.biases and adds_biases
         gate_up = [{gate: inner, up: inner} for gate, up, _ in modules]
         self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device, spec.biases)
         down = [{down: hidden_size} for _, _, down in modules]
@@ -81,7 +82,8 @@ class Experts:
         self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others.pop(0)
         if spec.shared is not None:
             inner = spec.shared.intermediate_size
-            parts, prefix = {"gate_proj": inner, "up_proj": inner}, spec.shared_prefix(layer)
+            parts = {"gate_proj": inner, "up_proj": inner}
+            prefix = spec.shared_prefix(layer)
             stored = (activation, method, dtype, device)
             self.shared = GatedMLP(hidden_size, inner, parts, prefix, (False, False), *stored)
 
@@ -227,7 +229,8 @@ class ExpertWeights:
             return self._weights[expert].apply(x, None if self._biases[0] is None else self._biases[0][expert])
         found = []
         for weight, size, biases in zip(self._weights, self._sizes, self._biases, strict=True):
-            own, bias = slice(expert * size, (expert + 1) * size), None if biases is None else biases[expert]
+            own = slice(expert * size, (expert + 1) * size)
+            bias = None if biases is None else biases[expert]
             if isinstance(weight, PackedMatrix):
                 found.append(packed_linear(x, weight.packed.rows(own), bias))
             else:
@@ -291,9 +294,11 @@ def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:
     rows, k = chosen.shape
     experts, order = chosen.flatten().sort(stable=True)
     if chosen.is_meta:
-        numbers, counts = range(k), [rows] * k
+        numbers = range(k)
+        counts = [rows] * k
     else:
         distinct, sizes = experts.unique_consecutive(return_counts=True)
-        numbers, counts = distinct.tolist(), sizes.tolist()
+        numbers = distinct.tolist()
+        counts = sizes.tolist()
     for expert, entries in zip(numbers, order.split(counts), strict=True):
         yield expert, entries // k, weights.flatten()[entries]

@@ -24,7 +24,8 @@ def part_sizes(ctx: ForwardContext, most: int) -> list[int]:
     """The rows of each part of a step, at most `most`. No part ends within a chunk, in rows that have the chunk whole,
     so that what else is in a step has no influence on how a sequence is computed.
     """
-    ends, total = [0], sum(seq.query_len for seq in ctx.sequences)
+    ends = [0]
+    total = sum(seq.query_len for seq in ctx.sequences)
     while ends[-1] < total:
         end = min(ends[-1] + most, total)
         cut = next((seq for seq in ctx.sequences if seq.query_start < end < seq.query_start + seq.query_len), None)
@@ -40,7 +41,8 @@ def parts_of_states(ctx: ForwardContext, sizes: Sequence[int]) -> Sequence[State
     if ctx.state_parts:
         return ctx.state_parts
     assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
-    slots, device = ctx.states.slots, ctx.states.slots.device
+    slots = ctx.states.slots
+    device = ctx.states.slots.device
     parts = list(pairwise(accumulate(sizes, initial=0)))
     return [StatePart(_runs(ctx, *part, slots), _kept_rows(ctx, *part, device)) for part in parts]
 
@@ -89,7 +91,8 @@ def _kept_rows(ctx: ForwardContext, begin: int, end: int, device: torch.device) 
     """Those of rows [begin, end)."""
     if ctx.states is None or ctx.states.kept is None:
         return None
-    source, target = list[int](), list[int]()
+    source = list[int]()
+    target = list[int]()
     for seq, places in zip(ctx.sequences, ctx.states.kept.rows, strict=True):
         for row, place in enumerate(places, seq.query_start):
             if begin <= row < end:
@@ -141,7 +144,8 @@ class GatedDelta:
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v side by side, z, b and a, head after head each, from the order of the checkpoint's modules."""
-        spec, heads = self.spec, self.spec.num_value_heads
+        spec = self.spec
+        heads = self.spec.num_value_heads
         if not spec.merged_projections:
             mixed, z, b, a = projected.split((spec.channels, spec.value_size, heads, heads), dim=1)
             return mixed, z, b, a
@@ -155,7 +159,8 @@ class GatedDelta:
 
     def slots(self) -> NamedSlots:
         """The slots of what it has besides its projections."""
-        prefix, heads = self._prefix, (self.spec.num_value_heads,)
+        prefix = self._prefix
+        heads = (self.spec.num_value_heads,)
         shape = (self.spec.channels, 1, self.spec.conv_kernel)
         yield f"{prefix}conv1d.weight", WeightSlot(self.conv.T[:, None], shape)
         yield f"{prefix}dt_bias", slot_of(self.decay.bias)

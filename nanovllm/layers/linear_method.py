@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.ops.cpu_kernels import WeightPart
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that convert to any other
-ROWS, COLUMNS = 0, 1  # the dimensions of a matrix
+# the dimensions of a matrix
+ROWS = 0
+COLUMNS = 1
 
 
 class Axis(NamedTuple):

@@ -38,7 +38,8 @@ def mask_(logits: Tensor, masks: Sequence[TokenMask | None]) -> Tensor:
     The packed bits go to the device, and are unpacked there. An empty mask allows nothing.
     """
     if any(mask is not None for mask in masks):
-        vocab_size, num_bytes = logits.shape[1], -(-logits.shape[1] // 8)
+        vocab_size = logits.shape[1]
+        num_bytes = -(-logits.shape[1] // 8)
         everything = b"\xff" * num_bytes
         parts = [everything if mask is None else mask.bits[:num_bytes].ljust(num_bytes, b"\0") for mask in masks]
         packed = upload(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), logits.device)

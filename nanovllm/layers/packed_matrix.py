@@ -39,7 +39,8 @@ class PackedMatrix:
 
     def module_weights(self) -> Iterator[tuple[str, PackedWeight]]:
         """Each module and its rows: views until `finish_loading`."""
-        start, packed = 0, self.packed.in_rows()
+        start = 0
+        packed = self.packed.in_rows()
         for module, size in self._parts.items():
             yield module, packed.rows(slice(start, start + size))
             start += size
@@ -75,7 +76,8 @@ class StackedWeights:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        start, found = 0, []
+        start = 0
+        found = []
         for weight, size in zip(self._weights, self._sizes, strict=True):
             inside = (indices >= start) & (indices < start + size)
             found.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))

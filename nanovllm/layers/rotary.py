@@ -92,7 +92,8 @@ def rotated_order(rotary_dim: int, head_dim: int, device: torch.device) -> Tenso
 
     The first `rotary_dim` features are rotated, in pairs half of that apart.
     """
-    rotated, others = torch.arange(rotary_dim, device=device), torch.arange(rotary_dim, head_dim, device=device)
+    rotated = torch.arange(rotary_dim, device=device)
+    others = torch.arange(rotary_dim, head_dim, device=device)
     parts = zip(rotated.chunk(2), others.chunk(2), strict=True)
     return torch.cat([part for both in parts for part in both])
 
@@ -117,7 +118,9 @@ def _exponents(head_dim: int) -> Tensor:
 
 def _llama3_frequencies(rope: RopeSpec, inv_freq: Tensor) -> Tensor:
     """Stretch long wavelengths by `factor`, keep short ones and blend between them (Llama 3.1)."""
-    low, high, trained = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
+    trained = rope.original_max_position
     wavelength = 2 * math.pi / inv_freq
     stretched = torch.where(wavelength > trained / low, inv_freq / rope.factor, inv_freq)
     blend = (trained / wavelength - low) / (high - low)
@@ -134,8 +137,10 @@ def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     first = _dim_turning(rope.beta_fast, rope, head_dim)
     last = _dim_turning(rope.beta_slow, rope, head_dim)
     if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     width = (last - first) or 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
     kept = 1 - ramp

@@ -19,7 +19,8 @@ from nanovllm.ops.upload import upload
 
 WINDOW = 1024  # number of largest logits of a row that are sorted first
 # Returned instead of a token: the logits of the row hold NaN or infinity; all tokens of the row are banned.
-NOT_FINITE, ALL_BANNED = -1, -2
+NOT_FINITE = -1
+ALL_BANNED = -2
 
 
 # Takes fp32 logits [rows, vocab], which it may change, and returns int64 [rows].
@@ -99,7 +100,8 @@ def draw_from_likeliest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _draw_in_order(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if scores.device.type == "cpu":  # elsewhere reading the number costs more than noise for all
         width = max(1, int((scores > float("-inf")).sum(dim=-1).max()))  # kept scores come first
-        scores, tokens = scores[:, :width], tokens[:, :width]
+        scores = scores[:, :width]
+        tokens = tokens[:, :width]
     return tokens.gather(1, _draw(scores, tokens, rows).unsqueeze(1)).squeeze(1)
 
 

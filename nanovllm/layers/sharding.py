@@ -192,7 +192,8 @@ def rank_part(total: int, rank: int, num_ranks: int, unit: int = 1) -> range:
     Parts differ by at most one unit.
     """
     units = -(-total // unit)
-    first, last = units * rank // num_ranks, units * (rank + 1) // num_ranks
+    first = units * rank // num_ranks
+    last = units * (rank + 1) // num_ranks
     return range(min(first * unit, total), min(last * unit, total))
 
 

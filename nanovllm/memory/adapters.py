@@ -37,7 +37,8 @@ def without_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpe
     if not config.enable_lora:
         return memory
     one = most_elements(spec, config.max_lora_rank) * itemsize
-    on_device, on_host = config.max_loras * one, config.num_cpu_loras * one
+    on_device = config.max_loras * one
+    on_host = config.num_cpu_loras * one
     arguments = f"max_loras={config.max_loras}, max_lora_rank={config.max_lora_rank}"
     remedy = "lower them, or max_cpu_loras"
     taken = on_device + on_host if memory.tiers_share_memory else on_device

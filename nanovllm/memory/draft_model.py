@@ -34,7 +34,8 @@ class DraftMemory:
 
     def without(self, memory: MemoryFacts) -> MemoryFacts:
         """What is left of the memory. Raises ConfigError if there is too little."""
-        taken, remedy = self.device_bytes, "take a smaller one, or lower the max_model_len of speculative_config"
+        taken = self.device_bytes
+        remedy = "take a smaller one, or lower the max_model_len of speculative_config"
         check_fits(self.what, taken, memory.device_free, "the device has", remedy)
         shared = taken if memory.tiers_share_memory else 0
         return replace(memory, device_free=memory.device_free - taken, host_free=memory.host_free - shared)

@@ -56,7 +56,8 @@ class KVSizing:
         try:
             return self._plan()
         except CacheTooSmallError as error:
-            wanted, held = self.config.max_model_len, error.plan.max_model_len
+            wanted = self.config.max_model_len
+            held = error.plan.max_model_len
             ways = [{"max_model_len": held}] if wanted and held else []
             ways += self.changes_for(wanted or 1)
             raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do", ways) from None
@@ -124,7 +125,8 @@ class KVSizing:
 
     def _both_tiers(self, tokens: int) -> list[dict[str, Any]]:
         """As much on the host as it holds, and more on the device, where neither suffices alone."""
-        config, host_free = self.config, self.memory.host_free
+        config = self.config
+        host_free = self.memory.host_free
         if self.memory.tiers_share_memory or not host_free:
             return []
         first = {} if config.enable_cpu_offload else self._offload(tokens)
@@ -165,10 +167,12 @@ class KVSizing:
 
     def advice(self, tokens: int) -> Advice:
         """What to do about a sequence of too many tokens, with the plan's numbers, as part of an error message."""
-        plan, memory = self._plan(), self.memory
+        plan = self._plan()
+        memory = self.memory
         fits = f"as things are, prompts of up to {plan.max_model_len} tokens fit"
         if tokens > self.model_max_len:
-            longer, end = self._longer_positions(tokens), self.model_max_len
+            longer = self._longer_positions(tokens)
+            end = self.model_max_len
             says = f"the model's positions end at {end}, so shorten the prompt{_extended(longer)}"
             return Advice(f"{says}; {fits}", longer)
         held = (
@@ -199,7 +203,9 @@ class KVSizing:
             return error.plan
 
     def _changed(self, arguments: Mapping[str, Any]) -> KVSizing:
-        config, old, memory = replace(self.config, **arguments), self.layout, self.memory
+        config = replace(self.config, **arguments)
+        old = self.layout
+        memory = self.memory
         if config.kv_cache_dtype != self.config.kv_cache_dtype:
             old = old.stored_as(config.kv_cache_dtype)
         if self.memory_of is not None and any(name in arguments for name in MEMORY_TAKERS):
@@ -229,7 +235,8 @@ class KVSizing:
 
         Raises a given block count, or the memory share of a tier that is sized from memory.
         """
-        config, counts = self.config, self._counts()
+        config = self.config
+        counts = self._counts()
         lacking = self.blocks_for(tokens) - counts.num_sequence_blocks
         if not config.enable_cpu_offload:
             yield self._offload(tokens)
@@ -262,7 +269,8 @@ class KVSizing:
 
         Otherwise use the default block size of offload, unless the device is too small for it.
         """
-        config, switch = self.config, {"enable_cpu_offload": True}
+        config = self.config
+        switch = {"enable_cpu_offload": True}
         if config.num_gpu_blocks == -1:
             return switch if self._holds(tokens, switch) else switch | {"kvcache_block_size": self.layout.block_size}
         resident = split_device(config.num_gpu_blocks, self.layout.planes).resident_blocks

@@ -66,7 +66,8 @@ class KVLayout:
     def with_heads(self, heads: Sequence[Heads]) -> KVLayout:
         """The layout of layers that have these heads."""
         if len(set(heads)) == 1:
-            (num_kv_heads, head_dim), heads = heads[0], ()
+            (num_kv_heads, head_dim) = heads[0]
+            heads = ()
         else:
             num_kv_heads, head_dim = max(heads, key=lambda each: (self._bytes_of(each), each))
         return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, heads=tuple(heads))
@@ -117,7 +118,8 @@ class KVLayout:
         """
         if not self.heads:
             return [memory] * len(self.groups)
-        planes, shapes = memory.flatten(-4), [layout.block_shape for layout in self.of_groups]
+        planes = memory.flatten(-4)
+        shapes = [layout.block_shape for layout in self.of_groups]
         return [planes[..., : prod(shape)].unflatten(-1, shape) for shape in shapes]
 
     @property

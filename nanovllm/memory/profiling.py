@@ -39,7 +39,8 @@ class ScratchKVCache:
     """A KV cache of a single block, used as every block of one sequence with max_num_batched_tokens new tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
-        spec, tokens = model.spec, config.max_num_batched_tokens
+        spec = model.spec
+        tokens = config.max_num_batched_tokens
         layout = of_rank(layout_of(config, spec, model.dtype.itemsize), spec)
         self._backend = backend
         self._scale = spec.attention_scale
@@ -54,7 +55,8 @@ class ScratchKVCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`; does not store k and v."""
-        state, group = AttentionState.empty(q), self._groups.of_layer[layer][0]
+        state = AttentionState.empty(q)
+        group = self._groups.of_layer[layer][0]
         window = self._groups[group].window
         self._backend.attend(q, self._pools[group], self._tables[group], state, self._scale, window)
         return q.copy_(state.out)
@@ -108,7 +110,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._references:
             self._references[key] = 0
             self.live += size

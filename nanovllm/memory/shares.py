@@ -21,11 +21,13 @@ def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) ->
     Other configurations are returned as they are. A share is of the most K and V that a sequence keeps at once, and at
     least the ring. spec: of this rank. itemsize: bytes of an element of the model's dtype.
     """
-    asked, given = config.kv_share, config.num_bytes("kv_cache_memory_bytes")
+    asked = config.kv_share
+    given = config.num_bytes("kv_cache_memory_bytes")
     if asked is None and given is None:
         return config
     layout = layout_of(config, spec, itemsize)
-    tokens, needed = 0, 0
+    tokens = 0
+    needed = 0
     if asked is not None:
         tokens = asked.tokens or config.max_model_len or spec.max_model_len
         needed = layout.held_bytes(tokens, config.chunk)

@@ -37,7 +37,8 @@ class StateSlots(NamedTuple):
     def transfers(self, moves: Iterable[StateMove]) -> TransferCount:
         """What these moves copy between the tiers."""
         ends = [(move.src >= self.device, move.dst >= self.device) for move in moves if move.src is not None]
-        h2d, d2h = ends.count((True, False)), ends.count((False, True))
+        h2d = ends.count((True, False))
+        d2h = ends.count((False, True))
         return TransferCount(h2d, h2d * self.slot_bytes, d2h, d2h * self.slot_bytes)
 
 
@@ -143,7 +144,8 @@ def _plan_tiers(
     reserved_bytes = reserved.num_bytes(layout, token_bytes)
     left = replace(memory, activation_peak=memory.activation_peak + reserved_bytes)
     useful, for_host = _useful_blocks(config, layout, memory, wanted_len, watermark)
-    num_gpu_blocks, num_cpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout)), 0
+    num_gpu_blocks = _device_blocks(config, layout, left, useful, reserved.buffer_bytes(layout))
+    num_cpu_blocks = 0
     split = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.planes, layout.block_layer_bytes)
@@ -195,7 +197,8 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     """
     if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
-    left, shared = cache_budget(config, memory), memory.tiers_share_memory
+    left = cache_budget(config, memory)
+    shared = memory.tiers_share_memory
     named_bytes = config.num_bytes("kv_cache_memory_bytes")
     if shared:  # the swap space and the host's blocks are taken from the same memory
         left -= max(0, memory.device_free - memory.host_free)
@@ -233,7 +236,8 @@ def host_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, 
 
 def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """The host blocks of a rank that are asked for; -1 if they are sized from memory."""
-    num_bytes, ranks = config.num_bytes("kv_offloading_size"), config.tensor_parallel_size
+    num_bytes = config.num_bytes("kv_offloading_size")
+    ranks = config.tensor_parallel_size
     if num_bytes is None:
         return config.num_cpu_blocks
     blocks = num_bytes // ranks // layout.block_bytes
@@ -255,7 +259,8 @@ def fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
     """The device blocks that are asked for; -1 if they are sized from memory."""
-    fewest, given = fewest_blocks(config, layout), config.num_bytes("kv_cache_memory_bytes")
+    fewest = fewest_blocks(config, layout)
+    given = config.num_bytes("kv_cache_memory_bytes")
     if given is not None:
         blocks = (given - buffer_bytes) // layout.block_bytes
         if blocks < fewest:
@@ -285,7 +290,8 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
     if named != -1:
         _check_blocks_fit(device_size, config, named, layout, memory.device_free, "the device has")
         return named
-    held, budget = memory.device_total - memory.device_free, cache_budget(config, memory)
+    held = memory.device_total - memory.device_free
+    budget = cache_budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)
@@ -334,7 +340,8 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
     if plan.max_model_len < 1:
         names = [*device_size(config, layout, 0), *host_size(config, layout, 0)]
         given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-        left, least = plan.num_sequence_blocks, layout.groups.most_blocks(1, config.chunk)
+        left = plan.num_sequence_blocks
+        least = layout.groups.most_blocks(1, config.chunk)
         leaves = f"{left}, and a sequence needs {least}" if left else "none for a sequence"
         raise CacheTooSmallError(f"{given}: the ring takes all KV blocks and leaves {leaves}", plan)
     if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
@@ -353,12 +360,14 @@ def check_step_fits(spec: DecoderSpec, itemsize: int, config: EngineConfig, free
 
     Called before that step is run to measure it. itemsize: bytes of an element of the model's dtype.
     """
-    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    tokens = config.max_num_batched_tokens
+    seqs = config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
         layout = layout_of(config, spec, itemsize)
         blocks //= len(layout.groups)  # each token is in a block of every group
-        tokens, seqs = min(tokens, blocks * layout.block_size), min(seqs, blocks)
+        tokens = min(tokens, blocks * layout.block_size)
+        seqs = min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
     least = least_step_bytes(spec, itemsize, tokens, seqs)
     check_fits(what, least, free, "next to the weights the device has", "lower them")

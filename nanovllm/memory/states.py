@@ -23,10 +23,13 @@ def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: 
     """
     if spec.recurrent is None:
         return None
-    one, most = spec.state_bytes(itemsize), config.max_num_seqs
-    budget, host_budget = max(0, cache_budget(config, memory)) // STATE_SHARE, memory.host_free // HOST_STATE_SHARE
+    one = spec.state_bytes(itemsize)
+    most = config.max_num_seqs
+    budget = max(0, cache_budget(config, memory)) // STATE_SHARE
+    host_budget = memory.host_free // HOST_STATE_SHARE
     if memory.tiers_share_memory:
-        budget, host_budget = min(budget, CPU_KV_BYTES // STATE_SHARE), min(host_budget, CPU_KV_BYTES // STATE_SHARE)
+        budget = min(budget, CPU_KV_BYTES // STATE_SHARE)
+        host_budget = min(host_budget, CPU_KV_BYTES // STATE_SHARE)
     check_fits("a recurrent state takes", one, memory.device_free, "the device has", "free device memory")
     snapshots = most * SNAPSHOTS_PER_SEQUENCE if config.enable_prefix_caching else 0
     drafts = config.num_speculative_tokens

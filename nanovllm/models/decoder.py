@@ -92,7 +92,8 @@ class DecoderLayer(ABC):
         output_norms = (self.attention_output_norm, self.mlp_output_norm)
         norms = LayerNorms(self.input_norm, self.qk_norm, self.mlp_norm, *output_norms, self.spec.rms_norm_eps)
         products = [(each.weight.kernel_parts(), each.bias) for each in self.linears]
-        head_dim, rotary_dim = self.spec.head_dim, self.spec.ropes[self.rope].rotary_dim
+        head_dim = self.spec.head_dim
+        rotary_dim = self.spec.ropes[self.rope].rotary_dim
         heads = HeadLayout(head_dim, rotary_dim or head_dim, self.spec.attention_gate)
         return few_row_layer(norms, products, self.dtype, heads, self.spec.activation)
 
@@ -152,7 +153,8 @@ class AttentionLayer(DecoderLayer):
     """A layer with attention, by way of the KV cache."""
 
     def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
-        spec, prefix = self.spec, f"{self.spec.root}.layers.{self.index}.self_attn."
+        spec = self.spec
+        prefix = f"{self.spec.root}.layers.{self.index}.self_attn."
         linear = partial(Linear, method=spec.quantization, prefix=prefix, dtype=dtype, device=device)
         self.kv_layer = spec.kv_layer(self.index)
         # One row per head, so that a single call normalizes q and k.
@@ -168,7 +170,9 @@ class AttentionLayer(DecoderLayer):
         return qkv, linear(spec.q_size, {"o_proj": spec.hidden_size}, bias=spec.o_bias and spec.adds_biases)
 
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
-        ctx, sizes, q_size = inputs.ctx, inputs.parts, self.spec.q_size
+        ctx = inputs.ctx
+        sizes = inputs.parts
+        q_size = self.spec.q_size
         gates = (x.new_empty(x.shape[0], q_size),) if self.spec.attention_gate else ()
         parts = row_parts(sizes, x, *inputs.angles[self.rope], inputs.q, inputs.k, inputs.v, *gates)
         for adapters, (x_rows, cos, sin, q, k, v, *gate) in zip(ctx.adapters_of_parts, parts, strict=False):
@@ -243,7 +247,8 @@ class RecurrentLayer(DecoderLayer):
     """A layer with the gated delta rule, by way of the states of the step's sequences."""
 
     def _projections(self, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Linear]:
-        spec, prefix = self.spec, f"model.layers.{self.index}.linear_attn."
+        spec = self.spec
+        prefix = f"model.layers.{self.index}.linear_attn."
         assert spec.recurrent is not None, "a recurrent layer needs its sizes"
         stored = (spec.quantization, dtype, device)
         self.delta = GatedDelta(spec.recurrent, spec.hidden_size, prefix, spec.rms_norm_eps, *stored)
@@ -266,7 +271,8 @@ class RecurrentLayer(DecoderLayer):
         """What the output projection reads of rows x, and what the input projection gives; advances their states. See
         `GatedDelta`.
         """
-        of_few, layer = self.delta.few_rows, self.few_rows
+        of_few = self.delta.few_rows
+        layer = self.few_rows
         if adapters is None and of_few is not None and layer is not None and layer.takes(x):
             return of_few(layer, x, rows, states)
         projected = self.delta.input(self._normed(x, self.input_norm), adapters)
@@ -304,7 +310,8 @@ def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device
     stored = (spec.activation, spec.quantization, dtype, device)
     if spec.experts is not None and spec.experts.layers[index] and not spec.experts.beside_mlp:
         return Experts(spec.experts, index, spec.hidden_size, *stored, spec.adds_biases)
-    biases, prefix = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases), f"{spec.root}.layers.{index}.mlp."
+    biases = (spec.mlp_bias, spec.mlp_bias and spec.adds_biases)
+    prefix = f"{spec.root}.layers.{index}.mlp."
     return GatedMLP(spec.hidden_size, spec.intermediate_size, spec.gate_up_parts, prefix, biases, *stored)
 
 
@@ -339,7 +346,8 @@ class Decoder:
 
     def _make_tables(self) -> tuple[StoredWeight, StoredWeight]:
         """The embedding and the output projection, which are one if they are tied."""
-        spec, modules = self.spec, [EMBEDDING_MODULE, HEAD_MODULE]
+        spec = self.spec
+        modules = [EMBEDDING_MODULE, HEAD_MODULE]
         tables = [
             create_weight(spec.quantization, {module: spec.vocab_rows}, spec.hidden_size, self.dtype, self.device)
             for module in (modules[:1] if spec.tie_word_embeddings else modules)
@@ -347,7 +355,8 @@ class Decoder:
         return tables[0], tables[-1]
 
     def _layers(self) -> Sequence[DecoderLayer]:
-        spec, of_all = self.spec, (self.dtype, self.device, self.group)
+        spec = self.spec
+        of_all = (self.dtype, self.device, self.group)
         kinds = [RecurrentLayer if spec.is_recurrent(index) else AttentionLayer for index in range(spec.num_layers)]
         return [kind(spec, index, *of_all) for index, kind in enumerate(kinds)]
 
@@ -365,7 +374,8 @@ class Decoder:
 
     def _inputs(self, x: Tensor, ctx: ForwardContext, ropes: Iterable[int]) -> LayerInputs:
         """What layers with these rotary embeddings share in a pass of x [tokens, hidden]."""
-        spec, tokens = self.spec, x.shape[0]
+        spec = self.spec
+        tokens = x.shape[0]
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
         parts = [len(rows) for (rows,) in row_parts(self.chunk_rows, x)]
         if spec.recurrent is not None and not ctx.adapters:  # which come in parts of their own

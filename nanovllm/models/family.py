@@ -89,11 +89,13 @@ def complete_config(family: Family, fields: Mapping[str, Any]) -> SimpleNamespac
 def _complete_layer_types(config: SimpleNamespace, pattern: int | None) -> None:
     """Each layer's kind: with a pattern each n-th layer is full; with Qwen's number the first layers are. With an
     interval each n-th layer has attention, and the others are recurrent."""
-    layers, interval = range(config.num_hidden_layers), getattr(config, "full_attention_interval", None)
+    layers = range(config.num_hidden_layers)
+    interval = getattr(config, "full_attention_interval", None)
     if config.layer_types is None and interval is not None:
         config.layer_types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in layers]
     if config.layer_types is None:
-        pattern, num_full = getattr(config, "sliding_window_pattern", pattern), getattr(config, "max_window_layers", 0)
+        pattern = getattr(config, "sliding_window_pattern", pattern)
+        num_full = getattr(config, "max_window_layers", 0)
         if pattern is not None:
             is_sliding = [bool((index + 1) % pattern) for index in layers]
         else:
@@ -110,11 +112,13 @@ def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSp
     if activation not in ACTIVATIONS:
         raise ModelError(f"Activation {quoted(activation)} is not supported; supported: {', '.join(ACTIVATIONS)}.")
     if config.num_attention_heads % config.num_key_value_heads:
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
         raise ModelError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
     if config.head_dim % 2 or config.head_dim < 2:
         raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {config.head_dim}.")
-    windows, attention_bias = _sliding_windows(family, config), getattr(config, "attention_bias", False)
+    windows = _sliding_windows(family, config)
+    attention_bias = getattr(config, "attention_bias", False)
     biases = {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": getattr(config, "mlp_bias", False)}
     for window in windows:
         if window is not None and window < 1:

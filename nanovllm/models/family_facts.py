@@ -25,7 +25,8 @@ def _experts(
 
 
 def qwen3_moe_experts(config: Any) -> ExpertSpec | None:
-    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
+    step = config.decoder_sparse_step
+    dense = set(config.mlp_only_layers)
     sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(config.num_hidden_layers))
     return _experts(config, config.num_experts, config.moe_intermediate_size, config.norm_topk_prob, sparse)
 
@@ -48,7 +49,8 @@ def gpt_oss(config: Any) -> dict[str, Any]:
     experts = _experts_of_all_layers(config, config.intermediate_size, "num_local_experts", "GptOssForCausalLM")
     if config.hidden_act != "silu":
         raise ModelError(f"hidden_act={quoted(config.hidden_act)}: a GptOssForCausalLM has silu, which it clamps.")
-    chosen, other = experts.num_experts_per_tok, getattr(config, "experts_per_token", None)
+    chosen = experts.num_experts_per_tok
+    other = getattr(config, "experts_per_token", None)
     if other not in (None, chosen):
         raise ModelError(f"experts_per_token={other} and num_experts_per_tok={chosen} are two names of one field.")
     experts = replace(experts, router_name="router", scoring="softmax_of_chosen", biases=True, interleaved=True)
@@ -56,7 +58,9 @@ def gpt_oss(config: Any) -> dict[str, Any]:
 
 
 def glm_experts(config: Any) -> ExpertSpec | None:
-    count, groups, chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    count = config.n_routed_experts
+    groups = config.n_group
+    chosen_groups = config.topk_group
     layers = tuple(index >= config.first_k_dense_replace for index in range(config.num_hidden_layers))
     experts = _experts(config, count, config.moe_intermediate_size, config.norm_topk_prob, layers)
     if experts is None:
@@ -94,7 +98,8 @@ def rotated_share_of_minimax(config: Any) -> float | None:
 def _recurrent(config: Any, *, merged_projections: bool = False) -> RecurrentSpec | None:
     """The recurrent layers of a config; None if all layers have attention."""
     layers = tuple(kind == "linear_attention" for kind in config.layer_types)
-    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    heads = config.linear_num_value_heads
+    key_heads = config.linear_num_key_heads
     if heads % key_heads:
         raise ModelError(f"linear_num_value_heads={heads} must be a multiple of linear_num_key_heads={key_heads}.")
     sizes = (config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim)
@@ -122,7 +127,8 @@ def complete_gemma4(config: Any) -> None:
     if config.layer_types[-1] != "full_attention":  # as Transformers does
         config.layer_types = [*config.layer_types[:-1], "full_attention"]
     heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or config.num_key_value_heads
-    config.full_kv_heads, config.full_head_dim = heads, config.global_head_dim
+    config.full_kv_heads = heads
+    config.full_head_dim = config.global_head_dim
     if config.per_layer_config is None:
         return
     known = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}

@@ -37,7 +37,9 @@ class Gemma4Layer(AttentionLayer):
     ) -> None:
         super().__init__(spec, index, dtype, device, group)
         assert spec.gemma4 is not None
-        size, hidden, prefix = spec.gemma4.per_layer_size, spec.hidden_size, f"model.layers.{index}."
+        size = spec.gemma4.per_layer_size
+        hidden = spec.hidden_size
+        prefix = f"model.layers.{index}."
         linear = partial(Linear, prefix=prefix, method=spec.quantization, dtype=dtype, device=device, bias=False)
         self.factor = torch.empty(1, dtype=dtype, device=device)
         self._value_norm = torch.ones(self.spec.head_dim, dtype=torch.float32, device=device)
@@ -74,10 +76,13 @@ class Gemma4Layer(AttentionLayer):
 
         A layer without keys and values of its own leaves k and v as they are.
         """
-        spec, eps, kernels = self.spec, self.spec.rms_norm_eps, self._kernels
+        spec = self.spec
+        eps = self.spec.rms_norm_eps
+        kernels = self._kernels
         heads = self.qkv(self._normed(x, self.input_norm), adapters).unflatten(-1, (-1, spec.head_dim))
         if not spec.kv_parts:
-            k, v = k[:, :0], v[:, :0]
+            k = k[:, :0]
+            v = v[:, :0]
         elif len(spec.kv_parts) == 1:  # the values are the keys
             heads = torch.cat((heads, heads[:, spec.num_heads :]), dim=1)
         kernels.place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
@@ -160,7 +165,8 @@ class Gemma4Decoder(Decoder):
             self._own_scale = torch.tensor(gemma.per_layer_size**0.5).to(dtype).item()
 
     def _layers(self) -> Sequence[Gemma4Layer]:
-        spec, of_all = self.spec, (self.dtype, self.device, self.group)
+        spec = self.spec
+        of_all = (self.dtype, self.device, self.group)
         return [Gemma4Layer(spec, index, *of_all) for index in range(spec.num_layers)]
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -189,13 +195,15 @@ class Gemma4Decoder(Decoder):
             self._run_layer_(layer, x, self._buffers(layer, x), inputs, None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits, cap = super().compute_logits(hidden), self._gemma.logit_cap
+        logits = super().compute_logits(hidden)
+        cap = self._gemma.logit_cap
         if cap is None:
             return logits
         return sigmoid(logits.mul_(2.0 / cap)).mul_(2.0 * cap).sub_(cap)  # tanh(x) = 2 * sigmoid(2x) - 1
 
     def _buffers(self, layer: Gemma4Layer, x: Tensor) -> Buffers:
-        spec, tokens = layer.spec, x.shape[0]
+        spec = layer.spec
+        tokens = x.shape[0]
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
         return x.new_empty(tokens, spec.num_heads, spec.head_dim), k, v
 
@@ -218,7 +226,8 @@ class Gemma4Decoder(Decoder):
         From a second embedding of the token, and a projection of the first one, each scaled.
         """
         embedding, projection = self._tables
-        size, eps = self._gemma.per_layer_size, self.spec.rms_norm_eps
+        size = self._gemma.per_layer_size
+        eps = self.spec.rms_norm_eps
         found = x.new_empty(x.shape[0], self._gemma.packed_layers * size)
         for ids, embedded, rows in row_parts(self.chunk_rows, input_ids, x, found):
             context = projection.apply(embedded, None).mul_(self.spec.hidden_size**-0.5)

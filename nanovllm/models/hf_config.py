@@ -219,7 +219,8 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
         raise ModelError(
             f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
         )
-    rope, factors = spec.rope, gguf.rope_factors
+    rope = spec.rope
+    factors = gguf.rope_factors
     if factors and rope.kind == "default":
         if len(factors) != spec.head_dim // 2:
             raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {spec.head_dim} numbers.")

@@ -20,7 +20,9 @@ def with_single_interleaved(
     `_blocks` and `_scales` [experts, outputs, ...]. Output 2i of gate_up_proj is output i of gate, the next one that of
     up. Raises ModelError if a fused tensor has another shape.
     """
-    found, inner, hidden = dict(stored), experts.intermediate_size, spec.hidden_size
+    found = dict(stored)
+    inner = experts.intermediate_size
+    hidden = spec.hidden_size
     every = slice(None)
     projections = {
         "gate_up_proj": (hidden, 2 * inner, (slice(0, 2 * inner, 2), slice(1, 2 * inner, 2))),

@@ -49,7 +49,8 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
             bound = (3 / slot.shape[-1]) ** 0.5
             slot.view.uniform_(-bound, bound, generator=generator)
         else:
-            centre, drawn = 0.0 if name.endswith("bias") else 1.0, slot.view.new_empty(slot.shape)
+            centre = 0.0 if name.endswith("bias") else 1.0
+            drawn = slot.view.new_empty(slot.shape)
             slot.write(drawn.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
@@ -91,7 +92,8 @@ def load_model(
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
-        where, remedy = "the device has", "free memory, or take a smaller model or dtype"
+        where = "the device has"
+        remedy = "free memory, or take a smaller model or dtype"
         check_fits(
             f"model={str(model_dir)!r}: its weights take", own.weight_bytes(dtype.itemsize), free_bytes, where, remedy
         )
@@ -114,7 +116,8 @@ def load_mtp_head(model_dir: str | Path, decoder: Decoder, load_format: str = "a
 
     Raises ModelError if the files do not hold exactly its tensors.
     """
-    head, directory = MTPHead(decoder), Path(model_dir)
+    head = MTPHead(decoder)
+    directory = Path(model_dir)
     if load_format == "dummy":
         fill_with_random_weights(head, seed)
     else:
@@ -274,7 +277,8 @@ def _check_tied(
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
     part = _part(decoder.spec, LM_HEAD, CheckpointTensor(()), stored[LM_HEAD])
-    head, embedding = reader.read(LM_HEAD, stored[LM_HEAD], part), decoder.embedding.dense
+    head = reader.read(LM_HEAD, stored[LM_HEAD], part)
+    embedding = decoder.embedding.dense
     if embedding is None or not torch.equal(head.to(decoder.dtype), embedding.cpu()):
         raise ModelError(
             f"{directory}: {LM_HEAD} differs from {EMBEDDING}, but the config says that they are tied; "
@@ -289,17 +293,21 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
     hidden, intermediate]; its block is named mlp for every family, but where layers have an MLP besides. Raises
     ModelError if a fused tensor has another shape.
     """
-    found, experts = dict(stored), spec.experts
+    found = dict(stored)
+    experts = spec.experts
     if experts is None:
         return found
     if experts.interleaved:
         return with_single_interleaved(found, spec, experts)
-    hidden, inner, count = spec.hidden_size, experts.intermediate_size, experts.num_experts
+    hidden = spec.hidden_size
+    inner = experts.intermediate_size
+    count = experts.num_experts
     for layer in (index for index in range(spec.num_layers) if experts.layers[index]):
         prefix = experts.prefix(layer) if experts.beside_mlp else f"{spec.root}.layers.{layer}.mlp."
         if f"{prefix}experts.gate_up_proj" not in stored:
             continue
-        gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+        gate_up = f"{prefix}experts.gate_up_proj"
+        down = f"{prefix}experts.down_proj"
         gate_up_tensor = _take(found, gate_up, (count, 2 * inner, hidden))
         down_tensor = _take(found, down, (count, hidden, inner))
         for name, _, _ in experts.routing_tensors(layer, hidden):

@@ -38,7 +38,8 @@ class MTPHead(Decoder):
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the head's norm: int64 [tokens] -> [tokens, hidden]. `compute_logits` takes them."""
         assert ctx.hidden is not None, "a head reads the hidden states of its model"
-        x, eps = self.embed(input_ids), self.spec.rms_norm_eps
+        x = self.embed(input_ids)
+        eps = self.spec.rms_norm_eps
         for parts in row_parts(self.chunk_rows, x, ctx.hidden):
             pairs = zip(parts, self.input_norms, strict=True)
             both = torch.cat([self._kernels.rms_norm(part, norm, eps) for part, norm in pairs], dim=1)

@@ -39,7 +39,8 @@ def fc_matrix(spec: DecoderSpec) -> tuple[str, int, int]:
 
 def mtp_weight_bytes(spec: DecoderSpec, itemsize: int) -> int:
     """Bytes of a head's own weights, where an element of the dtype takes `itemsize`. spec: of `mtp_spec`."""
-    fc, method = fc_matrix(spec), spec.quantization
+    fc = fc_matrix(spec)
+    method = spec.quantization
     matrix = fc[1] * fc[2] * itemsize if method is None else method.weight_bytes(*fc, itemsize)
     norms = (1 + len(INPUT_NORMS)) * spec.hidden_size * (WIDE_BYTES if spec.norms_in_fp32 else itemsize)
     return spec.layer_weight_bytes(itemsize) + matrix + norms

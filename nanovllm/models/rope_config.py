@@ -21,7 +21,9 @@ def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[
 
     config: complete; fields: of config.json, checked by `OTHER_FIELDS`. Raises ModelError on what is not supported.
     """
-    positions, kinds, rotates_part = config.max_position_embeddings, family.rope_kinds, family.rotates_part
+    positions = config.max_position_embeddings
+    kinds = family.rope_kinds
+    rotates_part = family.rotates_part
 
     if family.rope and not (fields.get("rope_scaling") or fields.get("rope_parameters")):
         fields = {**fields, "rope_parameters": family.rope}
@@ -122,11 +124,13 @@ def rope_spec(
             raise ModelError(f"rope_parameters: {name} is missing, which {kind} RoPE needs.")
         return float(parameters[name])
 
-    kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
+    kind = parameters["rope_type"]
+    theta = float(parameters["rope_theta"])
     if kind not in kinds:
         raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(kinds)}.")
     if kind == "proportional":
-        share, factor = parameters.get("partial_rotary_factor", 1.0), parameters.get("factor") or 1.0
+        share = parameters.get("partial_rotary_factor", 1.0)
+        factor = parameters.get("factor") or 1.0
         return RopeSpec(kind, theta, float(factor), rotated_pairs=int(share * head_dim // 2))
     rotated = _rotated_features(parameters.get("partial_rotary_factor"), head_dim, rotates_part)
     spec = RopeSpec(kind, theta, rotary_dim=None if rotated == head_dim else rotated)
@@ -142,7 +146,8 @@ def rope_spec(
         return replace(spec, factor=needed("factor"), original_max_position=max_position)
     trained = parameters.get("original_max_position_embeddings") or max_position
     if kind == "llama3":
-        low, high = needed("low_freq_factor"), needed("high_freq_factor")
+        low = needed("low_freq_factor")
+        high = needed("high_freq_factor")
         if low >= high:
             raise ModelError(f"rope_parameters: low_freq_factor={low} must be below high_freq_factor={high}.")
         spec = replace(spec, low_freq_factor=low, high_freq_factor=high)
@@ -176,7 +181,8 @@ def _yarn(spec: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
     def scaled(mscale: float) -> float:
         return 0.1 * mscale * math.log(spec.factor) + 1.0 if spec.factor > 1 else 1.0
 
-    mscale, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    mscale = parameters.get("mscale")
+    of_all = parameters.get("mscale_all_dim")
     attention_factor = scaled(mscale) / scaled(of_all) if mscale and of_all else scaled(1.0)
     names = [name for name in ("beta_fast", "beta_slow", "truncate") if parameters.get(name) is not None]
     given = {name: parameters[name] for name in names}
@@ -186,7 +192,8 @@ def _yarn(spec: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
 
 
 def _longrope(spec: RopeSpec, parameters: Mapping[str, Any], pairs: int) -> RopeSpec:
-    trained, factor = spec.original_max_position, spec.factor
+    trained = spec.original_max_position
+    factor = spec.factor
     if trained < 2:
         raise ModelError(f"rope_parameters: original_max_position_embeddings must be above 1, but it is {trained}.")
     for name in ("short_factor", "long_factor"):

@@ -15,9 +15,12 @@ from nanovllm.layers.sharding import DividedMatrix, Heads, Sharding, Sizes, kind
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
 WIDE_BYTES = 4  # of a weight in fp32 whatever the dtype, such as a norm of Gemma 3 or a sink
-EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
+# names in a checkpoint
+EMBEDDING_MODULE = "model.embed_tokens"
+HEAD_MODULE = "lm_head"
 PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
-EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
+EMBEDDING = f"{EMBEDDING_MODULE}.weight"
+LM_HEAD = f"{HEAD_MODULE}.weight"
 
 Matrix = tuple[str, int, int]  # module, output features, input features
 
@@ -132,7 +135,8 @@ class DecoderSpec:
         inner = 0 if self.experts is None else self.experts.intermediate_size
         shared = 0 if self.experts is None or self.experts.shared is None else self.experts.shared.intermediate_size
         attention = (self.num_heads, self.num_kv_heads, self.head_dim)
-        recurrent, states = self.recurrent, Heads()
+        recurrent = self.recurrent
+        states = Heads()
         if recurrent is not None:
             heads = (recurrent.num_key_heads, recurrent.num_value_heads)
             states = Heads(*heads, recurrent.key_dim, recurrent.value_dim)
@@ -220,11 +224,17 @@ class DecoderSpec:
         gemma = self.gemma4
         if gemma is None:
             return self
-        num_kv_heads, head_dim, inner, parts = self.num_kv_heads, self.head_dim, self.intermediate_size, self.kv_parts
+        num_kv_heads = self.num_kv_heads
+        head_dim = self.head_dim
+        inner = self.intermediate_size
+        parts = self.kv_parts
         if gemma.full[layer]:
-            num_kv_heads, head_dim = gemma.full_kv_heads, gemma.full_head_dim
+            num_kv_heads = gemma.full_kv_heads
+            head_dim = gemma.full_head_dim
         if layer >= gemma.num_owners:
-            num_kv_heads, inner, parts = 0, gemma.shared_intermediate_size, ()
+            num_kv_heads = 0
+            inner = gemma.shared_intermediate_size
+            parts = ()
         elif gemma.full[layer] and gemma.key_is_value:
             parts = ("k_proj",)
         sizes = replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=inner)
@@ -506,7 +516,8 @@ class DecoderSpec:
     @staticmethod
     def _recurrent_tensors(layer: int, recurrent: RecurrentSpec) -> NamedTensors:
         """What a recurrent layer has besides its projections: the convolution, what gives its decay, its norm."""
-        prefix, heads = f"model.layers.{layer}.linear_attn.", (recurrent.num_value_heads,)
+        prefix = f"model.layers.{layer}.linear_attn."
+        heads = (recurrent.num_value_heads,)
         conv = (recurrent.channels, 1, recurrent.conv_kernel)
         yield f"{prefix}conv1d.weight", CheckpointTensor(conv, axes=(Axis(ROWS),))
         yield f"{prefix}dt_bias", CheckpointTensor(heads, axes=(Axis(ROWS),))
@@ -577,7 +588,9 @@ class DecoderSpec:
         Without the experts that a router chooses.
         """
         own = self.for_layer(index)
-        hidden, inner, prefix = self.hidden_size, own.intermediate_size, f"{self.root}.layers.{index}."
+        hidden = self.hidden_size
+        inner = own.intermediate_size
+        prefix = f"{self.root}.layers.{index}."
         if self.recurrent is not None and self.recurrent.layers[index]:
             for name, size in self.recurrent.input_parts.items():
                 yield f"{prefix}linear_attn.{name}", size, hidden, False

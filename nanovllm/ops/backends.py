@@ -117,8 +117,12 @@ def difference_from_reference(
     backend: AttentionBackend, device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> float:
     """Largest error of output or LSE in prefill, of complete and partial blocks, and decode; NaN counts as infinite."""
-    block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
-    many, whole = MAX_DECODE_ROWS + 9, 2 * block_size
+    block_size = 64
+    heads = 4
+    kv_heads = 2
+    scale = head_dim**-0.5
+    many = MAX_DECODE_ROWS + 9
+    whole = 2 * block_size
     sequences = (
         SequenceMetadata(0, many, 40, 0, many + 40, (2, 0)),
         SequenceMetadata(many, 1, 99, 0, 100, (1, 3)),

@@ -90,7 +90,8 @@ def attend_batch(
     for name, table, shape in (("blocks", blocks, blocks.shape[:1]), ("rows", rows, (len(rows), _SEQUENCE_FIELDS))):
         if table.dtype != torch.int64 or table.shape != shape or not (table.is_contiguous() and table.is_cpu):
             raise misfit("blocks [n] and rows [sequences, 7] are contiguous and int64, on the CPU", **{name: table})
-    threads, heads = torch.get_num_threads() if num_threads is None else num_threads, q.shape[1]
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    heads = q.shape[1]
     numbers_fit = min(kv_heads, block_size, threads, heads) > 0 and heads % kv_heads == 0 and window >= 0
     if not (numbers_fit and math.isfinite(scale) and scale > 0):
         raise ValueError(
@@ -142,7 +143,8 @@ class PagedStep:
         """
         layers, blocks, _, kv_heads, block_size, _ = pool.shape
         head_dim = head_dim_of(pool)
-        self._pool, self._dtype = pool, dtype
+        self._pool = pool
+        self._dtype = dtype
         self._shapes = ((len(slots), heads, head_dim), (len(slots), kv_heads, head_dim))
         self._step = _cpu_kernels.PagedStep(
             **_kernel_of(dtype, pool.dtype), pool=pool.data_ptr(), layer_stride=pool.stride(0) * pool.element_size(),
@@ -210,5 +212,6 @@ class HostAttention:
 
 def empty_task() -> _cpu_kernels.HostTask:
     """A task that does nothing, to measure the time of a launch."""
-    q, pool = torch.zeros(0, 1, 16), torch.zeros(1, 2, 1, 1, 16)
+    q = torch.zeros(0, 1, 16)
+    pool = torch.zeros(1, 2, 1, 1, 16)
     return HostAttention(q, pool, [], AttentionState.empty(q), 1.0, None, num_threads=1).task(0)

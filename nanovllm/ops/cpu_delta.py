@@ -25,7 +25,9 @@ def delta_inputs_(
     a: Tensor,
     decay: DecayWeights,
 ) -> DeltaInputs:
-    count, heads, dtype = x.shape[0], spec.num_value_heads, x.dtype
+    count = x.shape[0]
+    heads = spec.num_value_heads
+    dtype = x.dtype
     kernel_fits = weight.shape == (spec.conv_kernel, spec.channels) and conv.shape[1:] == spec.conv_shape
     fits = kernel_fits and takes(x, 2) and x.shape[1] == spec.channels and b.shape == a.shape == (count, heads)
     fits = fits and takes(a, 2) and takes(b, 2) and dtype == weight.dtype == conv.dtype == a.dtype == b.dtype
@@ -47,7 +49,8 @@ def delta_inputs_(
 
 
 def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, states: Tensor) -> Tensor:
-    (qk, v, decay, beta, _), count = inputs, len(inputs.v)
+    (qk, v, decay, beta, _) = inputs
+    count = len(inputs.v)
     heads = (count, spec.num_value_heads)
     fits = qk.shape == (count, 2, spec.num_key_heads, spec.key_dim) and v.shape == (*heads, spec.value_dim)
     fits = fits and decay.shape == beta.shape == heads and states.shape[1:] == spec.state_shape
@@ -68,7 +71,8 @@ def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, state
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    (count, width), size = x.shape, weight.numel()
+    (count, width) = x.shape
+    size = weight.numel()
     fits = takes(x, 2) and takes(z, 2) and x.shape == z.shape and size > 0 and width % size == 0
     if not (fits and weight.is_cpu and weight.shape == (size,) and x.dtype == z.dtype == weight.dtype):
         raise misfit("gated_rms_norm takes x and z [rows, heads * size], and weight [size]", x=x, z=z, weight=weight)
@@ -117,7 +121,9 @@ class FewRows:
 
         layer: with the input norm and the projections; states: as `delta_inputs_` and `delta_rule_` take them.
         """
-        (conv, state), spec, dtype = states, self._spec, self._tensors[0].dtype
+        (conv, state) = states
+        spec = self._spec
+        dtype = self._tensors[0].dtype
         fits = conv.shape[1:] == spec.conv_shape and state.shape[1:] == spec.state_shape and len(conv) == len(state)
         fits = fits and conv.dtype == x.dtype == dtype and state.dtype == torch.float32
         if not (fits and _slots_are_dense(conv) and _slots_are_dense(state)):

@@ -100,7 +100,8 @@ def cpu_linear(
             " being positive, all on the CPU and all bfloat16, float16 or float32"
         )
         raise misfit(rule, x=x, weight=weight, bias=bias)
-    rows, (out_features, in_features) = x.shape[0], weight.shape
+    rows = x.shape[0]
+    (out_features, in_features) = weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
         isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"), dtype=KERNEL_DTYPES[x.dtype], x=x.data_ptr(),
@@ -137,7 +138,8 @@ def rows_of(weight: Tensor, indices: Tensor, *, interleaved: bool = False) -> Te
 
     Raises IndexError for an index outside of the weight.
     """
-    (out_features, in_features), indices = weight.shape, indices.contiguous()
+    (out_features, in_features) = weight.shape
+    indices = indices.contiguous()
     rows = weight.new_empty(indices.shape[0], in_features)
     _cpu_kernels.gather(
         dtype=KERNEL_DTYPES[weight.dtype], weight=weight.data_ptr(), y=rows.data_ptr(), indices=indices.data_ptr(),
@@ -164,7 +166,8 @@ def takes(x: Tensor, dims: int) -> bool:
     """Whether the kernels support x: bf16, fp16 or fp32 on the CPU, of `dims` (2 or 3) dimensions, with dense rows."""
     if not x.is_cpu or x.dtype not in KERNEL_DTYPES or x.dim() != dims:
         return False
-    shape, strides = x.shape, x.stride()
+    shape = x.shape
+    strides = x.stride()
     row_is_dense = strides[-1] == 1 and (dims == 2 or shape[1] == 1 or strides[1] == shape[2])
     return row_is_dense or shape[0] == 0
 
@@ -195,7 +198,8 @@ def add_(x: Tensor, addend: Tensor) -> Tensor:
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
     size = target.element_size()
-    (y, y_stride), (x, x_stride) = _rows(target), _rows(source, dtype=target.dtype, shape=target.shape)
+    (y, y_stride) = _rows(target)
+    (x, x_stride) = _rows(source, dtype=target.dtype, shape=target.shape)
     _cpu_kernels.copy(
         x=(x, x_stride * size), y=(y, y_stride * size), rows=target.shape[0], row_bytes=target.shape[1] * size,
         threads=torch.get_num_threads(),
@@ -255,8 +259,11 @@ def _norm_weight(weight: Tensor | None, dtype: torch.dtype, shape: Sequence[int]
 def place_heads(
     heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    dtype, at = heads.dtype, _rows(heads, dims=3)
-    (tokens, _, head_dim), q_heads, kv_heads = heads.shape, q.shape[1], k.shape[1]
+    dtype = heads.dtype
+    at = _rows(heads, dims=3)
+    (tokens, _, head_dim) = heads.shape
+    q_heads = q.shape[1]
+    kv_heads = k.shape[1]
     if heads.shape[1] != q_heads + 2 * kv_heads or head_dim % 2:
         raise misfit("heads are those of q, k and v, of an even size", heads=heads, q=q, k=k)
     _cpu_kernels.place_heads(
@@ -283,7 +290,8 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
     _cpu_kernels.gated_unit(
         gate_up=_rows(gate_up, shape=(rows, 2 * size)), y=(y.data_ptr(), size), dtype=KERNEL_DTYPES[gate_up.dtype],
@@ -294,7 +302,8 @@ def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     tokens, pairs = angles.shape
-    cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
+    cos = angles.new_empty(tokens, 2 * pairs)
+    sin = angles.new_empty(tokens, pairs)
     _cpu_kernels.cos_sin(
         angles=_rows(angles, dtype=torch.float32), cos=address(cos), sin=address(sin), rows=tokens, size=pairs,
         factor=factor, threads=torch.get_num_threads(),
@@ -315,7 +324,8 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
-    y, at = x.new_empty(x.shape), _rows(x, dtype=torch.float32)
+    y = x.new_empty(x.shape)
+    at = _rows(x, dtype=torch.float32)
     if x.shape[1]:
         _cpu_kernels.softmax(
             x=at, y=address(y), rows=x.shape[0], size=x.shape[1], log=log, threads=torch.get_num_threads()
@@ -332,7 +342,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    at, (rows, size) = _rows(logits), logits.shape
+    at = _rows(logits)
+    (rows, size) = logits.shape
     if not size:
         raise misfit("likeliest takes at least one logit in a row", logits=logits)
     tokens = torch.empty(rows, dtype=torch.int64)
@@ -358,7 +369,9 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    (blocks, planes, kv_heads, block_size, head_dim), k_strides, v_strides = pool.shape, k.stride(), v.stride()
+    (blocks, planes, kv_heads, block_size, head_dim) = pool.shape
+    k_strides = k.stride()
+    v_strides = v.stride()
     fits = planes == 2 and pool.stride()[1:] == (kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     fits = fits and k.shape == v.shape == (slots.shape[0], kv_heads, head_dim) and pool.dtype == k.dtype == v.dtype
     fits = fits and k_strides[2] == v_strides[2] == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
@@ -464,7 +477,9 @@ class FewRowLayer:
         if (gate is not None) != self._gated:
             given = "no memory for gates" if gate is None else "memory for gates"
             raise ValueError(f"gates are written where queries have them; got {given} for gated={self._gated}.")
-        threads, q_heads, kv_heads = torch.get_num_threads(), q.shape[1], k.shape[1]
+        threads = torch.get_num_threads()
+        q_heads = q.shape[1]
+        kv_heads = k.shape[1]
         x_at, cos_at, sin_at, q_at, k_at, v_at = (address(tensor) for tensor in (x, cos, sin, q, k, v))
         gate_at = (0, 0) if gate is None else address(gate)
         self._layer.project(x_at, cos_at, sin_at, q_at, k_at, v_at, gate_at, x.shape[0], q_heads, kv_heads, threads)

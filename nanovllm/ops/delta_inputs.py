@@ -67,7 +67,8 @@ class DeltaInputs(NamedTuple):
     @classmethod
     def empty_for(cls, spec: RecurrentSpec, x: Tensor) -> DeltaInputs:
         """Memory for the inputs of the rows of x."""
-        rows, heads = x.shape[0], spec.num_value_heads
+        rows = x.shape[0]
+        heads = spec.num_value_heads
 
         def wide(*shape: int) -> Tensor:
             return torch.empty(rows, *shape, dtype=torch.float32, device=x.device)

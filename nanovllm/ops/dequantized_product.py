@@ -45,7 +45,8 @@ def dequantized_linear(
     called with some of the outputs at a time, as `rows` of a slice gives them. out: memory for the result, whose rows
     may be strided.
     """
-    (out_features, in_features), rows = weight.shape, x.shape[0]
+    (out_features, in_features) = weight.shape
+    rows = x.shape[0]
     count = outputs_at_once(out_features, in_features, x.dtype.itemsize)
     scratch = x.new_empty(count, in_features)
     if count == out_features and out is None:
@@ -54,7 +55,8 @@ def dequantized_linear(
     y = x.new_empty(rows, out_features) if out is None else out
     for begin in range(0, out_features, count):
         part = slice(begin, min(begin + count, out_features))
-        values, into = scratch[: part.stop - begin], y[:, part]
+        values = scratch[: part.stop - begin]
+        into = y[:, part]
         dequantize_(weight.rows(part), values)
         if bias is None:
             torch.mm(x, values.t(), out=into)

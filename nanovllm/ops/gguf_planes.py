@@ -136,12 +136,15 @@ def _source_bits(scheme: str, in_features: int, size: int, device: torch.device)
     units = -(-in_features // UNIT)
     row_bits = in_features // planes.block_inputs * planes.block_bytes * 8
     count = partial(torch.arange, dtype=torch.int64, device=device)
-    of_input, byte = count(UNIT), count(8 * planes.unit_bytes)
+    of_input = count(UNIT)
+    byte = count(8 * planes.unit_bytes)
     bits = count(planes.bits)
     # Of one unit: where each bit of each input is, and where it goes within its plane.
-    block, inner = of_input // planes.block_inputs, of_input % planes.block_inputs
+    block = of_input // planes.block_inputs
+    inner = of_input % planes.block_inputs
     found = _number_bits(planes, inner[:, None], bits[None, :]) + (block * planes.block_bytes * 8)[:, None]
-    segment, place = of_input[:, None] // SEGMENT, of_input[:, None] % SEGMENT
+    segment = of_input[:, None] // SEGMENT
+    place = of_input[:, None] % SEGMENT
     low_bits = 8 if planes.bits == 8 else 4
     per_byte = 8 // low_bits
     low = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * low_bits + bits[None, :low_bits]
@@ -175,7 +178,8 @@ def _number_bits(planes: Planes, i: Tensor, bit: Tensor) -> Tensor:
         low = (planes.low + i % 16) * 8 + i // 16 * 4 + bit
         high = (planes.high + i // 8) * 8 + i % 8
     elif planes.bits == 6:
-        half, place = i // 128, i % 128
+        half = i // 128
+        place = i % 128
         low = (planes.low + half * 64 + place % 64) * 8 + place // 64 * 4 + bit
         high = (planes.high + half * 32 + place % 32) * 8 + place // 32 * 2 + bit - 4
     else:

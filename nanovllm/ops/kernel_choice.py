@@ -80,7 +80,8 @@ def kernel_choice(available: tuple[str, ...]) -> KernelChoice:
 
 def find_choice(available: Sequence[str]) -> KernelChoice:
     """What the environment says, else what is kept for this machine, else what is measured now."""
-    newest, asked = available[0], os.environ.get(VARIABLE, "")
+    newest = available[0]
+    asked = os.environ.get(VARIABLE, "")
     usual = dict.fromkeys(WORKS, newest)
     if asked not in ("", "default", "measure"):
         return KernelChoice(newest, usual | _parsed(asked, available), f"as {VARIABLE} says")
@@ -89,7 +90,8 @@ def find_choice(available: Sequence[str]) -> KernelChoice:
     works = [work for work in WORKS if len(candidates(work, available)) > 1]
     if asked == "default" or not works:
         return KernelChoice(newest, usual, "the newest")
-    machine, file = machine_key(available), choice_file(available)
+    machine = machine_key(available)
+    file = choice_file(available)
     kept = None if asked == "measure" or file is None else read_choice(file, machine, available)
     if kept is None:
         measured = usual | {work: measure(work, *candidates(work, available)) for work in works}
@@ -259,7 +261,8 @@ def _linear(dtype: str, rows: int, size: int = 512) -> Callable[..., object]:
 
 def _packed(rows: int, size: int = 512, group: int = 32) -> Callable[..., object]:
     x, y = torch.zeros(2, rows, size, dtype=torch.bfloat16)
-    data, scales = torch.zeros(size * size // 2, dtype=torch.uint8), torch.zeros(size * size // group)
+    data = torch.zeros(size * size // 2, dtype=torch.uint8)
+    scales = torch.zeros(size * size // group)
     weight = _cpu_kernels.PackedWeight(
         scheme="int4", data=data.data_ptr(), scales=scales.data_ptr(), scale_dtype="float32", zeros=0,
         outputs_per_scale=1, group_size=group, in_features=size, out_features=size,
@@ -276,12 +279,15 @@ def _packed(rows: int, size: int = 512, group: int = 32) -> Callable[..., object
 
 
 def _attention(kv_dtype: str, rows: int, keys: int) -> Callable[..., object]:
-    heads, kv_heads, head_dim = 4, 2, 128
+    heads = 4
+    kv_heads = 2
+    head_dim = 128
     dtype = "bfloat16" if kv_dtype == "int8" else kv_dtype
     q = torch.zeros(rows, heads, head_dim, dtype=getattr(torch, dtype))
     stored = head_dim + 4 if kv_dtype == "int8" else head_dim  # a scale follows each row of 8-bit KV
     block = torch.zeros(2, kv_heads, keys, stored, dtype=getattr(torch, kv_dtype))
-    out, lse = torch.zeros(rows, heads, head_dim), torch.zeros(heads, rows)
+    out = torch.zeros(rows, heads, head_dim)
+    lse = torch.zeros(heads, rows)
     blocks = torch.tensor([block.data_ptr()])
     table = torch.tensor([[0, rows, 0, 1, 0, keys, keys - rows]])
 

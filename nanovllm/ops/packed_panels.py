@@ -51,11 +51,13 @@ def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
     outputs = blocks.unflatten(0, (-1, OUTPUTS))
     num_panels, _, num_blocks, block_bytes = outputs.shape
     tiles = blocks.new_empty(num_panels, num_blocks, OUTPUTS * block_bytes)
-    at, first_word = _HALF.get(scheme), 0
+    at = _HALF.get(scheme)
+    first_word = 0
     if at is not None:
         halves = outputs.view(torch.int16)  # the fp16 number is the first or the last of a block
         tiles.view(torch.int16)[..., :OUTPUTS].copy_(halves[..., at // 2].transpose(1, 2))
-        outputs, first_word = halves[..., 1:] if at == 0 else halves[..., :-1], OUTPUTS // 2
+        outputs = halves[..., 1:] if at == 0 else halves[..., :-1]
+        first_word = OUTPUTS // 2
     words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1)
     to = tiles.view(torch.int32)[..., first_word:].unflatten(-1, (-1, OUTPUTS))
     to.copy_(words)
@@ -69,7 +71,8 @@ def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
 
 def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Tensor) -> Tensor:
     """The blocks of some outputs, int64 [rows], of panels: uint8 [rows, blocks, block_bytes]."""
-    panel, lane = outputs // OUTPUTS, outputs % OUTPUTS
+    panel = outputs // OUTPUTS
+    lane = outputs % OUTPUTS
     tiles = panels.view(panels.shape[0], -1, OUTPUTS * block_bytes)
     at = _HALF.get(scheme)
     half_bytes = 0 if at is None else 2 * OUTPUTS
@@ -119,13 +122,15 @@ def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
         return blocks
     first, second = blocks.contiguous().view(torch.int64).unbind(-1)  # 8 bytes at a time
     low = 0x0F0F0F0F0F0F0F0F
-    even, odd = first & low | (second & low) << 4, first >> 4 & low | second & ~low
+    even = first & low | (second & low) << 4
+    odd = first >> 4 & low | second & ~low
     return torch.stack([each.unsqueeze(-1).view(torch.uint8) for each in (even, odd)], dim=-1).flatten(-2)
 
 
 def blocks_to_rows(scheme: str, blocks: Tensor, row_bytes: int) -> Tensor:
     """The inverse of `rows_to_blocks`: uint8 [out_features, row_bytes]."""
     if scheme in HALF_BYTES:
-        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        even = blocks[..., 0::2]
+        odd = blocks[..., 1::2]
         blocks = torch.cat((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1)
     return blocks.flatten(1)[:, :row_bytes].contiguous()

@@ -268,7 +268,8 @@ def cpu_packed_linear(
 
 def kernel_weight(weight: PackedWeight) -> _cpu_kernels.PackedWeight:
     """A weight in panels as the C++ kernel takes it; valid as long as `weight` lives."""
-    scales, zeros = weight.scales, weight.zeros
+    scales = weight.scales
+    zeros = weight.zeros
     return _cpu_kernels.PackedWeight(
         scheme=weight.scheme, data=weight.data.data_ptr(), scales=0 if scales is None else scales.data_ptr(),
         scale_dtype="float32" if scales is None or weight.scheme == "mxfp4" else KERNEL_DTYPES[scales.dtype],
@@ -361,10 +362,13 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     The 6 bits of each are in 12 bytes: those of the first four groups in bytes 0 to 7, of the others the low four bits
     in bytes 8 to 11 and the high two bits above those of the first four groups.
     """
-    first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    first = blocks[..., 4:8]
+    second = blocks[..., 8:12]
+    low = blocks[..., 12:16]
     scales = torch.cat((first & 63, low & 15 | first >> 6 << 4), dim=-1)
     minimums = torch.cat((second & 63, low >> 4 | second >> 6 << 4), dim=-1)
-    d, dmin = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    d = _halves(blocks[..., :2])
+    dmin = _halves(blocks[..., 2:4])
     return (d * scales.float()).unsqueeze(-1), (dmin * minimums.float()).unsqueeze(-1)
 
 
@@ -420,12 +424,15 @@ _DEFAULT_ZEROS = {"int4": 8, "int8": 0}
 
 def _misfit(weight: PackedWeight) -> str | None:
     """The error message for parts that do not fit together, or None."""
-    scheme, data, (outputs, inputs) = weight.scheme, weight.data, weight.shape
+    scheme = weight.scheme
+    data = weight.data
+    (outputs, inputs) = weight.shape
     if scheme not in SCHEMES:
         return f"Scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}."
     if weight.group_size < 1 or inputs < 1:
         return f"Inputs and group size must be positive, got {inputs} and {weight.group_size}."
-    block, groups = GGUF_BLOCKS.get(scheme), -(-inputs // weight.group_size)
+    block = GGUF_BLOCKS.get(scheme)
+    groups = -(-inputs // weight.group_size)
     unit = block.inputs if block else MXFP4_GROUP if scheme == "mxfp4" else 2 if scheme == "int4" else 1
     row_bytes = inputs // unit * block.bytes if block else inputs // (2 if scheme in HALF_BYTES else 1)
     if data.shape != (outputs, row_bytes) or inputs % unit or data.dtype != _DATA_DTYPES.get(scheme, torch.uint8):

@@ -24,7 +24,8 @@ def scaled_linear(x: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, 
 
     data: float8_e4m3fn [out, in]; scales: fp32 [out, groups]; group_size: inputs that share a scale.
     """
-    (rows, in_features), out_features = x.shape, data.shape[0]
+    (rows, in_features) = x.shape
+    out_features = data.shape[0]
     grouped = group_size < in_features
     if (grouped and (group_size != GROUP or in_features % GROUP)) or in_features % SIZE_MULTIPLE:
         return None
@@ -41,9 +42,12 @@ def _product(x: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, group
 
     rounded, x_scales = round_inputs(x, group_size, ROW_MULTIPLE)
     if group_size < x.shape[1]:  # both with the scales of a group one after the other
-        recipe, of_weight = ScalingType.BlockWise1x128, scales.t().contiguous().t()
+        recipe = ScalingType.BlockWise1x128
+        of_weight = scales.t().contiguous().t()
     else:
-        recipe, x_scales, of_weight = ScalingType.RowWise, x_scales.flatten().unsqueeze(1), scales.reshape(1, -1)
+        recipe = ScalingType.RowWise
+        x_scales = x_scales.flatten().unsqueeze(1)
+        of_weight = scales.reshape(1, -1)
     return scaled_mm(rounded, data.t(), x_scales, recipe, of_weight, recipe, bias=bias, output_dtype=x.dtype)
 
 
@@ -65,7 +69,9 @@ def _error(device: torch.device, dtype: torch.dtype, group_size: int) -> float:
     """The largest error of a small product, of the sum of the sizes of its terms; NaN counts as infinite."""
     from nanovllm.ops.triton_packed import round_inputs
 
-    rows, in_features, out_features = 133, 3 * GROUP, 2 * GROUP
+    rows = 133
+    in_features = 3 * GROUP
+    out_features = 2 * GROUP
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, in_features, generator=generator).to(device, dtype)
     data = torch.randn(out_features, in_features, generator=generator).to(device, torch.float8_e4m3fn)

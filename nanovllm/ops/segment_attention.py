@@ -114,7 +114,8 @@ class SegmentAttention:
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        block_size, kv_heads = pool.shape[3], pool.shape[2]
+        block_size = pool.shape[3]
+        kv_heads = pool.shape[2]
         takes = (q.shape[1], kv_heads, q.shape[2]) in self._shapes and self.segment % block_size == 0
         if window is not None or not takes or q.dtype == torch.float32:
             self.other.attend(q, pool, table, state, scale, window)
@@ -135,7 +136,8 @@ class SegmentAttention:
             if not queries:
                 others.append(seq)
                 continue
-            begin, end = seq.context_len + queries[0].rows.start - seq.query_start, queries[-1].end
+            begin = seq.context_len + queries[0].rows.start - seq.query_start
+            end = queries[-1].end
             others.extend(_rows_of(seq, seq.context_len, begin, block_size))
             others.extend(_rows_of(seq, end, seq.total_len, block_size))
             if entries := self._entries(seq, end, block_size):
@@ -182,7 +184,8 @@ class SegmentAttention:
     ) -> None:
         from nanovllm.ops.triton_segments import gather_
 
-        first, last = plan.queries[0].rows.start, plan.queries[-1]
+        first = plan.queries[0].rows.start
+        last = plan.queries[-1]
         if first not in state.pending:
             heads = pool.shape[2] if self._library.groups else q.shape[1]
             state.pending[first] = Unfinished(q.new_empty(1, 2, heads, self.segment, q.shape[2]))

@@ -38,7 +38,8 @@ class TorchAttention:
                 end = seq.total_len if window is None else min(seq.total_len, first + keys - 1 + window)
                 step = max(1, _MASK_ELEMENTS // keys)
                 for position in range(begin, end, step):
-                    count, row = min(step, end - position), seq.query_start + position - seq.context_len
+                    count = min(step, end - position)
+                    row = seq.query_start + position - seq.context_len
                     part = AttentionState(state.out[row : row + count], state.lse[:, row : row + count])
                     _merge_block(q[row : row + count], held, position - first, part, scale, window)
 
@@ -53,7 +54,8 @@ def _merge_block(
     distances = torch.arange(distance, distance + len(q)).unsqueeze(1) - torch.arange(block.shape[2])
     visible = distances >= 0 if window is None else (distances >= 0) & (distances < window)
     mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-    k, v = block[0].unsqueeze(0), block[1].unsqueeze(0)
+    k = block[0].unsqueeze(0)
+    v = block[1].unsqueeze(0)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(0, 1).unsqueeze(0), k, v, 0.0, False, attn_mask=mask, scale=scale
     )

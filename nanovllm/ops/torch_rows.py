@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `row_kernels.clamped_swiglu`
+# of `row_kernels.clamped_swiglu`
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
@@ -37,7 +39,8 @@ def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Te
 def place_heads(
     heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    num_heads = q.shape[1]
+    num_kv_heads = k.shape[1]
     to_rotate, values = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if weight is not None:
         to_rotate = rms_norm(to_rotate, weight, eps)
@@ -73,7 +76,8 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (gate * torch.sigmoid(gate * SWIGLU_ALPHA)).mul_(up + 1.0)
 
 
@@ -137,7 +141,10 @@ def as_int64(number: int) -> int:
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     if (slots < 0).any():
         kept = slots >= 0
-        k, v, slots = k[kept], v[kept], slots[kept]
-    blocks, offsets = slots // pool.shape[3], slots % pool.shape[3]
+        k = k[kept]
+        v = v[kept]
+        slots = slots[kept]
+    blocks = slots // pool.shape[3]
+    offsets = slots % pool.shape[3]
     pool[blocks, 0, :, offsets] = k
     pool[blocks, 1, :, offsets] = v

@@ -80,7 +80,8 @@ def _widened_parts(
     many = [seq for seq in table.sequences if seq.query_len > WIDENED_ROWS]
     if not many:
         return table, ()
-    room, block_rows = _blocks_at_once(block_size), 2 * kv_heads * block_size
+    room = _blocks_at_once(block_size)
+    block_rows = 2 * kv_heads * block_size
     parts: list[tuple[list[tuple[int, int, int]], list[SequenceMetadata]]] = [([], [])]
     for seq in many:
         at = 0
@@ -90,7 +91,8 @@ def _widened_parts(
             entries, sequences = parts[-1]
             used = len(entries)
             count = min(room - used, len(seq.block_table) - at)
-            first, end = seq.first_position + at * block_size, seq.first_position + (at + count) * block_size
+            first = seq.first_position + at * block_size
+            end = seq.first_position + (at + count) * block_size
             copied = replace(
                 seq, first_position=first, kv_end=min(seq.kv_end, end), block_table=range(used, used + count)
             )

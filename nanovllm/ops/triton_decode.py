@@ -146,14 +146,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0) // workers
     kv_head = tl.program_id(1)
     sequence = rows_ptr + tl.program_id(2) * 8
-    query_start, query_len = tl.load(sequence).to(tl.int64), tl.load(sequence + 1)
-    first_position, kv_end = tl.load(sequence + 4), tl.load(sequence + 5)
-    query_position, rows_before = tl.load(sequence + 6), tl.load(sequence + 7).to(tl.int64)
+    query_start = tl.load(sequence).to(tl.int64)
+    query_len = tl.load(sequence + 1)
+    first_position = tl.load(sequence + 4)
+    kv_end = tl.load(sequence + 5)
+    query_position = tl.load(sequence + 6)
+    rows_before = tl.load(sequence + 7).to(tl.int64)
     end_part = tl.minimum(first_part + parts_here, tl.load(sequence + 3) * parts)
     if (first_part + worker >= end_part) | (tile * BLOCK_R >= query_len * group):
         return
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    token, head = row // group, kv_head * group + row % group
+    token = row // group
+    head = kv_head * group + row % group
     row_mask = token < query_len
     position = query_position + token
     column = tl.arange(0, BLOCK_D)
@@ -227,7 +231,8 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     lanes, and what a lane carries on, it computes as every other does: bits do not depend on the number of warps.
     Products are rounded before they are added, so that it does not matter either which of two the compiler would fuse.
     """
-    token, head = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
     sequence = rows_ptr + tl.program_id(2) * 8
     if token >= tl.load(sequence + 1):
         return
@@ -339,12 +344,16 @@ def _decode(
     config: DecodeConfig | None,
 ) -> None:
     """`decode_` where there is a state, whose output `out` then is; else `decode_whole`."""
-    group, (tokens, heads, head_dim), block_size = table.few, q.shape, pool.shape[3]
+    group = table.few
+    (tokens, heads, head_dim) = q.shape
+    block_size = pool.shape[3]
     if not len(group):
         return
-    config, format = config or decode_config_on(q.device, head_dim, q.dtype), stored_format(pool.dtype)
+    config = config or decode_config_on(q.device, head_dim, q.dtype)
+    format = stored_format(pool.dtype)
     partition, parts = partitions_of(block_size, config.partition)
-    padded_dim, kv_heads = padded(head_dim), pool.shape[2]
+    padded_dim = padded(head_dim)
+    kv_heads = pool.shape[2]
     keys = config.keys // 2 if format else config.keys  # tiles of 8 bits are widened in registers
     bytes_per_part = group.total_rows * heads * (padded_dim + 2) * 4
     bytes_per_block = bytes_per_part * (parts if parts == 1 else parts + 1)

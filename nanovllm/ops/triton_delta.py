@@ -132,7 +132,8 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
 ):
     """Program (run, tile of channels): its last KEPT inputs, of which some may be in the slot already."""
     run = tl.program_id(0)
-    begin, end = tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)
+    begin = tl.load(starts_ptr + run)
+    end = tl.load(starts_ptr + run + 1)
     tap = tl.arange(0, BLOCK_T)[None, :]
     channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[:, None]
     number = tl.load(slots_ptr + run)
@@ -147,7 +148,8 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
 
 def empty_inputs(spec: RecurrentSpec, x: Tensor) -> DeltaInputs:
     """Memory for the inputs of the rows of x, with q and k as they were convolved."""
-    keys, of_values = (len(x), 2, spec.num_key_heads), (len(x), spec.num_value_heads)
+    keys = (len(x), 2, spec.num_key_heads)
+    of_values = (len(x), spec.num_value_heads)
     decay, beta, scale = (x.new_empty(size, dtype=torch.float32) for size in (of_values, of_values, keys))
     return DeltaInputs(x.new_empty(*keys, spec.key_dim), x.new_empty(*of_values, spec.value_dim), decay, beta, scale)
 
@@ -162,7 +164,8 @@ def delta_inputs_(
     a: Tensor,
     decay: DecayWeights,
 ) -> DeltaInputs:
-    count, heads = x.shape[0], spec.num_value_heads
+    count = x.shape[0]
+    heads = spec.num_value_heads
     assert x.stride(1) == b.stride(1) == a.stride(1) == 1, "rows must be contiguous"
     assert conv[0].is_contiguous(), "what is in a slot must be contiguous"
     found = empty_inputs(spec, x)
@@ -226,7 +229,8 @@ def _recurrence_kernel(  # type: ignore[no-untyped-def]
     if begin < end:
         of_key = tl.arange(0, BLOCK_K)
         column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_key, in_value = of_key < key_dim, column < value_dim
+        in_key = of_key < key_dim
+        in_value = column < value_dim
         slot = tl.load(slots_ptr + run)
         at = states_ptr + slot * slot_stride + head * key_dim * value_dim
         at_tile = at + of_key[:, None] * value_dim + column[None, :]
@@ -247,7 +251,11 @@ def _recurrence_kernel(  # type: ignore[no-untyped-def]
             state = state + k[:, None] * delta[None, :]
             y = tl.sum(state * q[:, None], 0).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + (row * value_heads + head) * value_dim + column, y, mask=in_value)
-            q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+            q = next_q
+            k = next_k
+            v = next_v
+            decay = next_decay
+            beta = next_beta
         tl.store(at_tile, state, mask=mask)
 
 
@@ -263,7 +271,9 @@ def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, state
             num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
 
-    begins, ends, chunks = rows.starts[:-1], rows.starts[1:], rows.chunks
+    begins = rows.starts[:-1]
+    ends = rows.starts[1:]
+    chunks = rows.chunks
     if chunks is None or not takes_chunks(spec):
         one_by_one(begins, ends)
         return y
@@ -282,7 +292,8 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (tile of pairs of a row and a head). Rounds where the plain version does."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    row, column = pair // heads, tl.arange(0, BLOCK)
+    row = pair // heads
+    column = tl.arange(0, BLOCK)
     at = (pair % heads * size)[:, None] + column[None, :]
     mask = (pair < pairs)[:, None] & (column < size)[None, :]
     dtype = x_ptr.dtype.element_ty
@@ -296,9 +307,11 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    (rows, width), size = x.shape, len(weight)
+    (rows, width) = x.shape
+    size = len(weight)
     assert x.stride(1) == z.stride(1) == 1, "rows must be contiguous"
-    y, heads = x.new_empty(rows, width), width // size
+    y = x.new_empty(rows, width)
+    heads = width // size
     _gated_norm_kernel[(triton.cdiv(rows * heads, ROWS_PER_PROGRAM),)](
         y, x, z, weight, rows * heads, heads, size, eps, x.stride(0), z.stride(0), y.stride(0), PAIRS=ROWS_PER_PROGRAM,
         BLOCK=triton.next_power_of_2(size), num_warps=ROWS_PER_PROGRAM, enable_fp_fusion=True,

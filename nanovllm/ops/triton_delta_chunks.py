@@ -68,7 +68,8 @@ def _times(high, low, x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _wide_times(a, x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """The product of two fp32 tiles."""
-    high, low = a, a
+    high = a
+    low = a
     if dtype != tl.float32:
         high, low = _split(a, dtype)
     return _times(high, low, x)
@@ -84,14 +85,16 @@ def _inverse(a, dtype: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-un
     block = tl.arange(0, BLOCKS)
     diagonal = (block[:, None] == block[None, :])[:, None, :, None]
     of_blocks = tl.sum(tl.where(diagonal, tl.reshape(a, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
-    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
     inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(of_blocks)
     for index in range(1, 16):
         of_row = tl.sum(tl.where(row == index, of_blocks, 0.0), 1)
         known = tl.sum(of_row[:, :, None] * inverse, 1)
         inverse = tl.where(row == index, inverse - known[:, None, :], inverse)
     found = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
     for size in tl.static_range(1, 3):
         half = 16 * size
         below = tl.where((i // half > j // half) & (i // (2 * half) == j // (2 * half)), a, 0.0)
@@ -140,7 +143,8 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     of_k = tl.load(scale_ptr + row * 2 * key_heads + key_heads + key_head)
     decay = tl.load(decay_ptr + row * value_heads + head)
     beta = tl.load(beta_ptr + row * value_heads + head)
-    i, j = token[:, None], token[None, :]
+    i = token[:, None]
+    j = token[None, :]
     between = tl.cumprod(tl.where(i > j, decay[:, None], 1.0), 0)  # D, where i >= j
     after = tl.sum(tl.where(i == CHUNK - 1, between, 0.0), 0)
     before = tl.cumprod(decay, 0)
@@ -210,7 +214,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         token = tl.arange(0, CHUNK)
         in_value = (column < value_dim)[None, :]
         in_values = in_value & (token >= 0)[:, None]
-        in_low, in_high = of_key < key_dim, of_key + HALF < key_dim
+        in_low = of_key < key_dim
+        in_high = of_key + HALF < key_dim
         at_state = states_ptr + tl.load(slots_ptr + run) * slot_stride + head * key_dim * value_dim
         at_low = at_state + of_key[:, None] * value_dim + column[None, :]
         at_high = at_low + HALF * value_dim
@@ -273,7 +278,9 @@ def advance_chunks_(
     """`delta_rule_` for the rows of whole chunks: writes their rows of y, and advances the states of their runs."""
     qk, v, decay, beta, scale = inputs
     assert scale is not None, "the Triton kernels have q and k as they were convolved"
-    count, heads, parts = len(chunks.first_rows), spec.num_value_heads, 1 if v.dtype == torch.float32 else 2
+    count = len(chunks.first_rows)
+    heads = spec.num_value_heads
+    parts = 1 if v.dtype == torch.float32 else 2
     at_once = min(count, CHUNKS_AT_ONCE)
     solve, mix = v.new_empty(2, at_once, heads, parts, RECURRENT_CHUNK, RECURRENT_CHUNK)
     factors = decay.new_empty(at_once, heads, FACTORS, RECURRENT_CHUNK)

@@ -50,7 +50,8 @@ def expert_config(entries: int, num_experts: int, dtype: torch.dtype, *, packed:
     weights 24 KB: one row of Qwen3-30B-A3B has 384 programs, and of gpt-oss-20b 720. With more than 32 outputs for two
     warps the compiler has unpacked weights cross shared memory. dtype: in which tiles are multiplied.
     """
-    average, few_rows = entries // num_experts, 8 if packed else 16
+    average = entries // num_experts
+    few_rows = 8 if packed else 16
     if dtype == torch.float32:  # for exactness only: larger tiles spill registers
         few = ExpertConfig(few_rows, 32, 32, 2 if packed else 4, 2)
         return few if average <= few_rows else ExpertConfig(64, 64, 32, 4, 2)
@@ -111,7 +112,8 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK_K)
     x_at = x_ptr + row[:, None] * x_stride + column[None, :]
     part = tl.arange(0, BLOCK_N * GROUPS)
-    output, group = tl.program_id(0) * BLOCK_N + part // GROUPS, part % GROUPS
+    output = tl.program_id(0) * BLOCK_N + part // GROUPS
+    group = part % GROUPS
     is_output = output < out_features
     weight_row = expert.to(tl.int64) * out_features + output
     element = (group * GROUP_SIZE)[:, None] + tl.arange(0, GROUP_SIZE)[None, :]
@@ -195,7 +197,8 @@ def _packed_experts_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = expert.to(tl.int64) * out_features + tl.minimum(n, out_features - 1)  # none beyond the last is stored
     scale_row = weight_row * scale_columns
-    byte, column = tl.arange(0, BLOCK_BYTES), tl.arange(0, BLOCK_K)
+    byte = tl.arange(0, BLOCK_BYTES)
+    column = tl.arange(0, BLOCK_K)
     data_at = data_ptr + weight_row[:, None] * row_bytes + byte[None, :]
     x_row = x_ptr + row[None, :] * x_stride
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -215,7 +218,8 @@ def _packed_experts_kernel(  # type: ignore[no-untyped-def]
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             if PAIRS:
                 words = tl.load(x_words + part * BLOCK_BYTES, mask=has_entry[None, :] & inside[:, None], other=0)
-                low, high = words.to(half), (words >> (8 * dtype.itemsize)).to(half)
+                low = words.to(half)
+                high = (words >> (8 * dtype.itemsize)).to(half)
                 even, odd = unpack_halves(data, zeros, SCHEME, dtype)
                 product = tl.dot(even, low.to(dtype, bitcast=True), product, input_precision="ieee")
                 product = tl.dot(odd, high.to(dtype, bitcast=True), product, input_precision="ieee")
@@ -254,7 +258,9 @@ def grouped_linear(
     has the rows of the result; bias: [experts, out], contiguous, or None. Sums are fp32. fp8_inputs: of packed weights,
     see `triton_packed.packed_linear`.
     """
-    num_experts, entries, in_features = len(ends), len(x) if rows is None else len(rows), x.shape[1]
+    num_experts = len(ends)
+    entries = len(x) if rows is None else len(rows)
+    in_features = x.shape[1]
     out_features = weights.shape[1] if isinstance(weights, Tensor) else weights.out_features // num_experts
     y = x.new_empty(entries, out_features)
     if not entries:
@@ -262,11 +268,16 @@ def grouped_linear(
     scales: Tensor | None = None
     zeros: Tensor | None = None
     if isinstance(weights, PackedWeight):
-        scheme, group, data = weights.scheme, weights.group_size, weights.data
-        scales, zeros = weights.scales, weights.zeros
+        scheme = weights.scheme
+        group = weights.group_size
+        data = weights.data
+        scales = weights.scales
+        zeros = weights.zeros
         assert scheme in SCHEMES, f"no kernel for experts of {scheme}"
     else:
-        scheme, group, data = "dense", in_features, weights
+        scheme = "dense"
+        group = in_features
+        data = weights
     x_scales = x
     if fp8_inputs:
         x, x_scales = round_inputs(x, group)
@@ -348,7 +359,8 @@ def weighted_sum(y: Tensor, entries: Tensor, weights: Tensor, shared: Tensor | N
     row], and with `shared` [rows, size] one more, which multiplies a row of it. Added in this order.
     """
     assert y.is_contiguous() and (shared is None or shared.is_contiguous()), "rows must be contiguous"
-    (rows, experts), size = entries.shape, y.shape[1]
+    (rows, experts) = entries.shape
+    size = y.shape[1]
     out = y.new_empty(rows, size)
     if out.numel():
         _weighted_sum_kernel[(rows, triton.cdiv(size, COLUMNS_PER_PROGRAM))](

@@ -54,7 +54,8 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FewRowsConfig) -> Tensor:
     """x W^T + b for x [rows, in] of at most FEW_ROWS rows: [rows, out]. 16-bit tensors, rows contiguous."""
-    (rows, in_features), out_features = x.shape, weight.shape[0]
+    (rows, in_features) = x.shape
+    out_features = weight.shape[0]
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if not rows:
         return out

@@ -154,7 +154,8 @@ def _scales(first_at, second_at, mask, S: tl.constexpr, SCHEME: tl.constexpr):  
     words_at = first_at.to(tl.pointer_type(tl.int32))
     if SCHEME == "q4_k" or SCHEME == "q5_k":
         AT: tl.constexpr = S % 4 * 8
-        scales, minimums = tl.load(words_at, mask=mask, other=0), tl.load(words_at + 1, mask=mask, other=0)
+        scales = tl.load(words_at, mask=mask, other=0)
+        minimums = tl.load(words_at + 1, mask=mask, other=0)
         if S >= 4:  # the low four bits of both, in one word, and the two upper bits above those of the first four
             low = tl.load(words_at + 2, mask=mask, other=0)
             scales = (low & 0x0F0F0F0F) | ((scales >> 2) & 0x30303030)
@@ -307,7 +308,8 @@ def _gguf_values_kernel(  # type: ignore[no-untyped-def]
 ):
     """Program (unit, tile of rows)."""
     entry = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    unit, mask = tl.program_id(0), entry < num_rows
+    unit = tl.program_id(0)
+    mask = entry < num_rows
     row = entry.to(tl.int64)
     if HAS_ROWS:
         row = tl.load(rows_ptr + entry, mask=mask, other=0)
@@ -357,13 +359,15 @@ def gguf_linear(
 
     weight: in planes. x, and out, memory for the result: rows may be strided, the elements of a row are contiguous.
     """
-    (rows, in_features), out_features = x.shape, weight.out_features
+    (rows, in_features) = x.shape
+    out_features = weight.out_features
     y = x.new_empty(rows, out_features) if out is None else out
     if not y.numel():
         return y
     config = config or gguf_config(rows, out_features, in_features, x.dtype)
     tiles = triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows)
-    parts, arrivals = y, weight.arrivals
+    parts = y
+    arrivals = weight.arrivals
     if config.splits > 1:
         parts = x.new_empty(config.splits, rows, out_features, dtype=torch.float32)
         if arrivals is None or len(arrivals) < tiles[0] * tiles[1]:
@@ -385,8 +389,10 @@ def gguf_grouped_linear(
     weight: the matrices of all experts, one below the other, in planes: [experts * out, in], experts being len(ends).
     bias: [experts, out], contiguous, or None; the rest as there.
     """
-    num_experts, in_features = len(ends), weight.in_features
-    out_features, entries = weight.out_features // num_experts, len(x) if rows is None else len(rows)
+    num_experts = len(ends)
+    in_features = weight.in_features
+    out_features = weight.out_features // num_experts
+    entries = len(x) if rows is None else len(rows)
     y = x.new_empty(entries, out_features) if out is None else out
     if not y.numel():
         return y

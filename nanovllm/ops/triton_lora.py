@@ -18,7 +18,9 @@ from nanovllm.ops.triton_groups import group_of_tile, most_tiles
 
 A_OFFSET, RANK, B_OFFSET, FIRST_COLUMN, END_COLUMN = range(5)  # of a part in the table
 FIELDS = 5
-ROWS, COLUMNS = 32, 64  # of a tile
+# of a tile
+ROWS = 32
+COLUMNS = 64
 MOST_RANKS = 64  # of a tile
 SPLITS = 4  # parts of the inputs that programs of their own multiply with A, so that few rows use the bandwidth
 FEATURES_PER_SPLIT = 256  # at least
@@ -53,7 +55,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     slot, begin, end = group_of_tile(ends_ptr, num_slots, tl.program_id(1), SLOTS, BLOCK_M)
     if slot >= num_slots:
         return
-    split, part = tl.program_id(0) % SPLITS, tl.program_id(2)
+    split = tl.program_id(0) % SPLITS
+    part = tl.program_id(2)
     fields = table_ptr + slot * slot_fields + part * 5
     rank = tl.load(fields + 1).to(tl.int32)
     first_rank = tl.program_id(0) // SPLITS * BLOCK_R
@@ -109,8 +112,10 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         return
     part = tl.program_id(2)
     fields = table_ptr + slot * slot_fields + part * 5
-    rank, b_offset = tl.load(fields + 1).to(tl.int32), tl.load(fields + 2)
-    first_column, end_column = tl.load(fields + 3).to(tl.int32), tl.load(fields + 4).to(tl.int32)
+    rank = tl.load(fields + 1).to(tl.int32)
+    b_offset = tl.load(fields + 2)
+    first_column = tl.load(fields + 3).to(tl.int32)
+    end_column = tl.load(fields + 4).to(tl.int32)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # of the part
     if (rank == 0) | (tl.program_id(0) * BLOCK_N >= end_column - first_column):
         return
@@ -147,13 +152,16 @@ def add_low_rank_(
     end. x A^T is rounded to the dtype of x, the sum with y once.
     """
     assert x.stride(1) == 1 and y.stride(1) == 1 and table.stride(1) == FIELDS, "rows must be contiguous"
-    (slots, parts, _), entries, in_features = table.shape, len(rows), x.shape[1]
+    (slots, parts, _) = table.shape
+    entries = len(rows)
+    in_features = x.shape[1]
     if not entries:
         return
     ranks = max(16, min(MOST_RANKS, triton.next_power_of_2(max_rank)))
     splits = max(1, min(SPLITS, in_features // FEATURES_PER_SPLIT))
     low = torch.empty(splits, parts, entries, max_rank, dtype=torch.float32, device=x.device)
-    tiles, slots_padded = most_tiles(entries, slots, ROWS), triton.next_power_of_2(slots)
+    tiles = most_tiles(entries, slots, ROWS)
+    slots_padded = triton.next_power_of_2(slots)
     precision = dot_precision(x.dtype)
     _shrink_kernel[(splits * triton.cdiv(max_rank, ranks), tiles, parts)](
         low, x, memory, table, rows, ends, slots, entries, in_features, x.stride(0), max_rank, table.stride(0),

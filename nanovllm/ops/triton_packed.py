@@ -34,7 +34,9 @@ COLUMNS = 128  # inputs of a step of the kernel, of one group or of several
 # With few rows about so many programs, of two warps each, have enough reads on their way: beside 132 multiprocessors
 # 3 to 4 on each, with 3 tiles of 4 KiB ahead. Fewer parts of the inputs would idle some, more would only be added up.
 PROGRAMS = 512
-MOST_SPLITS, MANY_SPLITS = 8, 2  # of few rows and of more, whose parts are more to add up
+# of few rows and of more, whose parts are more to add up
+MOST_SPLITS = 8
+MANY_SPLITS = 2
 LEAST_STEPS = 4  # of a part
 SUMMED_PER_PROGRAM = 1024
 ROUNDED_PER_PROGRAM = 2048  # inputs that a program rounds to fp8, but at least a group of one row
@@ -56,9 +58,11 @@ def packed_config(rows: int, out_features: int, in_features: int, dtype: torch.d
     """Tiles and splits for these sizes. dtype: in which tiles of inputs and weights are multiplied."""
     if dtype == torch.float32:  # for exactness only: larger tiles spill registers
         return PackedConfig(16, 32, 1, 2, 2)
-    few, outputs = rows <= FEW_ROWS, 64
+    few = rows <= FEW_ROWS
+    outputs = 64
     size = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
-    programs, steps = triton.cdiv(out_features, outputs) * triton.cdiv(rows, size), triton.cdiv(in_features, COLUMNS)
+    programs = triton.cdiv(out_features, outputs) * triton.cdiv(rows, size)
+    steps = triton.cdiv(in_features, COLUMNS)
     most = min(MOST_SPLITS if few else MANY_SPLITS, PROGRAMS // programs, steps // LEAST_STEPS)
     splits = 1 << max(1, most).bit_length() - 1
     return PackedConfig(size, outputs, splits, 4 if size == 64 else 2, 4 if few else 3)
@@ -108,7 +112,8 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     is_row = (m < rows)[None, :]
     output = tl.minimum(n, out_features - 1)  # no output beyond the last is stored
     scale_row = output * scale_columns
-    byte, column = tl.arange(0, BLOCK_BYTES), tl.arange(0, BLOCK_K)
+    byte = tl.arange(0, BLOCK_BYTES)
+    column = tl.arange(0, BLOCK_K)
     data_at = data_ptr + output.to(tl.int64)[:, None] * row_bytes + byte[None, :]
     x_row = x_ptr + m.to(tl.int64)[None, :] * x_stride
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -130,7 +135,8 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             if PAIRS:
                 words = tl.load(x_words + part * BLOCK_BYTES, mask=is_row & inside[:, None], other=0)
-                low, high = words.to(half_type), (words >> (8 * dtype.itemsize)).to(half_type)
+                low = words.to(half_type)
+                high = (words >> (8 * dtype.itemsize)).to(half_type)
                 even, odd = unpack_halves(data, zeros, SCHEME, dtype)
                 product = tl.dot(even, low.to(dtype, bitcast=True), product, input_precision="ieee")
                 product = tl.dot(odd, high.to(dtype, bitcast=True), product, input_precision="ieee")
@@ -197,7 +203,8 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     """Program: BLOCK_R parts of rows, counted over all rows, one after the other in memory; BLOCK_K inputs have one
     scale."""
     index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row, part = (index // row_parts).to(tl.int64), index % row_parts
+    row = (index // row_parts).to(tl.int64)
+    part = index % row_parts
     is_row = row < out_features
     byte = part[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
     data = tl.load(data_ptr + row[:, None] * row_bytes + byte, mask=is_row[:, None] & (byte < row_bytes), other=0)
@@ -240,7 +247,8 @@ def round_inputs(x: Tensor, group_size: int, multiple: int = 1) -> tuple[Tensor,
     Elements and scales are those of `ops.kv_quantization`, with a group in the place of a row. The scales of a group
     lie one after the other. multiple: of the number of rows; those beyond x are not initialized.
     """
-    (rows, in_features), groups = x.shape, triton.cdiv(x.shape[1], group_size)
+    (rows, in_features) = x.shape
+    groups = triton.cdiv(x.shape[1], group_size)
     all_rows = triton.cdiv(rows, multiple) * multiple
     rounded = torch.empty(all_rows, in_features, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
@@ -270,21 +278,26 @@ def packed_linear(
     scheme: one of `triton_unpack.SCHEMES`. x: rows may be strided, the elements of a row are contiguous. fp8_inputs: of
     scheme "fp8", whether x is rounded to fp8, on a GPU whose matrix units multiply fp8.
     """
-    (rows, in_features), out_features = x.shape, data.shape[0]
+    (rows, in_features) = x.shape
+    out_features = data.shape[0]
     if not rows:
         return x.new_empty(0, out_features)
     assert x.stride(1) == 1 and data.is_contiguous() and scales.is_contiguous(), "rows must be contiguous"
-    dtype, x_scales = x.dtype, scales  # an absent tensor is replaced by any other
+    # an absent tensor is replaced by any other
+    dtype = x.dtype
+    x_scales = scales
     if fp8_inputs:
         x, x_scales = round_inputs(x, group_size)
     config = config or packed_config(rows, out_features, in_features, x.dtype)
-    splits, block = config.splits, inputs_of_one_scale(group_size, in_features)
+    splits = config.splits
+    block = inputs_of_one_scale(group_size, in_features)
     pairs = scheme in HALF_BYTES and config.rows <= FEW_ROWS and block >= LEAST_PAIRED
     if pairs and (x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize)):
         x = x.contiguous()
     out = x.new_empty(rows, out_features, dtype=dtype)
     parts = out if splits == 1 else x.new_empty(splits, rows, out_features, dtype=torch.float32)
-    has_bias, some_bias = bias is not None, x if bias is None else bias
+    has_bias = bias is not None
+    some_bias = x if bias is None else bias
     grid = (triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows), splits)
     # Not every GPU has a type for fp8, which is decoded from bytes.
     codes = data.view(torch.uint8) if scheme == "fp8" and not fp8_inputs else data
@@ -314,8 +327,10 @@ def dequantize_(
     """
     out_features, in_features = out.shape
     assert out.is_contiguous() and data.is_contiguous() and scales.is_contiguous(), "rows must be contiguous"
-    half_bytes, block = scheme in HALF_BYTES, inputs_of_one_scale(group_size, in_features)
-    row_parts, parts_at_once = triton.cdiv(in_features, block), DEQUANTIZED_PER_PROGRAM // block
+    half_bytes = scheme in HALF_BYTES
+    block = inputs_of_one_scale(group_size, in_features)
+    row_parts = triton.cdiv(in_features, block)
+    parts_at_once = DEQUANTIZED_PER_PROGRAM // block
     _dequantize_kernel[(triton.cdiv(out_features * row_parts, parts_at_once),)](
         out, data.view(torch.uint8), scales, scales if zeros is None else zeros, out_features, in_features,
         data.shape[1], row_parts, scales.shape[1],

@@ -88,7 +88,8 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if new_block:
             factor, lse = _end_of_block(top, total, lse, position, first - block_size, block_size, window, HAS_WINDOW)
-            top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
+            top = lse * LOG2E
+            total = tl.where(lse == float("-inf"), 0.0, 1.0)
             if BRANCH:
                 acc *= factor[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -177,7 +178,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if tile < 0:
         return
     head = tl.program_id(1)
-    first, query_position = tl.load(sequence + 4), tl.load(sequence + 6)
+    first = tl.load(sequence + 4)
+    query_position = tl.load(sequence + 6)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = query_position + token
     lowest = query_position + tile * BLOCK_M
@@ -191,13 +193,15 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     acc = tl.load(out_at, mask=mask, other=0.0)
     lse_at = lse_ptr + head * lse_head_stride + row * lse_token_stride
     lse = tl.load(lse_at, mask=token < query_len, other=float("-inf"))
-    top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
+    top = lse * LOG2E
+    total = tl.where(lse == float("-inf"), 0.0, 1.0)
     head_ptr = pool_ptr + head // group * kv_head_stride
     head_scales = scales_ptr
     if FORMAT:
         head_scales += head // group * kv_head_stride // 4
     block_at = blocks_ptr + tl.load(sequence + 2)
-    index, begin = 0, 0
+    index = 0
+    begin = 0
     if HAS_WINDOW:  # tiles that lie before every row's window are left out
         skipped = tl.maximum(lowest - window + 1 - first, 0)
         index = skipped // block_size
@@ -248,7 +252,8 @@ def prefill_(
     q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; in 8 bits
     its rows end with a scale.
     """
-    group, (_, heads, head_dim) = table.many, q.shape
+    group = table.many
+    (_, heads, head_dim) = q.shape
     if not len(group):
         return
     config = config or prefill_config_on(q.device, head_dim, q.dtype)

@@ -87,8 +87,10 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 ):
     """Program (BLOCK_R rows). A single program places its entries itself; others leave that to `_place_kernel`."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    experts, slot = tl.arange(0, EXPERTS), tl.arange(0, K_PAD)
-    is_expert, is_row = experts < num_experts, row < rows
+    experts = tl.arange(0, EXPERTS)
+    slot = tl.arange(0, K_PAD)
+    is_expert = experts < num_experts
+    is_row = row < rows
     logits_at = logits_ptr + row.to(tl.int64) * logits_stride
     mask = is_row[:, None] & is_expert[None, :]
     logits = tl.load(logits_at[:, None] + experts[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -186,9 +188,11 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     """Program (BLOCK_R rows), as of `_route_kernel`."""
     own = tl.program_id(0)
     row = own * BLOCK_R + tl.arange(0, BLOCK_R)
-    experts, slot = tl.arange(0, EXPERTS), tl.arange(0, K_PAD)
+    experts = tl.arange(0, EXPERTS)
+    slot = tl.arange(0, K_PAD)
     has_slot = (row < rows)[:, None] & (slot < K)[None, :]
-    total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, tl.num_programs(0), AT_ONCE):
         program = first + tl.arange(0, AT_ONCE)
         mask = (program < tl.num_programs(0))[:, None] & (experts < num_experts)[None, :]
@@ -219,7 +223,9 @@ def route(
     Where scores are equal, the experts with the lowest numbers are chosen. All sizes are those that the number of rows
     gives, so that a CUDA graph can record it, with rows that nobody reads.
     """
-    (rows, _), experts, k = logits.shape, spec.num_experts, spec.num_experts_per_tok
+    (rows, _) = logits.shape
+    experts = spec.num_experts
+    k = spec.num_experts_per_tok
     shared = spec.shared is not None
     weights = logits.new_empty(rows, k + shared, dtype=torch.float32)
     grouping = Grouping(*(logits.new_empty(shape, dtype=torch.int32) for shape in (experts, rows * k, (rows, k))))
@@ -232,7 +238,8 @@ def route(
     programs = triton.cdiv(rows, block_rows)
     chosen = counts = grouping.entries  # not written by a single program
     if programs > 1:
-        chosen, counts = torch.empty_like(chosen), logits.new_empty(programs, experts, dtype=torch.int32)
+        chosen = torch.empty_like(chosen)
+        counts = logits.new_empty(programs, experts, dtype=torch.int32)
     sizes = {"K": k, "K_PAD": triton.next_power_of_2(k), "EXPERTS": width, "BLOCK_R": block_rows}
     _route_kernel[(programs,)](
         weights, chosen, counts, *grouping, logits, logits if share is None else share,

@@ -64,7 +64,8 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _gated_unit(gate_up: Tensor, activation: str) -> Tensor:
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if out.numel():
         assert gate_up.stride(1) == 1, "rows must be contiguous"
@@ -164,8 +165,10 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     rotated = head < num_heads + num_kv_heads
     mask = inside & (head < num_heads + 2 * num_kv_heads)
     at = heads_ptr + token * token_stride + head * (2 * half) + column
-    first, second = tl.load(at, mask=mask, other=0.0), tl.load(at + half, mask=mask, other=0.0)
-    x, y = first.to(tl.float32), second.to(tl.float32)
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + half, mask=mask, other=0.0)
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * half) + eps)[:, None]
         weight = weight_ptr + head * (2 * half) + column
@@ -181,7 +184,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     q_at = q_ptr + token * q_stride + head * (2 * half) + column
     k_at = k_ptr + token * k_stride + (head - num_heads) * (2 * half) + column
     v_at = v_ptr + token * v_stride + (head - num_heads - num_kv_heads) * (2 * half) + column
-    is_q, is_v = mask & (head < num_heads), mask & (head >= num_heads + num_kv_heads)
+    is_q = mask & (head < num_heads)
+    is_v = mask & (head >= num_heads + num_kv_heads)
     is_k = mask & (head >= num_heads) & rotated
     tl.store(q_at, first, mask=is_q)
     tl.store(q_at + half, second, mask=is_q)
@@ -235,7 +239,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Program (row, tile): the largest value of the tile and its column in the row."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     column = tile * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores_ptr + row * scores_stride + column, mask=column < width, other=float("-inf"))
     token = tl.load(tokens_ptr + row * tokens_stride + column, mask=column < width, other=0)

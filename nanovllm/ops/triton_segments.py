@@ -46,7 +46,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.load(entry + 2)
     if tl.program_id(0) * BLOCK_T >= tokens:
         return
-    is_value, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    is_value = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_D)
     held = token < tokens
@@ -67,7 +68,8 @@ def gather_(pool: Tensor, entries: Tensor, out: Tensor) -> None:
     [blocks, 2, heads, tokens of a block, head_dim], with a whole number of heads for each KV head. entries: int32
     [n, 3]: block of the pool, the row of `out` `[rows, head_dim]` where its first key goes, its number of tokens.
     """
-    heads, head_dim = out.shape[2], head_dim_of(pool)
+    heads = out.shape[2]
+    head_dim = head_dim_of(pool)
     if not len(entries):
         return
     _gather_kernel[(triton.cdiv(pool.shape[3], TILE_ROWS), 2 * heads, len(entries))](
@@ -140,10 +142,13 @@ def merge_segments_(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tens
     strides; LSEs: fp32 [heads, tokens], contiguous along tokens. The bits are those of one merge after the other.
     """
     tokens, heads, head_dim = out.shape
-    (first, first_lse), outs, lses = parts[0], [out for out, _ in parts], [lse for _, lse in parts]
+    (first, first_lse) = parts[0]
+    outs = [out for out, _ in parts]
+    lses = [lse for _, lse in parts]
     assert len({part.stride() for part in outs}) == len({part.stride() for part in lses}) == 1, "parts must be alike"
     assert out.stride(2) == first.stride(2) == lse.stride(1) == first_lse.stride(1) == 1, "rows must be contiguous"
-    unused, width = MAX_PARTS - len(parts), triton.next_power_of_2(head_dim)
+    unused = MAX_PARTS - len(parts)
+    width = triton.next_power_of_2(head_dim)
     _merge_segments_kernel[(triton.cdiv(tokens, MERGED_ROWS), heads)](
         out, lse, *outs, *[first] * unused, *lses, *[first_lse] * unused, tokens, head_dim, *out.stride()[:2],
         lse.stride(0), *first.stride()[:2], first_lse.stride(0), PARTS=len(parts), BLOCK_T=MERGED_ROWS, BLOCK_D=width,

@@ -25,7 +25,8 @@ def triton_runs() -> bool:
     try:
         from nanovllm.ops.triton_merge import merge_parts_triton
 
-        out, lse = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, 1, device="cuda")
+        out = torch.zeros(1, 1, 16, device="cuda")
+        lse = torch.zeros(1, 1, device="cuda")
         merge_parts_triton(out, lse, out, lse, out.unsqueeze(0) + 1, lse.unsqueeze(0))
         works = bool((out == 0.5).all())
     except Exception as error:  # a missing compiler or driver raises any of a dozen types

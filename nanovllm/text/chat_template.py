@@ -68,7 +68,8 @@ class ChatTemplate:
         for name in template_kwargs or {}:
             if name in NOT_VARIABLES:
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
-        self._tokenizer, self._content_format = tokenizer, check_content_format(content_format)
+        self._tokenizer = tokenizer
+        self._content_format = check_content_format(content_format)
         self._arguments = {
             **tokenizer.special_tokens_map,
             **(template_kwargs or {}),

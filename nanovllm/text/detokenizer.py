@@ -59,7 +59,8 @@ class Detokenizer:
         if piece.endswith(PART_OF_CHARACTER):
             return self._settle(piece) if len(self._held) % MAX_HELD == 0 else ""
         if piece:
-            self._context, self._held = self._held, []
+            self._context = self._held
+            self._held = []
             self._num_released += len(piece)
         return piece
 
@@ -77,7 +78,8 @@ class Detokenizer:
         return ""
 
     def _release(self, count: int) -> str:
-        piece, released = self._text(count), self._held[:count] or self._context
+        piece = self._text(count)
+        released = self._held[:count] or self._context
         self._context = [] if self._decode(released).endswith(PART_OF_CHARACTER) else released
         self._held = self._held[count:]
         self._num_released += len(piece)
@@ -85,7 +87,8 @@ class Detokenizer:
 
     def _text(self, count: int) -> str:
         """The text of the first `count` held tokens after the context."""
-        known, text = self._decode(self._context), self._decode(self._context + self._held[:count])
+        known = self._decode(self._context)
+        text = self._decode(self._context + self._held[:count])
         # Malformed bytes can change the text of earlier tokens.
         return text[len(known) :] if text.startswith(known) else self._decode(self._held[:count])
 

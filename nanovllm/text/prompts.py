@@ -132,7 +132,8 @@ def prompt_part(prompt: Prompt) -> PromptParts:
 
 
 def _dict_part(prompt: Mapping[str, Any]) -> PromptParts:
-    keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
+    keys = set(prompt) - {"cache_salt"}
+    salt = prompt.get("cache_salt")
     if keys == {"prompt"} and isinstance(prompt["prompt"], str):
         return PromptParts(prompt["prompt"], None, salt)
     if keys == {"prompt_token_ids"} or (keys == {"prompt_token_ids", "prompt"} and isinstance(prompt["prompt"], str)):

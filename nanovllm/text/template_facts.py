@@ -13,7 +13,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 # Words that no template has.
-FIRST, SECOND, VALUE, STRANGER = "qzfirst", "qzsecond", "qzvalue", "qzstranger"
+FIRST = "qzfirst"
+SECOND = "qzsecond"
+VALUE = "qzvalue"
+STRANGER = "qzstranger"
 # Contents, by the name of their form. A template takes a form if both words of it are in the text.
 SAMPLES: Mapping[str, Any] = MappingProxyType(
     {
@@ -51,7 +54,8 @@ class TemplateFacts:
 
     def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
         """template: its text. variables: such as the special tokens, which templates need."""
-        self._template, self._variables = template, dict(variables)
+        self._template = template
+        self._variables = dict(variables)
         self._takes: dict[tuple[str, str], bool] = {}  # by role and form
 
     def takes(self, role: str, form: str) -> bool:

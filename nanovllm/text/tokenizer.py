@@ -74,7 +74,8 @@ class HuggingFaceTokenizer:
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
         """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
         class if the directory's files name none."""
-        self._path, self._model_type = Path(model_dir), model_type
+        self._path = Path(model_dir)
+        self._model_type = model_type
         self._facts: dict[tuple[str, str], TemplateFacts] = {}  # by a template's text and the special tokens
         self.response_template: Mapping[str, Any] | None = None
         if is_gguf(self._path):
@@ -105,7 +106,8 @@ class HuggingFaceTokenizer:
         else:
             tokenizer = fast.as_transformers()
         if fast is not None:
-            self.backend, self._fast = tokenizer.backend_tokenizer, None
+            self.backend = tokenizer.backend_tokenizer
+            self._fast = None
         return tokenizer
 
     @property
@@ -171,7 +173,8 @@ class HuggingFaceTokenizer:
         A token that encoding has added begins where the token before it ends. None if these are not the text's tokens,
         and for a slow tokenizer.
         """
-        backend, ids = self.backend, list(token_ids)
+        backend = self.backend
+        ids = list(token_ids)
         if backend is None:
             return None
         encoding = _guarded(lambda: backend.encode(text))
@@ -179,7 +182,8 @@ class HuggingFaceTokenizer:
             encoding = _guarded(lambda: backend.encode(text, add_special_tokens=False))
         if encoding.ids != ids:
             return None
-        found, end = [], 0
+        found = []
+        end = 0
         for (first, last), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
             # Some tokenizers do not count the spaces before a word to it.
             found.append(end if is_added else min(first, end + len(text[end:first].rstrip(" "))))
@@ -195,7 +199,8 @@ class HuggingFaceTokenizer:
             return text.encode("utf-8", "replace")
         if token_id in self._added:
             return self._added[token_id].encode()
-        byte, symbols = BYTE_TOKEN.fullmatch(name), self._byte_symbols
+        byte = BYTE_TOKEN.fullmatch(name)
+        symbols = self._byte_symbols
         candidates = [bytes.fromhex(byte[1])] if byte else [name.encode()]
         if all(symbol in symbols for symbol in name):
             candidates.append(bytes(symbols[symbol] for symbol in name))
@@ -253,7 +258,8 @@ def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
 
 def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError for a tokenizer class that only code in the directory defines."""
-    auto_map, name = config.get("auto_map"), config.get("tokenizer_class")
+    auto_map = config.get("auto_map")
+    name = config.get("tokenizer_class")
     has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
     if not (has_code and name):
         return

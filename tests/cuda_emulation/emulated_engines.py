@@ -17,7 +17,8 @@ from tokenizer_files import write_byte_level
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.lora.request import LoRARequest
 
-BLOCK, VOCAB = 16, 300
+BLOCK = 16
+VOCAB = 300
 CHECKPOINT: dict[str, Any] = {"hidden": 128, "intermediate": 256, "head_dim": 32, "vocab": VOCAB, "eos_token_id": 277}
 LENGTHS = (70, 33, 9)  # of the prompts: more than a chunk, more than a block, less than one
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
@@ -129,7 +130,8 @@ class Model:
         directory = folder / "model"
         model = make_checkpoint(directory, seed=3, **{**CHECKPOINT, **case.model})
         write_byte_level(directory)
-        self.case, self.path = case, directory
+        self.case = case
+        self.path = directory
         self.adapters: list[LoRARequest | None] = [None] * len(LENGTHS)
         if case.adapters:
             self.adapters[1:] = [make_adapter(folder / f"a{number}", model, number) for number in (1, 2)]

@@ -118,7 +118,8 @@ class Environment:
         self.build_operators(target)
 
     def build_operators(self, runtime: Path) -> None:
-        target, sources = self.libraries / "libemulated_aten.so", sorted(HERE.glob("runtime/aten*.cpp"))
+        target = self.libraries / "libemulated_aten.so"
+        sources = sorted(HERE.glob("runtime/aten*.cpp"))
         if not not_newer(target, [*sources, *HERE.glob("runtime/aten*.h")]):
             return
         torch = self.site / "torch"

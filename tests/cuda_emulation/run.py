@@ -59,7 +59,8 @@ def main() -> int:
     directory, torch_version, *wanted = sys.argv[1:]
     environment = Environment(Path(directory), torch_version)
     environment.make()
-    begun, used_before = time.monotonic(), sum(os.times()[:4])
+    begun = time.monotonic()
+    used_before = sum(os.times()[:4])
     variables = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     coverage = coverage_of(environment, variables)
     chosen = {name: part for name, part in parts().items() if not wanted or name in wanted}

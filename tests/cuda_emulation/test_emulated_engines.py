@@ -135,7 +135,8 @@ def test_an_aborted_request_changes_no_other(offloaded_model: tuple[Model, Token
 def failing(llm: LLM, call: int) -> Callable[[], None]:
     """The model's attention fails once, at this call. Returns what makes it well again."""
     kv_cache = llm._runner.kv_cache  # type: ignore[union-attr]
-    attend, count = kv_cache.attend, [0]
+    attend = kv_cache.attend
+    count = [0]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1

@@ -29,7 +29,8 @@ from nanovllm.engine import prefix_cache
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import pools
 
-BLOCK, VOCAB = 16, 97
+BLOCK = 16
+VOCAB = 97
 ENGINES = ((2, 4, 14), (8, 9, 9))  # slots of the ring, num_gpu_blocks, num_cpu_blocks
 SEEDS = (1, 2, 3, 4)
 SHARES = (None, 1.0)  # of the host blocks for CPU attention
@@ -59,7 +60,8 @@ def late(kind: str | None, seed: int) -> Iterator[None]:
     """In this context the work of a kind is late; `stores` are copies of new KV to the host, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "stores":
-            random, copy_2d = Random(seed), CudaDevice.copy_2d
+            random = Random(seed)
+            copy_2d = CudaDevice.copy_2d
 
             def copy_late(device: CudaDevice, copy: PitchedCopy, stream: Any) -> int:
                 assert isinstance(stream, CudaStream)

@@ -90,11 +90,13 @@ _SETTINGS = settings(
 
 def loaded_or_refused(load: Callable[[], object], growth: int, *words: str) -> str:
     """ "accepted", or "refused" with one sentence that holds the words; the process grows by `growth` KiB at most."""
-    before, word = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "accepted"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    word = "accepted"
     try:
         load()
     except (ModelError, ConfigError, RequestError) as error:
-        message, word = str(error), "refused"
+        message = str(error)
+        word = "refused"
         assert message and "\n" not in message and len(message) < LONGEST, message
         assert all(word in message for word in words), message
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

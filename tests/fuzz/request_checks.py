@@ -21,7 +21,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import engine_config
 from nanovllm.outputs import RequestOutput
 
-VOCAB, MAX_MODEL_LEN, MAX_NUM_SEQS = 300, 64, 4
+VOCAB = 300
+MAX_MODEL_LEN = 64
+MAX_NUM_SEQS = 4
 LONGEST_MESSAGE = 2200
 QUESTION = "what is known"
 

@@ -69,7 +69,8 @@ def original() -> tuple[bytes, int]:
 def damaged(damage: list[dict[str, Any]]) -> bytes:
     content, header = original()
     for part in damage:
-        at, new = part["at"] * header >> 16, part["bytes"]
+        at = part["at"] * header >> 16
+        new = part["bytes"]
         if part["deed"] == "number":
             new = (part["number"] % 256 ** part["size"]).to_bytes(part["size"], "little")
         if part["deed"] in ("number", "overwrite"):

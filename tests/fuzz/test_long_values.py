@@ -105,7 +105,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("value", JSON_VALUES)
 def test_adapter_config(adapter: tuple[Path, Path], value: str) -> None:
     model, directory = adapter
-    spec, content = load_decoder_spec(model), json.loads((directory / CONFIG).read_text())
+    spec = load_decoder_spec(model)
+    content = json.loads((directory / CONFIG).read_text())
     try:
         for name in {**FIELDS, "of the future\n": None}:
             (directory / CONFIG).write_bytes(as_json({**content, name: JSON_VALUES[value]}))

@@ -163,7 +163,8 @@ DAMAGE = st.lists(
 def damaged(content: bytes, damage: list[dict[str, Any]], end: int | None = None) -> bytes:
     """`content` with damage in its first `end` bytes."""
     for part in damage:
-        at, new = part["at"] * (len(content) if end is None else min(end, len(content))) >> 16, part["bytes"]
+        at = part["at"] * (len(content) if end is None else min(end, len(content))) >> 16
+        new = part["bytes"]
         if part["deed"] == "cut":
             content = content[:at]
         elif part["deed"] == "insert":

@@ -70,7 +70,8 @@ CHATS = FuzzTarget("chats", check_request, prompt=messages, fields=st.just({"max
 
 def run_command(words: list[str]) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of the real command line."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), one_engine_for_all():
         try:
             status = main(words)

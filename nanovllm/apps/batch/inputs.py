@@ -17,7 +17,8 @@ from nanovllm.errors import MOST_QUOTED, ConfigError, EngineError, one_line, tol
 if TYPE_CHECKING:
     import pyarrow
 
-JSONL, PARQUET = "jsonl", "parquet"
+JSONL = "jsonl"
+PARQUET = "parquet"
 FORMAT_OF_ENDING = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 READ_ROWS = 64  # rows of a Parquet file that are decoded at a time
 HASHED = 1 << 20  # bytes at both ends of a file that identify it, with its size
@@ -48,7 +49,8 @@ class Inputs:
 
         Raises EngineError for a file that cannot be read further.
         """
-        read, index = (_lines if self.format == JSONL else _parquet_rows), 0
+        read = _lines if self.format == JSONL else _parquet_rows
+        index = 0
         for path in self.files:
             try:
                 index = yield from read(path, index, is_done, used_columns)
@@ -104,7 +106,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    size, hasher = path.stat().st_size, xxhash.xxh3_64()
+    size = path.stat().st_size
+    hasher = xxhash.xxh3_64()
     with path.open("rb") as file:
         hasher.update(file.read(HASHED))
         file.seek(max(0, size - HASHED))

@@ -11,7 +11,8 @@ from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 # Fields with the same name and meaning.
 NOT_OF_A_BODY = ("logprobs", "detokenize", "logits_processors", "output_kind", "skip_clone")
 SAME = (*(each.name for each in fields(SamplingParams) if each.name not in NOT_OF_A_BODY), "cache_salt")
@@ -108,7 +109,9 @@ def _chat_columns(given: Mapping[str, Any], columns: dict[str, Any], has_max_tok
 
 def _tool_columns(given: Mapping[str, Any], columns: dict[str, Any]) -> None:
     """The tools that the template shows, and the structure that `tool_choice` forces the answer into."""
-    tools, choice, parallel = given.get("tools", []), given.get("tool_choice"), given.get("parallel_tool_calls")
+    tools = given.get("tools", [])
+    choice = given.get("tool_choice")
+    parallel = given.get("parallel_tool_calls")
     if not isinstance(parallel, bool | None):
         raise RequestError(f"parallel_tool_calls={quoted(parallel)}: must be true or false")
     check_tools(tools)

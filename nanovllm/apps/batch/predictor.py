@@ -71,7 +71,8 @@ class LLMPredictor:
         return with_results(table, results).drop_columns(["row_index"])
 
     def _results(self, rows: list[dict[str, Any]]) -> list[RowResult]:
-        results, requests = [], []
+        results = []
+        requests = []
         for index, columns in enumerate(rows):
             try:
                 with as_request_error("the row cannot be read"):

@@ -131,7 +131,8 @@ class ReplicaActor:
 
     def exchange(self, requests: Sequence[RowRequest]) -> tuple[list[RowResult], Progress]:
         """Start rows, run steps for a moment, and return the results that came and how far the others are."""
-        replica, start = self._replica, time.monotonic()
+        replica = self._replica
+        start = time.monotonic()
         if replica is None:
             raise EngineError("the replica has no engine: call load first")
         results = replica.add(requests)
@@ -181,7 +182,8 @@ class RayReplicas:
         # As Any: Ray adds the methods of actors at run time.
         actor_class: Any = ray.remote(ReplicaActor)
         self._new_actor = actor_class.options(max_restarts=0, max_task_retries=0, **options).remote
-        self._settings, self._on_event = settings, on_event
+        self._settings = settings
+        self._on_event = on_event
         self._worker_timeout = worker_timeout
         self._progress: dict[int, Progress] = {}
         self._cpu_kernels: tuple[int, Any] | None = None  # all replicas' choice: who makes it, and the call

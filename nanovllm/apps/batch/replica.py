@@ -117,7 +117,9 @@ class Replica:
         params = replace(self._params, **request.params)
         if params.seed is None:
             params = replace(params, seed=derived_seed(self.llm.config.seed, "prompt", request.index))
-        text, token_ids, reader = request.prompt, request.prompt_token_ids, None
+        text = request.prompt
+        token_ids = request.prompt_token_ids
+        reader = None
         adds = request.add_special_tokens
         if request.messages is not None:
             (rendered,) = self._template(request).prompts(request.messages)
@@ -145,7 +147,8 @@ class Replica:
         """What reads the answers to a conversation, if they may have more than content."""
         tools = request.template_options.get("tools") or []
         shown = self._formats.shown(self._template_text)
-        choice, skips_special = request.tool_choice, params.skip_special_tokens
+        choice = request.tool_choice
+        skips_special = params.skip_special_tokens
         if tools:
             check_shown(shown, choice)
         reading = self._formats.reading(shown.form, tools, choice, skips_special=skips_special)

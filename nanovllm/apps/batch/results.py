@@ -25,7 +25,9 @@ from nanovllm.errors import ConfigError, EngineError, told
 if TYPE_CHECKING:
     import pyarrow
 
-JOB, LOCK, SUCCESS = "_job.json", "_lock", "_SUCCESS"
+JOB = "_job.json"
+LOCK = "_lock"
+SUCCESS = "_SUCCESS"
 PART = re.compile(r"part-(\d{6,})\.(jsonl|parquet)")
 PART_ROWS = 1000  # most rows of a part
 PART_SECONDS = 20.0  # that a result waits for its part to be written
@@ -69,8 +71,12 @@ class ResultDirectory:
     ) -> None:
         """clock: seconds that only grow."""
         self.done = DoneRows()
-        self._path, self._format, self._schema = Path(path), file_format, schema
-        self._part_rows, self._part_seconds, self._clock = part_rows, part_seconds, clock
+        self._path = Path(path)
+        self._format = file_format
+        self._schema = schema
+        self._part_rows = part_rows
+        self._part_seconds = part_seconds
+        self._clock = clock
         self._held: list[Any] = []  # what waits for its part: lines of JSON, or rows of a table with their results
         self._held_since = 0.0
         self._has_written = False  # a part
@@ -284,7 +290,9 @@ def _result_types() -> dict[str, pyarrow.DataType]:
     token = pa.struct(
         [("token_id", pa.int64()), ("logprob", pa.float64()), ("rank", pa.int64()), ("decoded_token", pa.string())]
     )
-    logprobs, text, count = pa.list_(pa.list_(token)), pa.string(), pa.int64()
+    logprobs = pa.list_(pa.list_(token))
+    text = pa.string()
+    count = pa.int64()
     function = pa.struct([("name", text), ("arguments", text)])
     calls = pa.list_(pa.struct([("id", text), ("type", text), ("function", function)]))
     message = pa.struct(

@@ -20,12 +20,17 @@ KNOWN_PREFIXES = 1 << 14  # hashes that are kept for a replica
 
 def prefix_hashes(parts: Iterable[bytes]) -> tuple[int, ...]:
     """Hashes of the first SHORTEST * 2 ** i bytes of the parts together, for all such prefixes that they have."""
-    hasher, length, mark, found = xxhash.xxh3_64(), 0, SHORTEST, []
+    hasher = xxhash.xxh3_64()
+    length = 0
+    mark = SHORTEST
+    found = []
     for part in parts:
         rest = memoryview(part)
         while length + len(rest) >= mark:
             hasher.update(rest[: mark - length])
-            rest, length, mark = rest[mark - length :], mark, 2 * mark
+            rest = rest[mark - length :]
+            length = mark
+            mark = 2 * mark
             found.append(hasher.intdigest())
         hasher.update(rest)
         length += len(rest)
@@ -73,12 +78,14 @@ class Router:
         The row that shares most with what the replica has, unless another replica has more of it. is_idle: the replica
         has too little to do, so it also gets rows that others have more of, those first of which least is lost.
         """
-        best, best_rank = None, (-1, 0)
+        best = None
+        best_rank = (-1, 0)
         for hashes in self._groups:
             here, elsewhere = self._shared(hashes, replica)
             rank = (1, here) if here >= elsewhere else (0, -elsewhere)
             if rank > best_rank and (is_idle or rank[0]):
-                best, best_rank = hashes, rank
+                best = hashes
+                best_rank = rank
         if best is None:
             return None
         group = self._groups[best]

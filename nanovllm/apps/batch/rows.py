@@ -134,12 +134,14 @@ class RowFormat:
                 raise RequestError(f"{beside[0]} beside a body has no effect: give it in the body")
             body = given["body"]
             request = self._checked(row.index, body_columns(given, self.model_names, self.has_max_tokens))
-            choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls")
+            choice = body.get("tool_choice")
+            parallel = body.get("parallel_tool_calls")
             return replace(request, tool_choice=choice, parallel_tool_calls=parallel)
         return self._checked(row.index, given)
 
     def _checked(self, index: int, given: dict[str, Any]) -> RowRequest:
-        prompt, messages = given.get("prompt"), given.get("messages")
+        prompt = given.get("prompt")
+        messages = given.get("messages")
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"{self.prompt_column} must be text, got {quoted(prompt)}")
         if "messages" in given and not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
@@ -209,7 +211,8 @@ def row_result(index: int, output: RequestOutput, reader: AnswerReader | None = 
     failed = any(completion.finish_reason in ("error", "abort") for completion in output.outputs)
     answers = [_completion(completion, output, reader) for completion in output.outputs]
     first = answers[0]
-    prompt, generated = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+    prompt = len(output.prompt_token_ids)
+    generated = sum(len(one.token_ids) for one in output.outputs)
     columns = {
         "generated_text": None if failed else first["text"],
         "finish_reason": first["finish_reason"],

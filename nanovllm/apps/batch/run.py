@@ -81,7 +81,8 @@ class LocalReplica:
         self._failed += self.replica.add(requests)
 
     def wait(self) -> list[Results | Lost]:
-        results, self._failed = self._failed, []
+        results = self._failed
+        self._failed = []
         if self.replica.has_work:
             results += self.replica.step()
         return [Results(0, results)]

@@ -27,7 +27,9 @@ from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 if TYPE_CHECKING:
     from nanovllm import LLMEngine
 
-ENGINE, SAMPLING, SERVER = "engine", "sampling", "server"
+ENGINE = "engine"
+SAMPLING = "sampling"
+SERVER = "server"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 # output_kind follows from how the answer is shown; the others are for programs.
 NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "skip_clone")
@@ -207,7 +209,8 @@ def _add_flags(
         if found.name not in names:
             continue
         options = _options(hints[found.name])
-        text, default = found.metadata["help"].replace("%", "%%"), (defaults or {}).get(found.name, found.default)
+        text = found.metadata["help"].replace("%", "%%")
+        default = (defaults or {}).get(found.name, found.default)
         if options.get("action") in ("append", _Pairs):
             text += "; repeat it for several"
         if default not in (MISSING, None, ()):

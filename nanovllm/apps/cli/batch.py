@@ -80,7 +80,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_cluster_flags(group: Any) -> None:
-    add, amount = group.add_argument, number_up_to(1e6, "a number of at least 0")
+    add = group.add_argument
+    amount = number_up_to(1e6, "a number of at least 0")
     add("--num-replicas", type=positive, default=1, metavar="N", help="engines; more than one needs Ray (default: 1)")
     add("--ray-address", metavar="ADDRESS", help="cluster, such as auto or 10.0.0.1:6379; local: start one here")
     add("--num-cpus", type=amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
@@ -102,7 +103,8 @@ def _add_cluster_flags(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if a row failed."""
-    inputs, template = open_inputs(args.input), read_text("--chat-template", args.chat_template)
+    inputs = open_inputs(args.input)
+    template = read_text("--chat-template", args.chat_template)
     sampling = sampling_arguments(args)
     SamplingParams(**sampling)  # refuses wrong values before a model is loaded
     config = checked_config(args)
@@ -221,7 +223,8 @@ class BatchRun:
         return self.ended()
 
     def _run_rows(self, num_rows: int) -> None:
-        model, count = self.args.model, self.args.num_replicas
+        model = self.args.model
+        count = self.args.num_replicas
         with self._replicas() as (replicas, watch_steps):
             self.meter = Meter(num_rows)
             prefix = f"{count} replicas, " if count > 1 else ""

@@ -52,7 +52,8 @@ class Interrupt:
 
     def take(self) -> bool:
         """Whether one came before; it is forgotten."""
-        was_pending, self._pending = self._pending, False
+        was_pending = self._pending
+        self._pending = False
         return was_pending
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 # These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
 MAX_TOKENS = 1024  # of an answer, where neither the flag nor the checkpoint says
-QUIT, RESET, QUOTES = "/quit", "/reset", '"""'
+QUIT = "/quit"
+RESET = "/reset"
+QUOTES = '"""'
 COMMANDS = (
     f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends, {QUOTES} begins and ends a "
     "question of several lines"
@@ -71,14 +73,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if an answer failed."""
     sampling = sampling_arguments(args)
     SamplingParams(**sampling)  # refuses wrong values before the model is loaded
-    document, template = read_text("--document", args.document), read_text("--chat-template", args.chat_template)
+    document = read_text("--document", args.document)
+    template = read_text("--chat-template", args.chat_template)
     if document is not None and not document.strip():
         raise ConfigError(f"--document {args.document!r} is empty: give a text to talk about")
     check_chosen(args, checked_config(args))
 
-    answer_tokens, texts = sampling.get("max_tokens", MAX_TOKENS), [] if document is None else [document]
+    answer_tokens = sampling.get("max_tokens", MAX_TOKENS)
+    texts = [] if document is None else [document]
     with ExitStack() as stack:
-        interrupt, status = stack.enter_context(Interrupt()), stack.enter_context(status_line(args))
+        interrupt = stack.enter_context(Interrupt())
+        status = stack.enter_context(status_line(args))
         llm = stack.enter_context(load_llm(args, status, interrupt, lambda: texts, answer_tokens))
         # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
         params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
@@ -166,7 +171,10 @@ class Answers:
     def __init__(
         self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt, adapter: LoRARequest | None
     ) -> None:
-        self._llm, self._adapter, self._status, self._interrupt = llm, adapter, status, interrupt
+        self._llm = llm
+        self._adapter = adapter
+        self._status = status
+        self._interrupt = interrupt
         self._params = replace(params, output_kind=RequestOutputKind.DELTA)
         self._ids = map(str, itertools.count())
         self.num_tokens = 0  # computed and generated so far
@@ -184,7 +192,8 @@ class Answers:
         return self._run(chat.prompt(question), self._params, is_shown=True)
 
     def _run(self, token_ids: Sequence[int], params: SamplingParams, is_shown: bool) -> Answer:
-        llm, client = self._llm, EngineClient(self._llm.engine)
+        llm = self._llm
+        client = EngineClient(self._llm.engine)
         prompt = PromptParts(None, token_ids)
         request = llm.engine.make_request(next(self._ids), prompt, params, lora_request=self._adapter)
         client.add(request)

@@ -88,7 +88,8 @@ class LoRAModule(NamedTuple):
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of commands whose prompts use one adapter."""
-    add, named = parser.add_argument, f"an adapter: {NAMED}"
+    add = parser.add_argument
+    named = f"an adapter: {NAMED}"
     add("--lora-modules", action="append", default=[], type=lora_module, metavar="NAME=PATH", help=named)
     chosen = "the adapter that prompts use; may be left out if --lora-modules names one only"
     add("--lora", metavar="NAME", help=chosen)

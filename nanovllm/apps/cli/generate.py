@@ -182,15 +182,21 @@ class Generation:
         status: StatusLine,
         interrupt: Interrupt,
     ) -> None:
-        self._llm, self._args, self._template_text = llm, args, template
-        self._file, self._status, self._interrupt = file, status, interrupt
-        self._client, self._adapters = EngineClient(llm.engine), ChosenAdapters(llm, args)
+        self._llm = llm
+        self._args = args
+        self._template_text = template
+        self._file = file
+        self._status = status
+        self._interrupt = interrupt
+        self._client = EngineClient(llm.engine)
+        self._adapters = ChosenAdapters(llm, args)
         given = llm.engine.sampling_defaults | sampling_arguments(args)
         self._is_bounded = "max_tokens" in given
         kind = RequestOutputKind.DELTA if args.stream else RequestOutputKind.FINAL_ONLY
         self._params = SamplingParams(**given, output_kind=kind)
         self._boundary = Boundary(args.verbose)
-        self._feed, self._meter = Feed(sources, self._boundary), Meter(count_prompts(sources))
+        self._feed = Feed(sources, self._boundary)
+        self._meter = Meter(count_prompts(sources))
         self._running: dict[str, Task] = {}  # by request_id
         self._unwritten: deque[Task] = deque()
         self._num_taken = self._num_tokens = 0  # prompts taken; prompt tokens in the engine

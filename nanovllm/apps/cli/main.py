@@ -80,7 +80,8 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
 
     A calling program that has configured logging keeps its settings.
     """
-    logger, handler = logging.getLogger("nanovllm"), logging.StreamHandler()
+    logger = logging.getLogger("nanovllm")
+    handler = logging.StreamHandler()
     handler.setFormatter(_LineFormatter(verbose))
     if logger.hasHandlers():
         yield

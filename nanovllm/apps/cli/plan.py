@@ -84,7 +84,9 @@ def _add_machine_options(group: Any) -> None:
 
         group.add_argument(flag, type=parse_option, metavar=example, help=meaning)
 
-    num_bytes, rate, seconds = planner.parse_bytes, planner.parse_byte_rate, planner.parse_seconds
+    num_bytes = planner.parse_bytes
+    rate = planner.parse_byte_rate
+    seconds = planner.parse_seconds
     add("--gpu", planner.find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
     add("--gpu-mem", num_bytes, "80GB", "memory of the device")
     add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache")
@@ -108,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
         for name in ("gpu_mem", "compute", "device_bandwidth", "link"):
             if getattr(args, name) is None:
                 setattr(args, name, getattr(card, name))
-    name, given = args.model, engine_arguments(args)
+    name = args.model
+    given = engine_arguments(args)
     check_offload_flags(args.enable_cpu_offload, given)
     wanted = (args.prompt_len, args.output_len, args.enable_cpu_offload, args.gpu_mem, args.host_mem)
     more = {"rates": _rates(args), "measure": args.measure, "acceptance": args.acceptance}
@@ -121,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_mem is None:
         print(planner.cpu_kernels_line(), end="")
     if outlook.can_run:
-        plan, room = outlook.plan, max(1, outlook.plan.kv.max_model_len - outlook.prompt_len)
+        plan = outlook.plan
+        room = max(1, outlook.plan.kv.max_model_len - outlook.prompt_len)
         arguments = {**outlook.arguments, **planner.running_arguments(plan, outlook.prompt_len, args.output_len)}
         print(f"\nTo run it{'' if outlook.fits else ' so'}\n  {_command(name, arguments, min(args.output_len, room))}")
     return 0 if outlook.fits else 1

@@ -20,7 +20,10 @@ from nanovllm.errors import ConfigError, RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import unknown_name
 
-TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
+TEXT = "text"
+FILE = "file"
+LINES = "lines"
+JSONL = "jsonl"
 STDIN = "-"
 OF_FLAGS = object()  # what the flags say
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -163,7 +166,8 @@ def _read_object(item: PromptItem, value: dict[str, Any]) -> None:
     except ValueError:
         raise RequestError("its id holds NaN or infinity, and cannot be written as JSON") from None
     item.given_id = given_id
-    item.cache_salt, item.lora = value.pop("cache_salt", None), value.pop("lora", OF_FLAGS)
+    item.cache_salt = value.pop("cache_salt", None)
+    item.lora = value.pop("lora", OF_FLAGS)
     prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
     if len(prompts) != 1:
         has = " and ".join(prompts) or "none"
@@ -179,8 +183,10 @@ def _read_object(item: PromptItem, value: dict[str, Any]) -> None:
             raise RequestError(unknown_name("key", key, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"]))
     if isinstance(value.get("logit_bias"), dict):  # JSON keys are strings
         value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
-    item.prompt, item.prompt_token_ids = prompts.get("prompt"), prompts.get("prompt_token_ids")
-    item.messages, item.params = prompts.get("messages"), value
+    item.prompt = prompts.get("prompt")
+    item.prompt_token_ids = prompts.get("prompt_token_ids")
+    item.messages = prompts.get("messages")
+    item.params = value
 
 
 def _token_id(key: str) -> int | str:

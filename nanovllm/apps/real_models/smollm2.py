@@ -65,7 +65,8 @@ def convert_gguf(gguf_file: str | Path, directory: str | Path) -> None:
 
     Only for `FILE`. Raises UnavailableError if a package that reads GGUF is missing.
     """
-    source, target = Path(gguf_file), Path(directory)
+    source = Path(gguf_file)
+    target = Path(directory)
     missing = [name for name in READERS if find_spec(name) is None]
     if missing:
         raise UnavailableError(f"Reading GGUF takes {' and '.join(missing)}: pip install 'nanovllm[gguf]'.")

@@ -127,7 +127,8 @@ async def show_model(serving: Serving, request: Request) -> Response:
 
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:
-    settings, adapter = serving.settings, serving.settings.adapter(name)
+    settings = serving.settings
+    adapter = serving.settings.adapter(name)
     return {
         "id": name,
         "object": "model",
@@ -163,7 +164,8 @@ async def tokenize(serving: Serving, request: Request) -> Response:
 async def detokenize(serving: Serving, request: Request) -> Response:
     """The text of token ids"""
     body = await serving.read(request, DetokenizeRequest)
-    tokenizer, size = serving.engine.llm.engine.tokenizer, serving.engine.llm.engine.facts.vocab_size
+    tokenizer = serving.engine.llm.engine.tokenizer
+    size = serving.engine.llm.engine.facts.vocab_size
     if tokenizer is None:
         raise RequestError("the model directory has no tokenizer files, so token ids have no text")
     for token in body.tokens:

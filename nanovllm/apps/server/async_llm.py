@@ -70,7 +70,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         while not self._ended:
             with self._lock:
                 if self._output is not None and self._is_ready():
-                    output, self._output = self._output, None
+                    output = self._output
+                    self._output = None
                     self._ended = output.finished
                     return output
                 if self._error is not None:

@@ -137,7 +137,8 @@ class Messages:
         body = self._body
         logprobs = None
         if completion.logprobs is not None:
-            num_top, as_ids = body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+            num_top = body.top_logprobs or 0
+            as_ids = bool(body.return_tokens_as_token_ids)
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, as_ids, self._tokenizer)
         tokens = {"token_ids": completion.token_ids} if body.return_token_ids else {}
         return {

@@ -22,7 +22,9 @@ LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 async def create_completion(serving: Serving, request: Request) -> Response:
     """Complete one prompt or several"""
     body = await serving.read(request, CompletionRequest)
-    settings, tokenizer, given = serving.settings, serving.engine.llm.engine.tokenizer, prompts_of(body)
+    settings = serving.settings
+    tokenizer = serving.engine.llm.engine.tokenizer
+    given = prompts_of(body)
     most = min(settings.max_prompts, settings.max_queue)
     if not 1 <= len(given) <= most:
         raise invalid(f"prompt holds {len(given)} prompts and must hold 1 to {most}", "prompt")
@@ -67,7 +69,8 @@ class Completions:
         index = number * (body.n or 1) + completion.index
         begins = index not in self._logprobs
         if begins:
-            prompt, as_ids = output.prompt_token_ids, bool(body.return_tokens_as_token_ids)
+            prompt = output.prompt_token_ids
+            as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs[index] = LegacyLogprobs(
                 self._tokenizer, body.logprobs or 0, as_ids, prompt, self._skip_special_tokens
             )
@@ -88,7 +91,8 @@ class Completions:
 
     def _piece(self, number: int, index: int, echo: Echo | None, completion: CompletionOutput) -> Shown:
         """The log-probabilities of what is new, after those of the prompt if it is echoed here."""
-        logprobs, ends = self._logprobs[index], completion.finish_reason is not None
+        logprobs = self._logprobs[index]
+        ends = completion.finish_reason is not None
         before = {} if echo is None else logprobs.echo(echo, self._scored[number])
         new = logprobs.piece(completion.token_ids, completion.logprobs or (), completion.text, ends=ends)
         return {name: [*before.get(name, ()), *values] for name, values in new.items()}
@@ -97,7 +101,9 @@ class Completions:
         """The prompt's text as it was given, or that of its tokens."""
         if number not in self._echoes:
             assert self._tokenizer is not None  # the request was refused without one
-            text, token_ids, skip = output.prompt, output.prompt_token_ids, self._skip_special_tokens
+            text = output.prompt
+            token_ids = output.prompt_token_ids
+            skip = self._skip_special_tokens
             if text is None:
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
             is_scored = self._body.logprobs is not None
@@ -133,7 +139,9 @@ class Echo(NamedTuple):
 
 def _places(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[Place]:
     """The places of a prompt's tokens in its text as it was given, which may differ from the text of its tokens."""
-    detokenizer, places, pieces = Detokenizer(tokenizer, (), skip_special_tokens), [], []
+    detokenizer = Detokenizer(tokenizer, (), skip_special_tokens)
+    places = []
+    pieces = []
     names = TokenNames(tokenizer, False)
     for token_id in token_ids:
         places.append(_next_place(detokenizer, names, token_id))
@@ -258,7 +266,8 @@ def chat_logprobs(
 
     def shown(token_id: int, entry: Logprob) -> dict[str, Any]:
         data = names.data(token_id)
-        name, values = names.chat(token_id), None if data is None else list(data)
+        name = names.chat(token_id)
+        values = None if data is None else list(data)
         return {"token": name, "logprob": finite(entry.logprob), "bytes": values}
 
     content = []

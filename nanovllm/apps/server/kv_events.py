@@ -98,7 +98,8 @@ def named(name: str, data: dict[str, Any]) -> bytes:
 
 def layout(llm: LLM) -> dict[str, Any]:
     """What stays the same while an engine lives. Cells are numbered across the tiers, in their order."""
-    stats, view = llm.kv_stats(), llm.view()
+    stats = llm.kv_stats()
+    view = llm.view()
     return {
         "block_size": stats.block_size,  # tokens
         "block_bytes": stats.bytes_per_block,  # all layers of a KV group
@@ -131,7 +132,9 @@ class KVSnapshot:
         step_share: the share of the layers that are done, within a step; None between steps.
         """
         view = llm.view()
-        metrics, moved, prefill = view.metrics(), view.kv_stats().transfers, view.prefill(step_share)
+        metrics = view.metrics()
+        moved = view.kv_stats().transfers
+        prefill = view.prefill(step_share)
         requests = {name: getattr(metrics, f"{name}_requests") for name in ("running", "waiting", "loading", "swapped")}
         totals = {
             "h2d_bytes": moved.h2d_bytes,

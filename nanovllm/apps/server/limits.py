@@ -111,7 +111,9 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         refusal = ApiError(415, f"{message}: send it without compression")
         refusal.headers["Accept-Encoding"] = "identity"
         raise refusal
-    announced, body, stream = int(request.headers.get("content-length", 0)), bytearray(), request.stream()
+    announced = int(request.headers.get("content-length", 0))
+    body = bytearray()
+    stream = request.stream()
     while max(len(body), announced) <= settings.max_body_bytes:
         try:
             async with asyncio.timeout(settings.idle_timeout):

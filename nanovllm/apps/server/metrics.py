@@ -35,7 +35,8 @@ class ServerMetrics(Collector):
         families: dict[str, Metric] = {}
         for metric in self._llm.get_metrics():
             labels = {**metric.labels, "model_name": self._model_name}
-            names, values = list(labels), list(labels.values())
+            names = list(labels)
+            values = list(labels.values())
             if isinstance(metric, Histogram):
                 family = families.setdefault(metric.name, HistogramMetricFamily(metric.name, AS_IN_VLLM, labels=names))
                 assert isinstance(family, HistogramMetricFamily)
@@ -49,7 +50,9 @@ class ServerMetrics(Collector):
 
     def _own(self) -> Iterable[Metric]:
         """Blocks, bytes between host and device, and what CPU attention kept off the link."""
-        engine, moved, busy = self._llm.metrics(), self._llm.kv_stats().transfers, self._llm.link_busy()
+        engine = self._llm.metrics()
+        moved = self._llm.kv_stats().transfers
+        busy = self._llm.link_busy()
         swapped = "Requests that were swapped out, which vllm:num_requests_waiting counts too"
         loading = "Requests whose KV is being read from kv_cache_dir, which vllm:num_requests_waiting counts too"
         speed = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
@@ -71,7 +74,8 @@ class ServerMetrics(Collector):
         copied.add_metric([self._model_name, "d2h"], moved.d2h_bytes)
         text = "Prompt tokens found in the prefix cache, by where their KV was"
         cached = CounterMetricFamily("nanovllm:cached_tokens", text, labels=["model_name", "tier"])
-        host, disk = engine.prefix_cache_hit_tokens_on_host, engine.prefix_cache_hit_tokens_on_disk
+        host = engine.prefix_cache_hit_tokens_on_host
+        disk = engine.prefix_cache_hit_tokens_on_disk
         device = engine.prefix_cache_hit_tokens - host - disk
         for tier, tokens in (("device", device), ("host", host), ("disk", disk)):
             cached.add_metric([self._model_name, tier], tokens)

@@ -140,7 +140,8 @@ def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, 
 
 def _structured_outputs(request: SamplingFields) -> dict[str, Any] | None:
     """The one structure that the text must have, as fields of StructuredOutputsParams."""
-    wanted, kind = request.structured_outputs, request.response_format
+    wanted = request.structured_outputs
+    kind = request.response_format
     if kind is None or kind.type == "text":
         return wanted and {name: value for name, value in wanted.items() if value is not None}
     if wanted is not None:

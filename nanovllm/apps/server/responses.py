@@ -74,7 +74,8 @@ def as_api_error(error: Exception) -> ApiError:
 async def respond_to_wrong_path(request: Request, error: Exception) -> JSONResponse:
     """Starlette's exception handler for paths and methods that are not served."""
     assert isinstance(error, HTTPException)
-    path, headers = request.url.path, error.headers or {}
+    path = request.url.path
+    headers = error.headers or {}
     message = f"there is no {path}"
     if error.status_code == 405:
         message = f"{path} does not take {request.method}, only {headers.get('Allow', 'others')}"
@@ -143,7 +144,8 @@ class EventStream(Response):
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`, or None if the client goes away first, which cancels it. The body must have been read."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

@@ -71,7 +71,8 @@ class ServerSettings:
 
     def _check_tls(self) -> None:
         """Read the files, so that a wrong one is found before a model is loaded."""
-        certificate, key = self.ssl_certfile, self.ssl_keyfile
+        certificate = self.ssl_certfile
+        key = self.ssl_keyfile
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(self, name) is not None and None in (certificate, key):
                 raise ConfigError(f"{name} has no effect without TLS: give ssl_keyfile and ssl_certfile together")

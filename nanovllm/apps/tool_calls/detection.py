@@ -12,7 +12,8 @@ from nanovllm.errors import RequestError
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.tokenizer import Tokenizer
 
-LISTED, CALLED = "listed_function", "called_function"
+LISTED = "listed_function"
+CALLED = "called_function"
 ARGUMENTS: Mapping[str, Any] = {"place": "North Pole", "days": 31}
 PARAMETERS: Mapping[str, Any] = {
     "type": "object",

@@ -44,7 +44,8 @@ class GemmaCalls(Parser):
 
     def _argument(self, before: str) -> Steps[bool]:
         """Take a key and its value."""
-        reader, parts = self.reader, list[str]()
+        reader = self.reader
+        parts = list[str]()
         if not (yield from reader.copy_until((":",), parts.append)):
             return False
         start = f"{before}{dumped(''.join(parts).replace(QUOTE, '').strip())}: "
@@ -62,7 +63,10 @@ class GemmaCalls(Parser):
 
     def _raw_value(self) -> Steps[str]:
         """Take a value up to the comma or brace behind it."""
-        reader, parts, depth, is_quoted = self.reader, list[str](), 0, False
+        reader = self.reader
+        parts = list[str]()
+        depth = 0
+        is_quoted = False
         while next_one := (yield from reader.char()):
             if (yield from reader.takes(QUOTE)):
                 is_quoted = not is_quoted

@@ -13,8 +13,13 @@ from nanovllm.apps.tool_calls.json_formats import json_value
 from nanovllm.apps.tool_calls.pieces import Reasoning
 from nanovllm.apps.tool_calls.reader import Parser, Steps, Tools
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+CONSTRAIN = "<|constrain|>"
+END = "<|end|>"
+RETURN = "<|return|>"
+CALL = "<|call|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
 RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<|$)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -48,7 +53,8 @@ class Harmony(Parser):
             super().content(text)
 
     def _message(self, begin: int, header: str) -> Steps[None]:
-        channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
+        channel = CHANNEL_NAME.search(header)
+        recipient = RECIPIENT.search(header)
         is_thinking = channel is not None and channel[1] == "analysis"
         if recipient is not None:  # models call tools from every channel
             name = recipient[1].removeprefix("functions.")

@@ -23,17 +23,21 @@ def json_value(reader: Reader, write: Callable[[str], object] = bool) -> Steps[s
     if not first or first not in '{["':
         return (yield from _json_word(reader, write))
     whole: list[str] = []
-    depth, in_string, after_backslash = 0, False, False
+    depth = 0
+    in_string = False
+    after_backslash = False
     while True:
         if not (yield from reader.char()):
             return None
         match = PART.match(reader.text, reader.position)
         assert match is not None
-        part, reader.position = match[0], match.end()
+        part = match[0]
+        reader.position = match.end()
         if after_backslash:
             after_backslash = False
         elif in_string:
-            in_string, after_backslash = part != '"', part == "\\"
+            in_string = part != '"'
+            after_backslash = part == "\\"
             part = escaped(part) if part < " " else part
         else:
             in_string = part == '"'
@@ -74,7 +78,9 @@ class JsonCalls(Parser):
 
     def json_call(self) -> Steps[bool]:
         """Take one object, and make a call of it if it is one."""
-        reader, found, is_sent = self.reader, dict[str, Any](), False
+        reader = self.reader
+        found = dict[str, Any]()
+        is_sent = False
         if not (yield from reader.takes("{")):
             return False
         while True:
@@ -180,7 +186,8 @@ class Hermes(MarkedJson):
 class Phi4Mini(MarkedJson):
     """`functools[{"name": ..., "arguments": {...}}]`."""
 
-    BEGINS, END = ("functools",), ""
+    BEGINS = ("functools",)
+    END = ""
 
 
 class Llama3Json(JsonCalls):
@@ -208,7 +215,8 @@ class Mistral(JsonCalls):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]NAME[ARGS]{...}` of newer models."""
 
     BEGINS = ("[TOOL_CALLS]",)
-    ARGS, ID = "[ARGS]", "[CALL_ID]"
+    ARGS = "[ARGS]"
+    ID = "[CALL_ID]"
 
     def calls(self) -> Steps[bool]:
         reader = self.reader

@@ -46,7 +46,8 @@ class PythonCalls(Parser):
         return (yield from self._calls(in_list))
 
     def _calls(self, in_list: bool) -> Steps[bool]:
-        reader, end = self.reader, self._marks.end
+        reader = self.reader
+        end = self._marks.end
         while True:
             yield from reader.spaces()
             name = yield from self.tool_name(("(",))
@@ -91,8 +92,11 @@ class PythonCalls(Parser):
 
     def _literal(self) -> Steps[str]:
         """Take the text up to the comma or parenthesis behind a value. Line ends within strings become escapes."""
-        reader, parts = self.reader, list[str]()
-        depth, quote, after_backslash = 0, "", False
+        reader = self.reader
+        parts = list[str]()
+        depth = 0
+        quote = ""
+        after_backslash = False
         while next_one := (yield from reader.char()):
             if not quote and depth == 0 and next_one in ",)":
                 break

@@ -111,7 +111,8 @@ class Parser:
 
     def _go(self) -> list[Piece]:
         next(self._steps, None)
-        found, self._pieces = merged(self._pieces), []
+        found = merged(self._pieces)
+        self._pieces = []
         return found
 
     # ---- what formats define
@@ -149,12 +150,14 @@ class Parser:
 
     def end(self) -> None:
         self.add(Ended())
-        self._in_call, self._spaces = False, ""
+        self._in_call = False
+        self._spaces = ""
         self._begin = self._sent = self.reader.position
 
     def tool_name(self, ends: Sequence[str]) -> Steps[str | None]:
         """Take a name of one of the tools, which one of `ends` follows; the name without spaces around it, or None."""
-        text, reader = "", self.reader
+        text = ""
+        reader = self.reader
         while not (yield from reader.first_of(ends)):
             text += yield from reader.char()
             if reader.position >= len(reader.text) or not any(name.startswith(text.strip()) for name in self.tools):
@@ -180,7 +183,8 @@ class Parser:
         if self._in_call:
             raw = reader.text[self._begin : reader.position]
             self.add(Broken(raw, reader.text[self._sent : reader.position]))
-            self._in_call, self._spaces = False, None
+            self._in_call = False
+            self._spaces = None
         elif self._begin > begin:  # there were calls before what is none
             reader.position = self._begin
         else:
@@ -191,7 +195,8 @@ class Parser:
         yield from self.opening()
         while not self.reader.ended or self.reader.position < len(self.reader.text):
             reader = self.reader
-            reader.text, reader.position = reader.text[reader.position :], 0
+            reader.text = reader.text[reader.position :]
+            reader.position = 0
             mark = yield from reader.copy_until(self.BEGINS, self.content)
             if mark:
                 yield from self.attempt(mark, self.calls())

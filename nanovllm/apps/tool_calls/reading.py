@@ -28,7 +28,8 @@ class Formats:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, chosen: str = "auto") -> None:
-        self._tokenizer, self._chosen = tokenizer, chosen
+        self._tokenizer = tokenizer
+        self._chosen = chosen
         self._shown: dict[str | None, Shown] = {}  # by the template's text; None is the tokenizer's own
 
     def shown(self, template: str | None) -> Shown:
@@ -82,7 +83,9 @@ class Reading:
         choice: Any,
         skips_special: bool,
     ) -> None:
-        self.form, self._choice, self._tokenizer = form, choice, tokenizer
+        self.form = form
+        self._choice = choice
+        self._tokenizer = tokenizer
         self._tools = [] if choice == "none" else list(tools)
         self._is_forced = bool(self._tools) and (choice == "required" or named_function(choice) is not None)
         marks = self._marks()
@@ -132,7 +135,8 @@ class WithoutTexts(Parser):
 
     def __init__(self, parser: Parser, texts: Sequence[str]) -> None:
         super().__init__()
-        self._parser, self._texts = parser, texts
+        self._parser = parser
+        self._texts = texts
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
         self._first = frozenset(text[0] for text in texts)
         self._longest = max(map(len, texts))

@@ -11,7 +11,8 @@ from nanovllm.apps.tool_calls.pieces import Arguments, Call, Ended, Piece, Reaso
 from nanovllm.apps.tool_calls.reader import Parser
 from nanovllm.apps.tool_calls.values import dumped
 
-CALLS, CONTENT = "tool_calls", "content"
+CALLS = "tool_calls"
+CONTENT = "content"
 FORM = "response_template"  # the name of this format
 
 
@@ -59,8 +60,10 @@ class ResponseTemplateParser(Parser):
                 events = self._parser.finalize()[1] if letter is None else self._parser.feed(letter)
                 return merged(piece for event in events for piece in self._read(event))
         except Exception:  # a value that is not in the form that the template names
-            self._parser, self._shown = None, self._region
-        rest, self._shown = self._fed[self._shown :], len(self._fed)
+            self._parser = None
+            self._shown = self._region
+        rest = self._fed[self._shown :]
+        self._shown = len(self._fed)
         return merged([rest])
 
     def _read(self, event: Mapping[str, Any]) -> list[Piece]:
@@ -90,7 +93,8 @@ class ResponseTemplateParser(Parser):
         found: list[Piece] = []
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, Mapping) else {}
-            name, arguments = function.get("name"), function.get("arguments")
+            name = function.get("name")
+            arguments = function.get("arguments")
             arguments = {} if arguments in (None, "") else arguments
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)

@@ -62,7 +62,8 @@ class XmlCalls(Parser):
         self.BEGINS = (tags.begin, tags.name) if tags.may_lack_begin else (tags.begin,)
 
     def calls(self) -> Steps[bool]:
-        tags, reader = self._tags, self.reader
+        tags = self._tags
+        reader = self.reader
         if tags.may_lack_begin and reader.text.startswith(tags.name, self._begin):
             reader.position = self._begin
         while True:
@@ -78,7 +79,8 @@ class XmlCalls(Parser):
 
     def _call(self) -> Steps[bool]:
         """Take a call after the tag before its name."""
-        tags, reader = self._tags, self.reader
+        tags = self._tags
+        reader = self.reader
         name = yield from self.tool_name((tags.name_end,) if tags.name_end else ("\n", "<"))
         if name is None:
             return False
@@ -105,7 +107,8 @@ class XmlCalls(Parser):
 
     def _argument(self, name: str, before: str) -> Steps[bool]:
         """Take a name and its value. `before` stands before them in JSON."""
-        tags, reader = self._tags, self.reader
+        tags = self._tags
+        reader = self.reader
         parts: list[str] = []
         if not (yield from reader.copy_until((tags.key_end,), parts.append)):
             return False
@@ -129,8 +132,10 @@ class XmlCalls(Parser):
 
     def _value(self, name: str, write: Callable[[str], None]) -> Steps[bool]:
         """Take a value and the tag behind it, which counts only where another tag or the end follows."""
-        tags, reader = self._tags, self.reader
-        ends, without_end = [tags.value_end], tuple[str, ...]()
+        tags = self._tags
+        reader = self.reader
+        ends = [tags.value_end]
+        without_end = tuple[str, ...]()
         if tags.has_lines:
             yield from reader.takes("\n")
             ends = [f"\n{tags.value_end}", tags.value_end]
@@ -157,7 +162,8 @@ class XmlCalls(Parser):
 
     def _all_ends(self) -> Steps[bool]:
         """Take the tag behind all calls. Returns whether it comes next, and the text ends there or calls again."""
-        tags, reader = self._tags, self.reader
+        tags = self._tags
+        reader = self.reader
         yield from reader.spaces()
         if not (yield from reader.takes(tags.end)):
             return False

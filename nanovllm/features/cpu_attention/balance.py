@@ -20,7 +20,10 @@ from dataclasses import dataclass, replace
 from nanovllm.features.cpu_attention.shares import Bandwidths, LayerLoad, blocks_for_cpu_attention
 
 _GAIN = 0.5  # of the correction that would make both parts end together
-_LEAST, _FIRST, _MOST = 1 / 32, 1 / 4, 1 / 2  # bounds of a correction, relative to the rate
+# bounds of a correction, relative to the rate
+_LEAST = 1 / 32
+_FIRST = 1 / 4
+_MOST = 1 / 2
 _FARTHEST = 16.0  # a rate stays within this factor of the one measured at start
 _SMOOTHING = 1 / 4  # weight of a step in the time of a way
 _NO_DOUBT = 0.85  # of the time that the link would need alone
@@ -28,7 +31,9 @@ _HOPELESS = 2.0  # times the time of loading everything: a step of a trial that 
 _CLEARLY = 0.97  # of the other way's time: loading everything must be that much shorter
 _BEGINNING = 16  # steps before the first doubt
 _TRIAL = {True: 4, False: 12}  # steps of a trial: of loading everything; of CPU attention, which has to find its share
-_PAUSE, _LONGEST_PAUSE = 128, 4096  # steps between trials
+# steps between trials
+_PAUSE = 128
+_LONGEST_PAUSE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,14 @@ class BalancedShare:
         self._at_start = rates
         self._link_alone = rates.link_alone or rates.link
         self._weight_bytes = weight_bytes
-        self._bound, self._was_late = _FIRST, False
+        self._bound = _FIRST
+        self._was_late = False
         self._seconds: dict[bool, float] = {}  # per byte on the host: with CPU attention, and loading everything
-        self._loads_all, self._is_trial = False, False
-        self._pause, self._left = _PAUSE, _BEGINNING  # steps
+        self._loads_all = False
+        self._is_trial = False
+        # steps
+        self._pause = _PAUSE
+        self._left = _BEGINNING
 
     def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
         if self._loads_all:
@@ -65,7 +74,8 @@ class BalancedShare:
 
     def observe(self, step: StepTimes) -> None:
         """Follow a step, which may have been planned some steps ago."""
-        way, seconds = step.cpu_bytes > 0, step.seconds / step.host_bytes
+        way = step.cpu_bytes > 0
+        seconds = step.seconds / step.host_bytes
         smoothed = self._seconds.get(way, seconds)
         self._seconds[way] = smoothed + _SMOOTHING * (seconds - smoothed)
         if step.cpu_bytes:
@@ -91,14 +101,18 @@ class BalancedShare:
         if self._is_trial:
             loads_all = with_cpu is None or self._seconds.get(False, with_cpu) < _CLEARLY * with_cpu
             self._pause = _PAUSE if loads_all == self._loads_all else min(2 * self._pause, _LONGEST_PAUSE)
-            self._loads_all, self._is_trial, self._left = loads_all, False, self._pause
+            self._loads_all = loads_all
+            self._is_trial = False
+            self._left = self._pause
         elif not self._loads_all and with_cpu is not None and with_cpu * self._link_alone < _NO_DOUBT:
             self._left = self._pause
             del self._seconds[True]  # so that it is that of the next steps when it is asked for again
         else:
-            self._loads_all, self._is_trial = not self._loads_all, True
+            self._loads_all = not self._loads_all
+            self._is_trial = True
             self._left = _TRIAL[self._loads_all]
             self._seconds.pop(not self._loads_all, None)
             if not self._loads_all:
                 host = math.sqrt(self.rates.host * self._at_start.host)  # it lost with the one or the other
-                self.rates, self._bound = replace(self.rates, host=host), _FIRST
+                self.rates = replace(self.rates, host=host)
+                self._bound = _FIRST

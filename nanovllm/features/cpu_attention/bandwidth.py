@@ -40,7 +40,8 @@ def measure_bandwidths(
     processor needs no measurement: use `ONE_PROCESSOR`.
     """
     probe = Probe(engine, geometry, backend, host_backend)
-    loading, attending = _least_seconds(probe.load), _least_seconds(probe.attend_on_host)
+    loading = _least_seconds(probe.load)
+    attending = _least_seconds(probe.attend_on_host)
     loads = min(math.ceil(_BESIDE * attending / loading), _MOST_LOADS)
     link, host = probe.rates_beside(loads) or (probe.loaded_bytes / loading, probe.attended_bytes / attending)
     return Bandwidths(
@@ -58,15 +59,19 @@ class Probe:
         backend: AttentionBackend,
         host_backend: AttentionBackend,
     ) -> None:
-        self._engine, self._device = engine, engine.device
-        self._backend, self._host_backend = backend, host_backend
-        layout, self._geometry = engine.layout, geometry
+        self._engine = engine
+        self._device = engine.device
+        self._backend = backend
+        self._host_backend = host_backend
+        layout = engine.layout
+        self._geometry = geometry
         widest = max(range(len(layout.groups)), key=lambda index: layout.of_groups[index].token_layer_bytes)
         block = layout.block_layer_bytes
         most = max(2, _PROBE_BYTES // block)  # layers of blocks
         blocks = min(most, engine.num_host_blocks)
         planes = min(layout.planes, max(1, most // blocks))
-        host, slots = engine.host_of[widest], layout.views(engine.ring)[widest]
+        host = engine.host_of[widest]
+        slots = layout.views(engine.ring)[widest]
         self._pools: Sequence[Tensor] = [host[:blocks, plane] for plane in range(planes)]
         self.attended_bytes = blocks * planes * slots[0].nbytes
         resident = engine.resident_of[widest][0]
@@ -86,7 +91,9 @@ class Probe:
 
     def _begin_loads(self) -> None:
         """All blocks, in groups of planes, which are neighbours; one group of the ring after the other."""
-        engine, block, group = self._engine, self._engine.layout.block_layer_bytes, self._engine.group_slots
+        engine = self._engine
+        block = self._engine.layout.block_layer_bytes
+        group = self._engine.group_slots
         for number, (index, plane, count) in enumerate(self._copies):
             to = engine.ring[number % max(1, engine.split.ring_slots // group) * group :]
             self._device.copy_2d(
@@ -105,10 +112,13 @@ class Probe:
         for _ in range(loads):
             self._begin_loads()
         end = self._stream.mark()
-        attended, start, now = 0, time.perf_counter(), 0.0
+        attended = 0
+        start = time.perf_counter()
+        now = 0.0
         while end.seconds() is None:
             self.attend_on_host()
-            attended, now = attended + self.attended_bytes, time.perf_counter()
+            attended = attended + self.attended_bytes
+            now = time.perf_counter()
         self._stream.synchronize()
         times = begin.seconds(), end.seconds()
         if not attended or times[0] is None or times[1] is None or times[1] <= times[0]:
@@ -118,7 +128,8 @@ class Probe:
     # ---- the device
 
     def device_rate(self) -> float:
-        finish, pool = self._device.compute_stream.synchronize, self._on_device
+        finish = self._device.compute_stream.synchronize
+        pool = self._on_device
         once, often = (
             _least_seconds(lambda passes=passes: self._attend(self._backend, pool, passes), finish)  # type: ignore[misc]
             for passes in (1, _PASSES)
@@ -130,7 +141,8 @@ class Probe:
 
         Submitted while the device is busy, as in a step, and timed by the device.
         """
-        device, order = self._device, self._engine.order
+        device = self._device
+        order = self._engine.order
         on_device = device.empty("probe", (4096,), torch.uint8)
         host = device.empty_host("probe", (4096,), torch.uint8)
         mapped = device.mapped(host)

@@ -53,7 +53,8 @@ def make_cpu_attention(
     backend: of the device; layer_weight_bytes: weights of one layer. Measures bandwidths on a device with its own
     processor.
     """
-    device, head_dims = engine.device, engine.layout.head_dims
+    device = engine.device
+    head_dims = engine.layout.head_dims
     unsupported = [head_dim for head_dim in head_dims if not can_attend_concurrently(head_dim)]
     host_backend = cpu_attention_backend(device, (unsupported or head_dims)[0])
     if device.shares_host:
@@ -217,8 +218,10 @@ class ConcurrentCpuAttention:
         if not plan.concurrent:
             return
         group, plane = self._engine.layout.groups.of_layer[layer]
-        staging, order = self._staging[group], self._engine.order
-        rows, device = plan.concurrent_rows, self._device
+        staging = self._staging[group]
+        order = self._engine.order
+        rows = plan.concurrent_rows
+        device = self._device
         queries = staging.host_queries[:rows].flatten()
         device.declare_kernel("write queries for CPU attention", writes=(queries,))
         torch.mul(q[:rows], 1, out=staging.queries[:rows])  # no copy, which might be one of the copy engines
@@ -234,7 +237,8 @@ class ConcurrentCpuAttention:
     def merge(self, layer: int, plan: LayerPlan, state: AttentionState) -> None:
         """Merge the result of `start` into `state`, in place."""
         if plan.concurrent:
-            staging, rows = self._staging[self._engine.layout.groups.of_layer[layer][0]], plan.concurrent_rows
+            staging = self._staging[self._engine.layout.groups.of_layer[layer][0]]
+            rows = plan.concurrent_rows
             self.clock.device_part_ends(layer)
             self._engine.order.before_merge()
             self._device.declare_kernel("merge CPU attention", reads=(staging.used(rows),))
@@ -244,7 +248,8 @@ class ConcurrentCpuAttention:
         self.clock.layer_ends(layer)
 
     def _prepare(self, kv_group: int, plan: LayerPlan) -> HostAttention:
-        staging, rows = self._staging[kv_group], plan.concurrent_rows
+        staging = self._staging[kv_group]
+        rows = plan.concurrent_rows
         return HostAttention(
             staging.host_queries[:rows],
             self._engine.host_of[kv_group][:, 0],
@@ -271,18 +276,22 @@ class Staging:
         self.host_partial = device.empty_host("CPU attention state", partial, torch.float32)
         mapped = device.mapped(self.host_queries), device.mapped(self.host_partial)
         assert mapped[0] is not None and mapped[1] is not None, "without it there is no CPU attention"
-        self.queries, self.partial = mapped[0], mapped[1]  # the same memory, for kernels
+        # the same memory, for kernels
+        self.queries = mapped[0]
+        self.partial = mapped[1]
 
     def state(self, buffer: Tensor, rows: int) -> AttentionState:
         """The first `rows` query rows of a partial buffer as a state."""
-        heads, head_dim = self._heads, self._head_dim
+        heads = self._heads
+        head_dim = self._head_dim
         floats = rows * heads * head_dim
         lse = buffer[floats : floats + rows * heads].view(heads, rows)
         return AttentionState(buffer[:floats].view(rows, heads, head_dim), lse)
 
     def used(self, rows: int) -> Tensor:
         """The part of the partial buffer that a state of `rows` rows takes, padded to a multiple of _GRANULE bytes."""
-        floats, granule = rows * self._heads * (self._head_dim + 1), _GRANULE // 4
+        floats = rows * self._heads * (self._head_dim + 1)
+        granule = _GRANULE // 4
         return self.host_partial[: -(-floats // granule) * granule]
 
 

@@ -72,7 +72,9 @@ def layer_seconds(
     link_bytes: float, cpu_attention_bytes: float, device_bytes: float, weight_bytes: float, rates: Bandwidths
 ) -> float:
     """Seconds of one layer, by the formula above."""
-    link, cpu, device = link_bytes / rates.link, cpu_attention_bytes / rates.host, device_bytes / rates.device
+    link = link_bytes / rates.link
+    cpu = cpu_attention_bytes / rates.host
+    device = device_bytes / rates.device
     weights = weight_bytes / rates.device
     if rates.one_processor:
         return link + cpu + device + weights
@@ -84,11 +86,15 @@ def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
     streamed = load.link_bytes + sum(read.num_bytes for read in load.reads)
     device = load.device_bytes + sum(read.num_bytes * read.readers for read in load.reads)
     cpu = 0
-    best, least = 0, layer_seconds(streamed, cpu, device, load.weight_bytes, rates)
+    best = 0
+    least = layer_seconds(streamed, cpu, device, load.weight_bytes, rates)
     for count, read in enumerate(load.reads, start=1):
         attended = read.num_bytes * read.readers
-        streamed, cpu, device = streamed - read.num_bytes, cpu + attended, device - attended
+        streamed = streamed - read.num_bytes
+        cpu = cpu + attended
+        device = device - attended
         seconds = layer_seconds(streamed, cpu, device, load.weight_bytes, rates)
         if seconds < least:
-            best, least = count, seconds
+            best = count
+            least = seconds
     return best

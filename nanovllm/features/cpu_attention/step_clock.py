@@ -36,7 +36,8 @@ class StepClock:
 
         The first layer with CPU attention is not sampled: the ring is only being filled.
         """
-        layouts, of_layer = self._layout.of_groups, self._layout.groups.of_layer
+        layouts = self._layout.of_groups
+        of_layer = self._layout.groups.of_layer
         host_bytes = 0
         for layout, plan in zip(layouts, plans, strict=True):
             tokens = sum(read.stored_tokens for group in (*plan.ring, *plan.concurrent) for read in group.reads)

@@ -124,7 +124,9 @@ class DecodeGraphs:
 
     def run(self, batch: FlatBatch, kv_cache: KVCache) -> ComputedRows | None:
         """See `engine.model_runner.DecodeRunner`."""
-        step, rows, (ahead, self._ahead) = self._step_for(batch), batch.inputs.shape[1], (self._ahead, None)
+        step = self._step_for(batch)
+        rows = batch.inputs.shape[1]
+        (ahead, self._ahead) = (self._ahead, None)
         if step is None:
             return None
         if ahead is None or step is not ahead[0] or not ahead[1].is_step(batch, ahead[2]):
@@ -168,7 +170,9 @@ class DecodeGraphs:
         """The tokens of a step. Begins the next one, if it is known, before it waits for them."""
         assert step.tokens is not None
         step.graphs[-1].replay()
-        rows, arrived, following = batch.inputs.shape[1], self._device.read(step.tokens), None
+        rows = batch.inputs.shape[1]
+        arrived = self._device.read(step.tokens)
+        following = None
         if self._tables is not None and self._runs_ahead:
             following = NextStep.after(batch, self._tables.groups)
         if following is not None:
@@ -187,7 +191,8 @@ class DecodeGraphs:
         return next((step for step in self._steps if step.shape.takes(*sizes, has_adapters)), None)
 
     def _work(self, step: RecordedStep) -> Callable[[Callable[[], None]], None]:
-        shape, model = step.shape, self._model
+        shape = step.shape
+        model = self._model
         has_tail = model.group is None and shape.rows <= TAIL_ROWS
 
         def work(cut: Callable[[], None]) -> None:
@@ -222,14 +227,16 @@ def record_decode_graphs(
     adapters: gives those of steps of so many rows, None if no graph can record them. None, so that every step is eager,
     with a warning, if recording fails.
     """
-    start, free = time.perf_counter(), device.free_memory()
+    start = time.perf_counter()
+    free = device.free_memory()
     try:
         with device.compute():
             graphs = record(device, model, kv_cache.attended_pool, kv_cache.pools.states, max_len, config, adapters)
     except Exception as error:  # torch, CUDA and compilers raise errors of many types
         logger.warning("decode runs without CUDA graphs, recording them failed: %s", error)
         return None
-    seconds, mib = time.perf_counter() - start, (free - device.free_memory()) / 2**20
+    seconds = time.perf_counter() - start
+    mib = (free - device.free_memory()) / 2**20
     text = "CUDA graphs: %d for decode steps of up to %d rows, recorded in %.1f s, %.0f MiB"
     logger.info(text, graphs.num_graphs, graphs.most_rows, seconds, mib)
     return graphs
@@ -269,13 +276,16 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
     """
     if not device.captures:
         return 0
-    spec, kept = model.spec, list[DecodeGraphs]()
+    spec = model.spec
+    kept = list[DecodeGraphs]()
     try:
         with device.compute():
-            pool, states = _scratch_pool(model, backend, config), _scratch_states(device, model, config)
+            pool = _scratch_pool(model, backend, config)
+            states = _scratch_states(device, model, config)
             records_attention = pool is not None and row_attention(backend) is not None
             others = len(step_shapes(config, records_attention, states is not None)) - 1
-            few, free = min(TRIED_SHAPES, others), [device.free_memory()]
+            few = min(TRIED_SHAPES, others)
+            free = [device.free_memory()]
             for tried in (slice(-1, None), slice(0, few))[: 1 + (few > 0)]:
                 max_len = config.max_model_len or spec.max_model_len
                 kept.append(record(device, model, pool, states, max_len, config, None, tried))

@@ -75,7 +75,9 @@ class DecodeTables:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
         """As `KVCache.attend`, over the sequences that were filled in last when the kernels run."""
         group, plane = self.groups.of_layer[layer]
-        window, pool, packed = self.groups[group].window, self._pools[group][plane], self._tables[group]
+        window = self.groups[group].window
+        pool = self._pools[group][plane]
+        packed = self._tables[group]
         store_kv(pool, k, v, self._slots[group][: shape.rows])
         metadata, blocks = packed.tensor_split([shape.sequences * METADATA_FIELDS])
         of_sequences = metadata.view(shape.sequences, METADATA_FIELDS)
@@ -104,9 +106,11 @@ def _slots(seq: SequenceMetadata, size: int) -> list[int]:
 
 def _packed(sequences: Sequence[SequenceMetadata], count: int, group: KVGroup) -> Tensor:
     """The metadata of `count` sequences and their blocks, as `DeviceMetadata.of_rows` takes them, int32."""
-    metadata, blocks = [0] * (count * METADATA_FIELDS), list[int]()
+    metadata = [0] * (count * METADATA_FIELDS)
+    blocks = list[int]()
     for index, seq in enumerate(sequences):
-        first, row = group.first_visible(seq.context_len), seq.query_start
+        first = group.first_visible(seq.context_len)
+        row = seq.query_start
         here = seq.block_table[first : group.num_blocks(seq.total_len)]
         position = first * group.block_size
         fields = (row, seq.query_len, len(blocks), len(here), position, seq.total_len, seq.context_len, row)

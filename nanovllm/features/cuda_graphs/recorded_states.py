@@ -25,7 +25,8 @@ class RecordedStates:
     def __init__(self, pool: StatePool, shapes: Sequence[Shape], device: torch.device) -> None:
         """shapes: of the graphs."""
         self._pool = pool
-        rows, runs = max(shape.rows for shape in shapes), max(_num_runs(shape) for shape in shapes)
+        rows = max(shape.rows for shape in shapes)
+        runs = max(_num_runs(shape) for shape in shapes)
         # Slots, starts and the run of each row, see `StateRows`, of the largest shape.
         self._parts = (runs, runs + 1, rows)
         self._nothing = torch.cat((torch.full((runs,), -1), torch.zeros(runs + 1 + rows, dtype=torch.int64)))
@@ -38,7 +39,8 @@ class RecordedStates:
         Of a shape for drafts each row keeps what a replay of states needs, at its own index.
         """
         slots, starts, run_of_row = self._memory.split(self._parts)
-        runs, rows = _num_runs(shape), self._rows[: shape.rows]
+        runs = _num_runs(shape)
+        rows = self._rows[: shape.rows]
         of_rows = StateRows(slots[:runs], starts[: runs + 1], run_of_row[: shape.rows])
         kept = KeptRows(rows, rows) if shape.keeps_rows else None
         states = self._pool.of_recorded(slots[:runs], shape.rows if shape.keeps_rows else 0)

@@ -117,7 +117,8 @@ class TensorParallelExecutor:
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
         """See `LLM.watch_steps`."""
-        before, self._on_layer = self._on_layer, on_layer
+        before = self._on_layer
+        self._on_layer = on_layer
         return before
 
     def kv_stats(self) -> KVStats:
@@ -213,8 +214,12 @@ class TensorParallelExecutor:
                 assert isinstance(message, Ready)
                 num_ready += 1
                 if rank.index == 0:
-                    self.spec, self.dtype, self._stats = message.spec, message.dtype, message.stats
-                    self.sizing, self.plan, self.num_swap_blocks = message.sizing, message.plan, message.num_swap_blocks
+                    self.spec = message.spec
+                    self.dtype = message.dtype
+                    self._stats = message.stats
+                    self.sizing = message.sizing
+                    self.plan = message.plan
+                    self.num_swap_blocks = message.num_swap_blocks
         self._is_ready = True
 
     def _report(self, message: Progress) -> None:
@@ -237,8 +242,11 @@ class TensorParallelExecutor:
     def _handle(self, rank: Rank, message: Any, is_wanted: bool) -> StepResult | None:
         """A message of the step in progress; the last one has its result."""
         if isinstance(message, Done):
-            self._stats, self._busy, self._interrupted = message.stats, message.busy, False
-            untold, self._untold = self._untold, []
+            self._stats = message.stats
+            self._busy = message.busy
+            self._interrupted = False
+            untold = self._untold
+            self._untold = []
             for command in untold:
                 self.tell(command)
             return message.result

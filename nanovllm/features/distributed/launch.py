@@ -106,8 +106,11 @@ def _start_with_torchrun(
     config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None
 ) -> tuple[list[tuple[Connection, BaseProcess | None]], dist.TCPStore]:
     given = os.environ
-    rank, host, port = int(given["RANK"]), given["MASTER_ADDR"], int(given["MASTER_PORT"])
-    local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
+    rank = int(given["RANK"])
+    host = given["MASTER_ADDR"]
+    port = int(given["MASTER_PORT"])
+    local_rank = int(given["LOCAL_RANK"])
+    local_size = int(given["LOCAL_WORLD_SIZE"])
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not agent_has_store
     try:

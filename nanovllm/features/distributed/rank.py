@@ -249,7 +249,8 @@ class BatchUnpickler(pickle.Unpickler):
 def run_rank(connection: Connection, setup: RankSetup) -> None:
     """The main function of a rank's process. Returns when the engine closes it; an error ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the engine, which then closes its ranks
-    channel, closed = Channel(connection), threading.Event()
+    channel = Channel(connection)
+    closed = threading.Event()
     threading.Thread(target=_end_with, args=(connection, closed), name="engine-watch", daemon=True).start()
     try:
         _send_logs(channel, setup)
@@ -285,7 +286,8 @@ class _ToEngine(logging.handlers.QueueHandler):
 def _send_logs(channel: Channel, setup: RankSetup) -> None:
     """Log through the engine; ranks after the first would repeat what it says, so that only their errors count."""
     logger = logging.getLogger("nanovllm")
-    logger.handlers, logger.propagate = [_ToEngine(channel)], False
+    logger.handlers = [_ToEngine(channel)]
+    logger.propagate = False
     logger.setLevel(setup.log_level if setup.rank == 0 else logging.ERROR)
 
 
@@ -333,7 +335,8 @@ def _send_reports(channel: Channel, reports: queue.SimpleQueue[Any]) -> None:
 
 def with_device(setup: RankSetup) -> EngineConfig:
     """The configuration with the device that this rank uses: on CUDA, the GPU of its own number."""
-    config, count = setup.config, torch.cuda.device_count()
+    config = setup.config
+    count = torch.cuda.device_count()
     if count and config.device != "cpu":
         if setup.local_rank >= count:
             raise ConfigError(
@@ -348,7 +351,8 @@ def with_device(setup: RankSetup) -> EngineConfig:
 
 def join(config: EngineConfig, setup: RankSetup) -> None:
     """Join the process group of all ranks."""
-    on_cuda, timeout = config.device == "cuda", timedelta(seconds=config.distributed_timeout_seconds)
+    on_cuda = config.device == "cuda"
+    timeout = timedelta(seconds=config.distributed_timeout_seconds)
     if setup.store_host == LOOPBACK:  # all ranks are on this machine, whose own name may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

@@ -86,7 +86,8 @@ def _tile(block_size: int, backend: AttentionBackend, device: torch.device) -> i
 
 def _facts(config: EngineConfig, runner: ModelRunner) -> Mapping[str, Any]:
     """All that bits depend on besides files and tokens. Lengths and memory are not among it."""
-    layout, device = runner.kv_cache.pools.layout, runner.device.torch_device
+    layout = runner.kv_cache.pools.layout
+    device = runner.device.torch_device
     kv_dtype = runner.kv_cache.pools.resident.dtype
     backend = runner.kv_cache.backend
     facts: dict[str, Any] = {

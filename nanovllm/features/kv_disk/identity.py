@@ -63,7 +63,8 @@ def code_files(package: Path = PACKAGE) -> list[Path]:
 
 def file_digest(path: Path, goes_on: Callable[[], None] = lambda: None) -> bytes:
     """Of the file's bytes. goes_on: called now and then. Raises OSError."""
-    found, buffer = hashlib.blake2b(digest_size=KEY_BYTES), memoryview(bytearray(READ_BYTES))
+    found = hashlib.blake2b(digest_size=KEY_BYTES)
+    buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
         while number := file.readinto(buffer):
             found.update(buffer[:number])
@@ -81,7 +82,8 @@ class FileDigests:
 
     def of(self, paths: Iterable[Path]) -> bytes:
         """One digest of all these files' names and bytes. Raises OSError."""
-        known, parts = self._known(), list[bytes]()
+        known = self._known()
+        parts = list[bytes]()
         before = dict(known)
         for path in paths:
             self._goes_on()

@@ -75,7 +75,9 @@ def _kept(directory: Path, is_read: bool) -> Kept:
             continue
         try:
             found = os.fstat(fd)
-            size, last_used, end = size + found.st_size, max(last_used, found.st_mtime), 0
+            size = size + found.st_size
+            last_used = max(last_used, found.st_mtime)
+            end = 0
             with suppress(OSError):  # what the disk does not give is damaged
                 for at, header in read_headers(fd, 0, found.st_size):
                     if is_read and checksum_of(os.pread(fd, header.size, at + HEADER_BYTES)) != header.checksum:

@@ -118,7 +118,8 @@ class DiskThreads:
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
-        threads, self._threads = self._threads, []
+        threads = self._threads
+        self._threads = []
         for _ in threads:
             self._queue.put(None)
         deadline = time.monotonic() + CLOSE_SECONDS

@@ -133,9 +133,11 @@ class StorePart:
 
     def _open(self, goes_on: Pulse) -> None:
         """Describe this rank. The first engine of a model reads all its weights for their digest."""
-        setup, copier = self._setup, self._copier
+        setup = self._setup
+        copier = self._copier
         setup.root.mkdir(0o700, parents=True, exist_ok=True)
-        files, digests = None, FileDigests(setup.root, goes_on)
+        files = None
+        digests = FileDigests(setup.root, goes_on)
         if setup.model_path is not None:
             files = digest(digests.of(model_files(setup.model_path)), digests.of(code_files()))
         self._space = _space(setup.root, setup.space)
@@ -166,7 +168,9 @@ class StorePart:
         try:
             added, gone, unreadable = self._reader.scan(goes_on)
         except OSError as error:
-            added, gone, unreadable = [], [], [error]
+            added = []
+            gone = []
+            unreadable = [error]
         for each in unreadable:
             where = each.filename or self._reader.directory
             self._report(messages.Warned("the directory cannot be read, or not all of it", f"{where}: {each.strerror}"))
@@ -189,7 +193,8 @@ class StorePart:
         for key, place in command.records:
             group = self._states if isinstance(place, StatePlace) else place.group
             records.append(Record((key, group), place, settled))
-        pulse, at_end = Pulse(command.work, self._report), partial(self._end_read, command.work)
+        pulse = Pulse(command.work, self._report)
+        at_end = partial(self._end_read, command.work)
         read = self._running[command.work] = RunningRead(records, self._reads, pulse, at_end)
         self._reads.start(read)
 

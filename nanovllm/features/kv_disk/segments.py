@@ -83,7 +83,10 @@ class SegmentReader:
         Returns the records that are new, before those the ones that are gone, and why segments cannot be read. goes_on:
         called now and then.
         """
-        present, added, gone, unreadable = set[Path](), list[Name](), list[Name](), list[OSError]()
+        present = set[Path]()
+        added = list[Name]()
+        gone = list[Name]()
+        unreadable = list[OSError]()
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             present.add(path)
             goes_on()
@@ -100,14 +103,16 @@ class SegmentReader:
         return added, gone, unreadable
 
     def _scan_segment(self, path: Path, goes_on: Callable[[], None], added: list[Name], gone: list[Name]) -> None:
-        begin, size = self._scanned.get(path, 0), path.stat().st_size
+        begin = self._scanned.get(path, 0)
+        size = path.stat().st_size
         if size < begin:  # cut since
             with self._lock:
                 gone += self._forget(path)
             begin = 0
         if size == begin and path in self._scanned:
             return
-        fd, found = os.open(path, os.O_RDONLY | os.O_CLOEXEC), list[tuple[int, Header]]()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = list[tuple[int, Header]]()
         try:
             for record in read_headers(fd, begin, size):
                 found.append(record)
@@ -140,7 +145,8 @@ class SegmentReader:
         place = self._index.get(name)
         if place is None:
             return "it was deleted meanwhile"
-        (path, at, expected), size = place, len(into)
+        (path, at, expected) = place
+        size = len(into)
         if expected.size != size:
             return f"{path.name} holds {expected.size} bytes for it, expected {size}"
         header = bytearray(HEADER_BYTES)
@@ -189,7 +195,8 @@ class SegmentWriter:
         is_full = self._size > 0 and self._size + size > self.segment_bytes
         if self._fd < 0 or is_full or os.fstat(self._fd).st_nlink == 0:  # 0: another process has evicted it
             self._begin(max(size, self.segment_bytes))
-        at, parts = self._size, [memoryview(pack(header)), memoryview(content)]
+        at = self._size
+        parts = [memoryview(pack(header)), memoryview(content)]
         while parts:
             written = os.writev(self._fd, parts)
             self._size += written
@@ -209,9 +216,11 @@ class SegmentWriter:
         name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         path = self.directory / name
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._path, self._size = path, 0
+        self._path = path
+        self._size = 0
 
     def close(self) -> None:
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             os.close(fd)

@@ -141,7 +141,8 @@ class DiskStore:
         self._identity = digest(*(each.facts for each in described), *sorted(files))
         self._unit_bytes = [sum(sizes) for sizes in zip(*(each.unit_bytes for each in described), strict=True)]
         self._state_bytes = sum(each.state_bytes for each in described)
-        self._looks, self._looked_at = self._new_work(), time.monotonic()
+        self._looks = self._new_work()
+        self._looked_at = time.monotonic()
         self._parts.tell(messages.Begin(self._looks, self._identity))
         return self._await(self._looks)
 
@@ -251,10 +252,12 @@ class DiskStore:
         now = time.monotonic()
         is_due = chain.look is None or now - self._looked_at > SCAN_SECONDS
         if is_due and self._looks not in self._under_way:
-            self._looks, self._looked_at = self._new_work(), now
+            self._looks = self._new_work()
+            self._looked_at = now
             self._parts.tell(messages.Look(self._looks))
         if chain.look is None:
-            chain.look, chain.waits_until = self._looks, now + SCAN_SECONDS
+            chain.look = self._looks
+            chain.waits_until = now + SCAN_SECONDS
 
     def _is_awaited(self, chain: _Chain) -> bool:
         return chain.look is not None and chain.look in self._under_way and time.monotonic() < chain.waits_until
@@ -425,7 +428,8 @@ class DiskStore:
 
     def _chain(self, seq: TokenSequence) -> _Chain | None:
         """The keys of a sequence; None if its adapter's files are not the ones that it was made with any more."""
-        adapter, content = seq.request.adapter, bytes(0)
+        adapter = seq.request.adapter
+        content = bytes(0)
         if adapter is not None:
             if adapter.number not in self._adapters:
                 self._adapters[adapter.number] = adapter_digest(adapter)
@@ -449,7 +453,8 @@ class DiskStore:
 
 def _place(group: KVGroup, index: int, unit: int, begin: int, table: Sequence[int]) -> UnitPlace:
     """Where a unit's tokens from position `begin` on are. index: of the group; table: physical ids."""
-    first, last = max(unit * UNIT, begin) // group.block_size, ((unit + 1) * UNIT - 1) // group.block_size
+    first = max(unit * UNIT, begin) // group.block_size
+    last = ((unit + 1) * UNIT - 1) // group.block_size
     return UnitPlace(unit, index, begin, tuple(table[first : last + 1]))
 
 

@@ -92,10 +92,12 @@ class UnitCopier:
         block = self.pools.layout.views(self.pools.block(physical_id))[group][: layout.num_layers]
         kind = self._kind(physical_id >= self.pools.split.resident_blocks, out)
         if count == layout.block_size == UNIT:  # a layer of each is contiguous
-            pitch, size = block.stride(0) * block.element_size(), layout.block_layer_bytes
+            pitch = block.stride(0) * block.element_size()
+            size = layout.block_layer_bytes
             copies = [PitchedCopy(block, buffer, pitch, size, size, len(block), kind)]
         else:
-            pitches, width = (layout.head_pitch, UNIT * layout.row_bytes), count * layout.row_bytes
+            pitches = (layout.head_pitch, UNIT * layout.row_bytes)
+            width = count * layout.row_bytes
             planes = zip(block[:, 0, 0, first:], buffer[:, 0, 0, at:], strict=True)
             copies = [PitchedCopy(*ends, *pitches, width, layout.rows_per_token, kind) for ends in planes]
         self._submit(copies, stream, out)
@@ -120,7 +122,8 @@ class UnitCopier:
 
     def _copy_state(self, buffer: Tensor, slot: int, settled: Event, out: bool) -> None:
         assert self.pools.states is not None
-        parts, kind = self.pools.states.parts(slot), self._kind(slot >= self.pools.states.num_device_slots, out)
+        parts = self.pools.states.parts(slot)
+        kind = self._kind(slot >= self.pools.states.num_device_slots, out)
         sizes = [part.nbytes for part in parts]
         each = zip(parts, buffer.split(sizes), sizes, strict=True)
         with self.pools.order.store_copies(settled) as stream:
@@ -129,7 +132,8 @@ class UnitCopier:
     def spans(self, place: UnitPlace) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
         size = self.pools.layout.groups[place.group].block_size
-        position, end = max(place.unit * UNIT, place.begin), (place.unit + 1) * UNIT
+        position = max(place.unit * UNIT, place.begin)
+        end = (place.unit + 1) * UNIT
         for physical_id in place.blocks:
             first = position % size
             count = min(size - first, end - position)

@@ -21,7 +21,9 @@ from nanovllm.features.kv_disk.units import bytes_of
 QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet
 CLOSE_SECONDS = 60.0  # for what is in the queue at the end
 STALL_SECONDS = 5.0  # of these, without a record written
-SAID_RECORDS, SAID_SECONDS = 64, 1.0  # most that are written before somebody learns of them
+# most that are written before somebody learns of them
+SAID_RECORDS = 64
+SAID_SECONDS = 1.0
 NICENESS = 19  # of the thread: on a busy CPU it takes the time that steps leave
 
 
@@ -41,8 +43,11 @@ class WriterThread:
     ) -> None:
         """reader: learns of the records; about: what the directory is of."""
         self.has_failed = False
-        self._writer, self._reader, self._about = writer, reader, about
-        self._written, self._failed = written, failed
+        self._writer = writer
+        self._reader = reader
+        self._about = about
+        self._written = written
+        self._failed = failed
         self._queue: queue.SimpleQueue[tuple[Name, Tensor] | None] = queue.SimpleQueue()
         self._bytes = 0  # in the queue
         self._lock = threading.Lock()
@@ -63,7 +68,8 @@ class WriterThread:
     def _run(self) -> None:
         with suppress(OSError):  # where a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        written, said_at = list[Name](), time.monotonic()
+        written = list[Name]()
+        said_at = time.monotonic()
         while (item := self._queue.get()) is not None:
             name, content = item
             try:
@@ -77,7 +83,8 @@ class WriterThread:
             is_due = len(written) >= SAID_RECORDS or time.monotonic() - said_at > SAID_SECONDS or self._queue.empty()
             if written and is_due:
                 self._written(written)
-                written, said_at = [], time.monotonic()
+                written = []
+                said_at = time.monotonic()
         self._writer.close()
 
     def _write(self, name: Name, content: memoryview) -> bool:
@@ -94,9 +101,11 @@ class WriterThread:
         """Write what is in the queue, unless the disk is too slow. Returns the bytes that are not written."""
         if self._thread is None:
             return 0
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         self._queue.put(None)
-        left, deadline = -1, time.monotonic() + CLOSE_SECONDS
+        left = -1
+        deadline = time.monotonic() + CLOSE_SECONDS
         while thread.is_alive() and self._bytes != left and time.monotonic() < deadline:
             left = self._bytes
             thread.join(STALL_SECONDS)

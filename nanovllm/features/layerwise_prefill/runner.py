@@ -84,11 +84,14 @@ class LayerwisePass:
 
         Rows are due with the last layer chunk alone: those of its tokens, or all of them if the prompt is scored.
         """
-        seq, state = self._sequence, self.state
+        seq = self._sequence
+        state = self.state
         assert seq is not None and seq.layerwise is not None and state is not None
-        part, x = seq.layerwise, state.x
+        part = seq.layerwise
+        x = state.x
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
-        pool, slot = self._engine.states, seq.state_slot
+        pool = self._engine.states
+        slot = seq.state_slot
         states = pool.of_step([slot]) if pool is not None and slot is not None else None
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
             self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache, states)
@@ -153,7 +156,9 @@ class LayerwiseKVCache:
         block_tables: by KV group, physical ids of the blocks that hold positions [0, end) of the prefill. They may
         differ from those of the part before: a block that has moved to the device since is used there from now on.
         """
-        self._part, self._block_tables, self._tables = part, block_tables, {}
+        self._part = part
+        self._block_tables = block_tables
+        self._tables = {}
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
         if part.first_layer_chunk % part.layerwise.num_chunks == 0:
             self._fill(part.layerwise.layer(part.first_layer_chunk))
@@ -161,16 +166,20 @@ class LayerwiseKVCache:
         loaded = sum(use.stored_tokens * self._token_bytes(layer) for layer in begun for _, use in self._uses(layer))
         stored = 0
         for each in layer_chunks:
-            layer, positions = part.layerwise.layer(each), part.layerwise.positions(each)
+            layer = part.layerwise.layer(each)
+            positions = part.layerwise.positions(each)
             stored += sum(count for _, _, count in self._stores(layer, positions)) * self._token_bytes(layer)
         return loaded, stored
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
-        (group, plane), state = self._where(layer), self._geometry.before_keys(layer, q)
-        total_len, block_size = chunk.total_len, self._groups[group].block_size
-        window, visible = self._groups[group].window, self._visible(chunk, group)
+        (group, plane) = self._where(layer)
+        state = self._geometry.before_keys(layer, q)
+        total_len = chunk.total_len
+        block_size = self._groups[group].block_size
+        window = self._groups[group].window
+        visible = self._visible(chunk, group)
         self._acquire(layer, visible)
         self._write(layer, chunk, as_stored(k, self._engine.ring.dtype), as_stored(v, self._engine.ring.dtype))
         blocks = ((index, self._block(layer, index)) for index in visible)
@@ -204,8 +213,10 @@ class LayerwiseKVCache:
 
     def _uses(self, layer: int) -> Iterator[tuple[int, BlockTokens]]:
         """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
-        layerwise, kv_group = self._part.layerwise, self._where(layer)[0]
-        group, table = self._groups[kv_group], self._block_tables[kv_group]
+        layerwise = self._part.layerwise
+        kv_group = self._where(layer)[0]
+        group = self._groups[kv_group]
+        table = self._block_tables[kv_group]
         blocks = range(group.first_visible(layerwise.begin), group.num_blocks(layerwise.end))
         for index in self._in_buffer(layer, blocks):
             stored = min(max(layerwise.begin - index * group.block_size, 0), group.block_size)
@@ -213,11 +224,13 @@ class LayerwiseKVCache:
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
-        positions, kv_group = range(chunk.context_len, chunk.total_len), self._where(layer)[0]
+        positions = range(chunk.context_len, chunk.total_len)
+        kv_group = self._where(layer)[0]
         size = self._groups[kv_group].block_size
         for index in range(positions.start // size, -(-positions.stop // size)):
             first = index * size
-            begin, end = max(positions.start, first), min(positions.stop, first + size)
+            begin = max(positions.start, first)
+            end = min(positions.stop, first + size)
             rows = slice(chunk.query_start + begin - positions.start, chunk.query_start + end - positions.start)
             new = self._block(layer, index)[:, :, begin - first : end - first]
             self._engine.device.declare_kernel("write K/V", writes=(new,))
@@ -229,11 +242,14 @@ class LayerwiseKVCache:
 
     def _stores(self, layer: int, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
-        layerwise, kv_group = self._part.layerwise, self._where(layer)[0]
-        size, table = self._groups[kv_group].block_size, self._block_tables[kv_group]
+        layerwise = self._part.layerwise
+        kv_group = self._where(layer)[0]
+        size = self._groups[kv_group].block_size
+        table = self._block_tables[kv_group]
         for index in self._in_buffer(layer, range(positions.start // size, -(-positions.stop // size))):
             first = index * size
-            begin, end = max(layerwise.begin, first), min(layerwise.end, first + size)
+            begin = max(layerwise.begin, first)
+            end = min(layerwise.end, first + size)
             if end <= positions.stop and table[index] != HOLE:
                 yield index, begin - first, end - begin
 
@@ -287,7 +303,8 @@ class LayerwiseKVCache:
         return self._tables[key]
 
     def _table(self, chunk: SequenceMetadata, group: int, indices: list[int], in_buffer: bool) -> AttentionMetadata:
-        table, block_size = self._block_tables[group], self._groups[group].block_size
+        table = self._block_tables[group]
+        block_size = self._groups[group].block_size
         metadata = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,

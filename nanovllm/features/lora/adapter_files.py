@@ -30,13 +30,15 @@ from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
 TEXT_PREFIX = "model."  # of the text model's layers, in their own names
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight")
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
 OWN_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these ways to begin a training change the model
-RANK, ALPHA = rules.integer(1, 2**15), rules.number(0)
+RANK = rules.integer(1, 2**15)
+ALPHA = rules.number(0)
 FIELDS = {
     "peft_type": rules.one_of(("LORA",)),
     "task_type": rules.one_of(("CAUSAL_LM",)) | NULL,
@@ -85,7 +87,8 @@ class AdapterConfig:
 
     def scale_of(self, module: str) -> float:
         """What B A x is multiplied by: alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA (arXiv:2312.03732)."""
-        alpha, rank = _matched(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        alpha = _matched(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
@@ -197,7 +200,8 @@ def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict
     spec: of the model, or of a tensor-parallel rank's part of it.
     """
     spec = spec.whole or spec
-    config, path = _read_config(directory / CONFIG), directory / WEIGHTS
+    config = _read_config(directory / CONFIG)
+    path = directory / WEIGHTS
     stored = headers(path)
     prefix = _check_names(path, spec, config, stored)
     modules: dict[str, ModuleAdapter] = {}
@@ -226,7 +230,8 @@ def _read_config(path: Path) -> AdapterConfig:
             raise ModelError(
                 f"{path}: {quoted(name)}={quoted(value)}: not supported: only plain LoRA is applied; {MERGE}."
             )
-    targets, layers = found.get("target_modules"), found.get("layers_to_transform")
+    targets = found.get("target_modules")
+    layers = found.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     says_all = isinstance(targets, list) and not content.get("exclude_modules")
     return AdapterConfig(
@@ -266,12 +271,14 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
     """
     if not stored:
         raise ModelError(f"{path} holds no tensors: save the adapter anew.")
-    known, prefixes = modules_of(spec), dict[str, str]()
+    known = modules_of(spec)
+    prefixes = dict[str, str]()
     for name in stored:
         match = TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
-        trained, module = match[1], _text_module(match[1], spec)
+        trained = match[1]
+        module = _text_module(match[1], spec)
         if module is None:
             continue
         if module not in known:
@@ -306,7 +313,8 @@ def _check_tensor(path: Path, name: str, shape: tuple[int, int], stored: Mapping
     if name not in stored:
         raise ModelError(f"{path} lacks {name}, which {CONFIG} and its other tensors need: save the adapter anew.")
     if stored[name].shape != shape:
-        expected, found = list(shape), list(stored[name].shape)
+        expected = list(shape)
+        found = list(stored[name].shape)
         raise ModelError(f"{path}: {name} expected {expected}, found {found}: take an adapter of this model.")
     if stored[name].dtype not in FLOATS:
         raise ModelError(f"{path}: {name} is {stored[name].dtype}: not read; read are {', '.join(FLOATS)}.")

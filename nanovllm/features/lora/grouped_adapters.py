@@ -44,7 +44,8 @@ class AdapterTables:
         """memory: of the adapters, [slots, elements]."""
         linears = [linear for layer in model.layers for linear in layer.linears]
         parts = max(len(linear.parts) for linear in linears)
-        self._memory, self._max_rank = memory, max_rank
+        self._memory = memory
+        self._max_rank = max_rank
         self._rows = {linear: index for index, linear in enumerate(linears)}
         self._table = torch.zeros(len(linears), len(memory), parts, FIELDS, dtype=torch.int64, device=memory.device)
 

@@ -50,7 +50,8 @@ class LinearLayout:
 
     def views(self, memory: Tensor) -> LinearWeights:
         """The matrices in the memory of an adapter."""
-        rank, in_size = self.parts[-1].ranks.stop, self.linear.in_features
+        rank = self.parts[-1].ranks.stop
+        in_size = self.linear.in_features
         a = memory[self.a_offset : self.a_offset + rank * in_size].view(rank, in_size)
         return LinearWeights(a, [(part.columns, part.ranks, part.b(memory)) for part in self.parts])
 
@@ -93,7 +94,8 @@ def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: De
     columns. B A x of its columns of x is then its part of the sum over the ranks.
     """
     layout, size = _layout(modules, model)
-    elements, path = torch.zeros(size, dtype=model.dtype), directory / WEIGHTS
+    elements = torch.zeros(size, dtype=model.dtype)
+    path = directory / WEIGHTS
     with open_file(path) as stored:
         for each in layout:
             weights = each.views(elements)
@@ -108,7 +110,8 @@ def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: De
 
 def _read(stored: Any, adapter: ModuleAdapter, name: str, axes: Sequence[Axis | None], model: Decoder) -> Tensor:
     """What this rank holds of a tensor, in fp32; `axes` as in `Sharding.part`."""
-    sharding, tensor = model.spec.sharding_of(adapter.module), stored.get_slice(name)
+    sharding = model.spec.sharding_of(adapter.module)
+    tensor = stored.get_slice(name)
     part = () if sharding is None else sharding.part(adapter.module, axes, tensor.get_shape())
     return joined(lambda slices: tensor[slices or slice(None)], part).float()
 
@@ -134,12 +137,14 @@ def _layout(modules: Mapping[str, ModuleAdapter], model: Decoder) -> tuple[list[
         ]
         if not adapted:
             continue
-        a_offset, offset = offset, offset + aligned(each.in_features * sum(adapter.rank for adapter, _ in adapted))
+        a_offset = offset
+        offset = offset + aligned(each.in_features * sum(adapter.rank for adapter, _ in adapted))
         parts: list[PartLayout] = []
         rank = 0
         for adapter, columns in adapted:
             parts.append(PartLayout(adapter, columns, slice(rank, rank + adapter.rank), offset))
-            rank, offset = rank + adapter.rank, offset + aligned(parts[-1].size)
+            rank = rank + adapter.rank
+            offset = offset + aligned(parts[-1].size)
         layout.append(LinearLayout(each, a_offset, parts))
     return layout, offset
 
@@ -197,7 +202,8 @@ def ranges_of_parts(
 
 def _index(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
     """The rows of the ranges: a slice if they are adjacent, so that no row is copied, else int64 [rows]."""
-    first, last = ranges[0].start, ranges[-1].stop
+    first = ranges[0].start
+    last = ranges[-1].stop
     if sum(map(len, ranges)) == last - first:
         return slice(first, last)
     return upload(torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]), device)

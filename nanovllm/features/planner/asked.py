@@ -146,7 +146,8 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
         needed = "offloaded KV blocks need it" if config.enable_cpu_offload else "adapters are in host memory too"
         if config.enable_cpu_offload or config.enable_lora:
             raise ConfigError(f"--host-mem is not given, and {needed}: name it, such as --host-mem 256GB")
-    spec, itemsize = network.spec, network.itemsize
+    spec = network.spec
+    itemsize = network.itemsize
     config = with_device_bytes(config, spec, itemsize)
 
     def left(facts: MemoryFacts, config: EngineConfig) -> MemoryFacts:
@@ -183,7 +184,8 @@ def _sizing(asked: PlanRequest, network: Network, config: EngineConfig, machine:
 def _given_memory(asked: PlanRequest, network: Network, config: EngineConfig) -> MemoryFacts:
     from nanovllm.features.planner.measure import activation_peak_on_gpu
 
-    weights, gpu_mem = network.weight_bytes, asked.device_memory or 0
+    weights = network.weight_bytes
+    gpu_mem = asked.device_memory or 0
     if weights >= gpu_mem:
         raise NoMemoryError(f"the weights take {show_bytes(weights)}, and the device has {show_bytes(gpu_mem)}")
     try:

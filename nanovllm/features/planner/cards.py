@@ -102,7 +102,8 @@ def find_link(name: str) -> float | None:
     match = re.fullmatch(r"pci-?e(?:xpress)?\s*(?:gen)?\s*(\d+)(?:\.0)?\s*(?:x\s*(\d+))?", name.strip(), re.IGNORECASE)
     if match is None:
         return None
-    generation, lanes = int(match[1]), int(match[2] or 16)
+    generation = int(match[1])
+    lanes = int(match[2] or 16)
     if generation not in PCIE or lanes not in (1, 2, 4, 8, 16):
         raise ValueError(f"{name!r} is no link that is known; known are PCIe 3, 4 and 5, with x1, x2, x4, x8 or x16")
     return PCIE[generation] * lanes / 16

@@ -59,7 +59,8 @@ def draft_network(config: EngineConfig, spec: DecoderSpec) -> DraftNetwork | Non
         from nanovllm.features.speculation.checks import check_mtp_head  # imports torch
 
         check_mtp_head(config, spec)
-        own, dtype = mtp_spec(spec), spec.dtype if config.dtype == "auto" else config.dtype
+        own = mtp_spec(spec)
+        dtype = spec.dtype if config.dtype == "auto" else config.dtype
         head = mtp_memory(config, spec, ITEMSIZES[dtype])
         return None if head is None else DraftNetwork("head for drafts", Network(own, dtype), head)
     engine = draft_engine(config, asked)

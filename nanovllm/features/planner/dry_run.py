@@ -102,7 +102,8 @@ class ScheduledStep:
         for index, group in enumerate(layout.groups):
             for read in self._reads(group, self.seq.block_tables[index], resident_blocks):
                 num_bytes = layout.of_groups[index].token_bytes * read.num_blocks * (read.stored + read.new)
-                total, on_device = total + num_bytes, on_device + (0 if read.on_host else num_bytes)
+                total = total + num_bytes
+                on_device = on_device + (0 if read.on_host else num_bytes)
         return total, on_device
 
     def moved(self, layout: KVLayout, resident_blocks: int, share: Share | None) -> StepMoves:
@@ -121,8 +122,12 @@ class ScheduledStep:
 
     def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[BlockReads]:
         """The blocks that a layer of the group uses, but those in the layer buffer alone."""
-        begin, end, size = self.seq.context_len, self.seq.context_len + self.query_len, group.block_size
-        first, full, last = group.first_visible(begin), begin // size, group.num_blocks(end)
+        begin = self.seq.context_len
+        end = self.seq.context_len + self.query_len
+        size = group.block_size
+        first = group.first_visible(begin)
+        full = begin // size
+        last = group.num_blocks(end)
         whole = [block for block in table[first:full] if block != HOLE]
         on_host = sum(block >= resident_blocks for block in whole)
         found = [BlockReads(on_host, size, 0, True), BlockReads(len(whole) - on_host, size, 0, False)]
@@ -138,7 +143,8 @@ class ScheduledStep:
         for move in self.moves:
             of_group = layout.of_groups[move.group]
             num_bytes = layout.planes * of_group.token_layer_bytes * (move.num_tokens or of_group.block_size)
-            to_host, from_host = move.dst >= resident_blocks, move.src >= resident_blocks
+            to_host = move.dst >= resident_blocks
+            from_host = move.src >= resident_blocks
             if from_host and not to_host:
                 total += TransferCount(h2d_copies=1, h2d_bytes=num_bytes)
             elif to_host and not from_host:
@@ -160,7 +166,8 @@ def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | Non
 
     layout: of `KVLayout.of_groups`. A layer without K and V of its own loads, and stores nothing.
     """
-    token, size = layout.token_layer_bytes, layout.block_size
+    token = layout.token_layer_bytes
+    size = layout.block_size
     on_host = [read for read in reads if read.on_host]
     loaded = sum(read.num_blocks * read.stored for read in on_host)
     spared = 0
@@ -168,7 +175,8 @@ def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | Non
         whole = sum(read.num_blocks for read in on_host if read.stored == size)
         resident = sum(read.num_blocks * read.stored for read in reads if not read.on_host)
         spared = blocks_of_share(whole, share(loaded * token, resident * token, size * token))
-    layers, readers = layout.num_layers, layout.num_readers
+    layers = layout.num_layers
+    readers = layout.num_readers
     moved = TransferCount(
         h2d_copies=readers * (sum(read.num_blocks for read in on_host if read.stored) - spared),
         h2d_bytes=readers * (loaded - spared * size) * token,

@@ -51,7 +51,9 @@ from nanovllm.ops.upload import upload
 
 Item = TypeVar("Item")
 
-TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks so small that only the fixed cost of a block read counts
+# blocks so small that only the fixed cost of a block read counts
+TINY_BLOCK = 16
+TINY_BLOCKS = 32
 MOST_BLOCKS = 64  # in the measurement of the ring
 
 
@@ -151,9 +153,11 @@ def measure_rates(probe: Probe) -> Rates:
 
 
 def _measure(probe: Probe) -> Rates:
-    attention, device_bandwidth = _prefill_attention(probe), _decode_attention(probe)
+    attention = _prefill_attention(probe)
+    device_bandwidth = _decode_attention(probe)
     weights, head = _weights_seconds(probe)
-    bare, step = probe.seconds(lambda: _step(probe.cut(0), None, 1)), _resident_step(probe, 1)
+    bare = probe.seconds(lambda: _step(probe.cut(0), None, 1))
+    step = _resident_step(probe, 1)
     layers = probe.network.spec.num_layers
     rates = Rates(
         attention=attention,
@@ -172,8 +176,10 @@ def _measure(probe: Probe) -> Rates:
 
 def _compute(probe: Probe, rates: Rates) -> float:
     """Operations per second of one layer on a chunk's rows, without attention and fixed costs."""
-    rows, network = probe.rows, probe.network
-    step, bare = _resident_step(probe, rows), probe.seconds(lambda: _step(probe.cut(0), None, rows))
+    rows = probe.rows
+    network = probe.network
+    step = _resident_step(probe, rows)
+    bare = probe.seconds(lambda: _step(probe.cut(0), None, rows))
     assert rates.attention is not None
     others = bare + rates.layer_seconds + network.attention_operations(0, rows) / rates.attention
     # The lower bound is for a network so small that noise exceeds the difference.
@@ -182,7 +188,8 @@ def _compute(probe: Probe, rates: Rates) -> float:
 
 def _weights_seconds(probe: Probe) -> tuple[float, float]:
     """Time of all products of the layers on one row, and of the output projection."""
-    model, spec = probe.model, probe.model.spec
+    model = probe.model
+    spec = probe.model.spec
     widths = {spec.hidden_size, *(layer.o.in_features for layer in model.layers)}
     by_width = {width: torch.ones(1, width, dtype=model.dtype, device=model.device) for width in widths}
 
@@ -211,7 +218,8 @@ def _decode_attention(probe: Probe) -> float:
 
 def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bool) -> float:
     """Attention of the last `rows` of `keys` positions in one layer."""
-    layout, model = probe.layout.widest, probe.model
+    layout = probe.layout.widest
+    model = probe.model
     blocks = range(-(-keys // layout.block_size))
     pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), probe.stored_dtype))
     q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
@@ -299,7 +307,8 @@ def link_during_computation(link: Link, moved: int, computing: float, measured: 
 
 def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     """Load or store every block of the host pool through the ring once."""
-    layout, tokens = engine.layout, engine.layout.block_size
+    layout = engine.layout
+    tokens = engine.layout.block_size
     stored, new = (tokens, 0) if way == "h2d" else (0, tokens)
     first = engine.split.resident_blocks
     blocks = [BlockTokens(block, stored, new) for block in range(first, first + engine.num_host_blocks)]
@@ -321,7 +330,8 @@ def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
 
 def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
     """CPU attention of one row to all layers of the host pool."""
-    layout, backend = engine.layout, cpu_attention_backend(engine.device, engine.layout.head_dim)
+    layout = engine.layout
+    backend = cpu_attention_backend(engine.device, engine.layout.head_dim)
     keys = engine.num_host_blocks * layout.block_size
     table = AttentionMetadata([SequenceMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
     q = torch.randn(1, probe.model.spec.num_heads, layout.head_dim).to(probe.model.dtype)
@@ -337,7 +347,8 @@ def _block_read_seconds(probe: Probe) -> float:
     """Fixed cost of the read of one block."""
     kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
-    spec, model = probe.model.spec, probe.model
+    spec = probe.model.spec
+    model = probe.model
     ctx = _context(probe, kv_cache, SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)))
     q, k, v = (
         torch.ones(1, heads, spec.head_dim, dtype=model.dtype, device=model.device)
@@ -398,7 +409,8 @@ class LocalMachine:
 
     def memory(self, config: EngineConfig) -> MemoryFacts:
         """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
-        network, device = self._network, self._device
+        network = self._network
+        device = self._device
         weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
         if weights > (free := device.free_memory()):
             raise NoMemoryError(f"the weights take {show_bytes(weights)}, and this machine has {show_bytes(free)} free")
@@ -419,15 +431,20 @@ class LocalMachine:
         return measure_memory(self._device, model, backend, config, to_load, graphs)
 
     def _backend_for(self, model: Decoder, config: EngineConfig) -> AttentionBackend:
-        shapes, rows = model.spec.unwindowed_heads, config.max_num_batched_tokens
+        shapes = model.spec.unwindowed_heads
+        rows = config.max_num_batched_tokens
         return faster_prefill(self._backend, self._device.torch_device, shapes, self._dtype, rows)
 
     def rates(self, sizing: KVSizing) -> Rates:
         """Those of one rank, measured in a few seconds."""
-        network, device, sizes = self._network, self._device, ProbeSizes()
+        network = self._network
+        device = self._device
+        sizes = ProbeSizes()
         model = random_model(network.spec, self._dtype, device, sizes)
-        ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
-        chunk, stored = sizing.config.max_num_batched_tokens, network.kv_cache_dtype
+        ring_slots = sizing.plan().split.ring_slots
+        block_size = sizing.layout.block_size
+        chunk = sizing.config.max_num_batched_tokens
+        stored = network.kv_cache_dtype
         probe = Probe(
             device, model, self._backend_for(model, sizing.config), block_size, ring_slots, chunk, sizes, stored
         )

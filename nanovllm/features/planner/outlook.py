@@ -77,7 +77,10 @@ class _Search:
     """Lifts one obstacle after the other: positions, a given limit, the device's memory, the memory for KV."""
 
     def __init__(self, asked: PlanRequest, machine: str, models: Mapping[str, str]) -> None:
-        self._first, self._asked, self._machine, self._models = asked, asked, machine, models
+        self._first = asked
+        self._asked = asked
+        self._machine = machine
+        self._models = models
         self._obstacles: list[Obstacle] = []
         self._as_if: list[str] = []
         self._can_run = True
@@ -119,7 +122,8 @@ class _Search:
     # ---- positions and limits
 
     def _lift_positions(self, tokens: int) -> None:
-        spec, overrides = self._spec, self._asked.engine_arguments.get("hf_overrides") or {}
+        spec = self._spec
+        overrides = self._asked.engine_arguments.get("hf_overrides") or {}
         if tokens <= spec.max_model_len:
             return
         remedies = [Remedy(f"a prompt of at most {spec.max_model_len:,} tokens")]
@@ -162,7 +166,8 @@ class _Search:
 
     def _on_what_holds_it(self, error: NoMemoryError) -> Plan:
         """The plan for the same device and weights in 4 bits if they fit, else for the smallest card that does."""
-        spec, packed = self._spec, replace(self._asked, four_bits=True)
+        spec = self._spec
+        packed = replace(self._asked, four_bits=True)
         remedies: list[Remedy] = []
         ways: list[tuple[PlanRequest, Plan, str]] = []  # best last
         here = None
@@ -214,10 +219,12 @@ class _Search:
 
     def _with_room(self, plan: Plan, tokens: int) -> tuple[Plan, int]:
         """A plan that holds the prompt, or the longest that this one holds."""
-        sizing, longest = plan.sizing, plan.kv.max_model_len
+        sizing = plan.sizing
+        longest = plan.kv.max_model_len
         with_output = max(tokens, min(tokens + self._asked.output_len, sizing.model_max_len))
         remedies = [Remedy("other arguments", change) for change in sizing.changes_for(with_output)]
-        size, given = sizing.host_memory_for(with_output), self._asked.host_memory
+        size = sizing.host_memory_for(with_output)
+        given = self._asked.host_memory
         if size is not None and size > (given or 0):
             says = f"{size // GB} GB of host memory for what the device does not hold"
             remedies.insert(0, Remedy(says, machine=f"--enable-cpu-offload --host-mem {size // GB}GB"))

@@ -64,7 +64,8 @@ class EnginePlan(Plan):
 
 def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> EnginePlan:
     """The plan of an engine whose KV memory is `kv`."""
-    network, draft = Network(spec, dtype, sizing.config.kv_cache_dtype), draft_network(sizing.config, spec)
+    network = Network(spec, dtype, sizing.config.kv_cache_dtype)
+    draft = draft_network(sizing.config, spec)
     return EnginePlan(network, sizing, rates or Rates(), kv, draft)
 
 
@@ -103,7 +104,9 @@ def _obstacles(obstacles: Sequence[Obstacle], as_flags: AsFlags) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    memory, kv, network = plan.sizing.memory, plan.kv, plan.network
+    memory = plan.sizing.memory
+    kv = plan.kv
+    network = plan.network
     rows = [_row("in all", show_bytes(memory.device_total)), _weights(plan)]
     taken = network.weight_bytes + plan.device_kv_bytes + kv.working_bytes + memory.adapter_bytes
     if memory.adapter_bytes:
@@ -116,7 +119,8 @@ def _memory(plan: Plan) -> list[str]:
         rows.append(_row(plan.draft.name, show_bytes(drafts.device_bytes), note))
         taken += drafts.device_bytes
     if (states := memory.states) is not None:
-        one, kept = network.state_bytes, states.draft_rows * network.spec.draft_row_bytes(network.itemsize)
+        one = network.state_bytes
+        kept = states.draft_rows * network.spec.draft_row_bytes(network.itemsize)
         size = states.device * one + kept
         note = f"{states.device} of {show_bytes(one)}, for {states.running} sequences at once"
         note += " and for prefixes that are kept" * (states.device > states.running)
@@ -129,14 +133,16 @@ def _memory(plan: Plan) -> list[str]:
     ring = kv.split.ring_slots * plan.sizing.layout.block_layer_bytes
     note = f"{show_bytes(ring)} of it are buffers for what comes from the host" if ring else ""
     rows.append(_row("KV cache", show_bytes(plan.device_kv_bytes), note))
-    left, share = memory.device_total - taken, plan.sizing.config.gpu_memory_utilization
+    left = memory.device_total - taken
+    share = plan.sizing.config.gpu_memory_utilization
     if left > 0 and not memory.tiers_share_memory:
         rows.append(_row("left free", show_bytes(left), f"--gpu-memory-utilization {share:g}"))
     return rows
 
 
 def _weights(plan: Plan) -> str:
-    network, notes = plan.network, []
+    network = plan.network
+    notes = []
     if network.spec.experts is not None:
         read = network.spec.num_layers * network.spec.layer_weight_bytes(network.itemsize, rows=1)
         read += network.spec.head_bytes(network.itemsize)
@@ -150,7 +156,8 @@ def _weights(plan: Plan) -> str:
 
 
 def _kv_cache(plan: Plan, request: RequestPlan) -> list[str]:
-    total, layout = request.kv_bytes, plan.sizing.layout
+    total = request.kv_bytes
+    layout = plan.sizing.layout
     stored = f", stored as {plan.network.kv_cache_dtype} with scales" if layout.scale_bytes else ""
     has_windows = any(group.window is not None for group in layout.groups)
     rows = [_row("at the end" if has_windows else "in all", show_bytes(total), f"{_kept(plan)}{stored}")]
@@ -170,12 +177,14 @@ def _kv_cache(plan: Plan, request: RequestPlan) -> list[str]:
 
 def _kept(plan: Plan) -> str:
     """What a token takes in the layers that keep all, and what the others keep."""
-    layout, spec = plan.sizing.layout, plan.network.spec
+    layout = plan.sizing.layout
+    spec = plan.network.spec
     groups = sorted(zip(layout.groups, layout.of_groups, strict=True), key=lambda each: each[0].window or 0)
     parts = []
     for window, of_kind in groupby(groups, key=lambda each: each[0].window):
         layouts = [own for _, own in of_kind]
-        layers, size = sum(own.num_layers for own in layouts), sum(own.token_bytes for own in layouts)
+        layers = sum(own.num_layers for own in layouts)
+        size = sum(own.token_bytes for own in layouts)
         where = f"in {'all ' * (layers == spec.num_layers)}{layers} layers"
         if window is None:
             parts.append(f"{show_bytes(size)} for each token {where}")
@@ -188,7 +197,9 @@ def _kept(plan: Plan) -> str:
 
 
 def _time(plan: Plan, request: RequestPlan) -> list[str]:
-    rates, decode, moved = plan.rates, request.decode, request.step_transfers
+    rates = plan.rates
+    decode = request.decode
+    moved = request.step_transfers
     bound = not (rates.step_seconds or rates.layer_seconds or rates.block_read_seconds)
     says = "at peak rates, so that real runs take longer" if bound else "estimated from measured or given rates"
     known = _rates(plan)
@@ -201,7 +212,8 @@ def _time(plan: Plan, request: RequestPlan) -> list[str]:
     rows += _phase("decode of a token", decode, decode.seconds, f"{speed:,.1f}", bound, moved)
     rows += _cpu_attention(plan, request)
     if (drafts := request.drafts) is not None and drafts.step.seconds:
-        label, seconds = f"with {drafts.count} drafts", drafts.step.seconds / drafts.tokens
+        label = f"with {drafts.count} drafts"
+        seconds = drafts.step.seconds / drafts.tokens
         rows += _phase(label, drafts.step, seconds, f"{1 / seconds:,.1f}", bound, moved)
         passed = f"{drafts.tokens:.1f} tokens in a pass of {show_seconds(drafts.step.seconds)}"
         rows.append(_row("", "", f"{passed}, if {drafts.acceptance:.0%} of the drafts are right (--acceptance)"))
@@ -226,7 +238,8 @@ def _phase(
 
 def _rates(plan: Plan) -> str:
     """The rates that are known, in words."""
-    rates, link = plan.rates, plan.rates.link
+    rates = plan.rates
+    link = plan.rates.link
     known = [
         *([f"computing {show_rate(rates.compute, 'FLOPS')}"] if rates.compute else []),
         *([f"device memory {show_rate(rates.device_bandwidth, 'B/s')}"] if rates.device_bandwidth else []),

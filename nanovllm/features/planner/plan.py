@@ -83,7 +83,8 @@ class Plan:
     @property
     def device_kv_bytes(self) -> int:
         """Resident blocks and ring."""
-        layout, split = self.sizing.layout, self.kv.split
+        layout = self.sizing.layout
+        split = self.kv.split
         return split.resident_blocks * layout.block_bytes + split.ring_slots * layout.block_layer_bytes
 
     @property
@@ -120,7 +121,8 @@ class Plan:
 
         Attention takes 4 * q_size operations for each query and key, the copy the bytes of a key and a value.
         """
-        link, attention = self.rates.link, self.rates.attention
+        link = self.rates.link
+        attention = self.rates.attention
         if link is None or attention is None:
             return None
         layout = self.sizing.layout.of_groups[0]  # of layers with full attention, if there are such
@@ -187,12 +189,14 @@ class Plan:
 
     def _steps(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
         """The steps that the engine's scheduler takes."""
-        layout, resident = self.sizing.layout, self.kv.split.resident_blocks
+        layout = self.sizing.layout
+        resident = self.kv.split.resident_blocks
         steps: list[PlannedStep] = []
         most_blocks = 0
         states = self.sizing.memory.states
         for scheduled in dry_run(self.sizing.config, layout, self.kv, states, prompt_len, output_len):
-            work, last = scheduled.work, scheduled
+            work = scheduled.work
+            last = scheduled
             most_blocks = max(most_blocks, scheduled.used_blocks)
             share = model.share_of if scheduled.seq.layerwise is None and model.can_share(last.query_len) else None
             moves = scheduled.moved(layout, resident, share)

@@ -41,8 +41,12 @@ from nanovllm.features.planner.network import Network
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layout import KVLayout
 
-COMPUTE, DEVICE, HOST = "compute", "device memory bandwidth", "host memory bandwidth"
-LINK, INTERCONNECT, FIXED = "link", "interconnect", "fixed costs"
+COMPUTE = "compute"
+DEVICE = "device memory bandwidth"
+HOST = "host memory bandwidth"
+LINK = "link"
+INTERCONNECT = "interconnect"
+FIXED = "fixed costs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,8 @@ class StepModel:
 
     def share_of(self, host_bytes: int, resident_bytes: int, block_bytes: int) -> float:
         """`cpu_share` of a layer that attends to so much KV on the host and on the device."""
-        rates, known = self.rates, ONE_PROCESSOR
+        rates = self.rates
+        known = ONE_PROCESSOR
         if not self.one_processor:
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
@@ -159,12 +164,14 @@ class StepModel:
         query_len = step.end - step.begin
         moved = moves.transfers
         missing = self._missing(moved, "compute", "attention")
-        net, rates = self.network, self.rates
+        net = self.network
+        rates = self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
         lengths = [len(step.positions(chunk)) for chunk in range(step.num_chunks)]
         products = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
-        operations, cpu = net.attention_operations(step.begin, query_len), 0.0
+        operations = net.attention_operations(step.begin, query_len)
+        cpu = 0.0
         if not self.one_processor:  # on one processor, CPU attention takes the same operations
             layout = self.layout.of_groups[0]  # as if all were of layers like the first, which stream the most
             cpu_keys = moved.cpu_attention_bytes // layout.token_layer_bytes
@@ -188,7 +195,8 @@ class StepModel:
         """
         moved = moves.transfers
         missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
-        net, rates = self.network, self.rates
+        net = self.network
+        rates = self.rates
         if rates.weight_bandwidth is None or rates.head_bandwidth is None or rates.device_bandwidth is None or missing:
             return Prediction(missing=missing)
         weights = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, rows) / rates.weight_bandwidth
@@ -219,13 +227,15 @@ class StepModel:
         return moved.cpu_attention_bytes / rate
 
     def _all_reduce_seconds(self, tokens: int) -> float:
-        net, rates = self.network, self.rates
+        net = self.network
+        rates = self.rates
         if rates.interconnect is None:
             return 0.0
         return net.num_all_reduces * rates.all_reduce_seconds + net.all_reduce_bytes(tokens) / rates.interconnect
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
-        net, bandwidth = self.network, self.rates.weight_bandwidth
+        net = self.network
+        bandwidth = self.rates.weight_bandwidth
         read = net.spec.num_layers * net.spec.layer_weight_bytes(net.itemsize, tokens)  # of experts, the chosen ones
         return max(net.matrix_operations(tokens) / compute, 0.0 if bandwidth is None else read / bandwidth)
 
@@ -237,20 +247,25 @@ class StepModel:
 
     def _step(self, work: StepWork, moves: StepMoves, query_len: int, steps: int = 1) -> Prediction:
         """The formula for a step in the module's docstring."""
-        net, rates, moved = self.network, self.rates, moves.transfers
-        num_layers, reading = net.spec.num_layers, moves.block_reads * rates.block_read_seconds
+        net = self.network
+        rates = self.rates
+        moved = moves.transfers
+        num_layers = net.spec.num_layers
+        reading = moves.block_reads * rates.block_read_seconds
         fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + reading
         terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.cpu} if work.cpu else {})
         attention = work.attention + work.cpu if self.one_processor else max(work.attention, work.cpu)
         sums = self._all_reduce_seconds(query_len)
         terms |= {INTERCONNECT: sums} if sums else {}
-        layers, link = work.products + attention + sums, rates.link
+        layers = work.products + attention + sums
+        link = rates.link
         if link is None or not moved:
             return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
         ahead = self.ring_slots * self.layout.block_layer_bytes / link.h2d
         stall = num_layers * max(0.0, (work.slot_free + sums) / num_layers - ahead)
-        overlapped, in_turn = max(layers, copying + stall), layers + copying
+        overlapped = max(layers, copying + stall)
+        in_turn = layers + copying
         together = link.overlap * overlapped + (1 - link.overlap) * in_turn
         return Prediction(together + work.head + fixed, terms)
 

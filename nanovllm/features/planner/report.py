@@ -45,7 +45,8 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
 
 def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
     """Arguments to run a prompt as planned: those that decide where its KV cache is, unless its bytes are given."""
-    config, names = plan.sizing.config, ["enable_cpu_offload", "kvcache_block_size"]
+    config = plan.sizing.config
+    names = ["enable_cpu_offload", "kvcache_block_size"]
     names += ["num_gpu_blocks"] * (config.kv_cache_memory_bytes is None)
     names += ["num_cpu_blocks"] * (config.kv_offloading_size is None)
     arguments = {name: value for name, value in engine_arguments(plan).items() if name in names}
@@ -63,9 +64,13 @@ def plan_json(outlook: Outlook, output_len: int) -> dict[str, Any]:
 
     If the prompt does not fit, all but `fits`, `in_the_way` and `changes_that_fit` is as `as_if` says.
     """
-    plan, prompt_len = outlook.plan, outlook.prompt_len
-    spec, kv, memory = plan.network.spec, plan.kv, asdict(plan.sizing.memory)
-    kept, states = memory.pop("layerwise_token_bytes"), plan.sizing.memory.states
+    plan = outlook.plan
+    prompt_len = outlook.prompt_len
+    spec = plan.network.spec
+    kv = plan.kv
+    memory = asdict(plan.sizing.memory)
+    kept = memory.pop("layerwise_token_bytes")
+    states = plan.sizing.memory.states
     memory["states"] = None if states is None else states._asdict()
     return {
         "model": {
@@ -168,5 +173,6 @@ class Restore:
     def of(cls, plan: Plan, request: RequestPlan) -> Restore:
         state_bytes = plan.network.state_bytes if plan.network.spec.recurrent is not None else 0
         num_bytes = stored_bytes(plan.sizing.layout, state_bytes, request.prompt_len)
-        rate, prefill = plan.rates.disk_bandwidth, request.prefill.seconds
+        rate = plan.rates.disk_bandwidth
+        prefill = request.prefill.seconds
         return cls(num_bytes, num_bytes / rate if rate else None, num_bytes / prefill if prefill else None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORGET = 0.8  # weight of what was verified one step earlier
-FIRST_RIGHT, FIRST_TRIED = 1.0, 2.0  # what a new sequence is taken to have seen: a first try is short
+# what a new sequence is taken to have seen: a first try is short
+FIRST_RIGHT = 1.0
+FIRST_TRIED = 2.0
 LONGEST_PAUSE = 128  # steps
 
 
@@ -39,7 +41,8 @@ class Acceptance:
         if self.waits:
             self.waits -= 1
             if not self.waits:
-                self.right, self.tried = FIRST_RIGHT, FIRST_TRIED
+                self.right = FIRST_RIGHT
+                self.tried = FIRST_TRIED
             return True
         return False
 

@@ -35,13 +35,16 @@ def check_vocabulary(
     name: str, large: tuple[Tokenizer | None, DecoderSpec], draft: tuple[Tokenizer | None, DecoderSpec]
 ) -> None:
     """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
-    (tokenizer, spec), (own, own_spec) = large, draft
-    known, found = _vocabulary(tokenizer), _vocabulary(own)
+    (tokenizer, spec) = large
+    (own, own_spec) = draft
+    known = _vocabulary(tokenizer)
+    found = _vocabulary(own)
     if known is None or found is None:
         is_same = own_spec.vocab_size == spec.vocab_size
         differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
     else:
-        is_same, differs = known == found, "has another tokenizer than the model"
+        is_same = known == found
+        differs = "has another tokenizer than the model"
     if not is_same:
         raise ConfigError(
             f"speculative_config: model={quoted(name)} {differs}: take a draft model with the same vocabulary, such as "

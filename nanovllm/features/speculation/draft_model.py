@@ -52,8 +52,11 @@ class DraftModel:
         """runner: of the draft model, with all of its blocks on the device. longest: tokens of a sequence that has
         drafts; vocab_size: of the other model.
         """
-        config, plan, groups = runner.sizing.config, runner.plan, runner.sizing.layout.groups
-        caching, self._chunk = config.enable_prefix_caching, config.chunk
+        config = runner.sizing.config
+        plan = runner.plan
+        groups = runner.sizing.layout.groups
+        caching = config.enable_prefix_caching
+        self._chunk = config.chunk
         self._manager = BlockManager(plan.split.resident_blocks, 0, groups, caching, chunk=self._chunk)
         self._runner = runner
         self._longest = min(longest, plan.max_model_len)
@@ -101,7 +104,8 @@ class DraftModel:
 
     def _length(self, each: Followed, most: int, sequences: int, rows: int, tokens: int) -> int:
         """How many tokens of a sequence to draft; a pass of the draft model is shared by all of them."""
-        new, each.num_read = each.seq.token_ids[each.num_read :], len(each.seq)
+        new = each.seq.token_ids[each.num_read :]
+        each.num_read = len(each.seq)
         if most < 1 or max(new, default=0) >= self._vocab_sizes[0]:
             each.can_follow = False  # it only grows
             self._let_go(each)
@@ -188,7 +192,8 @@ class DraftModel:
     def _let_go(self, each: Followed) -> None:
         if each.shadow is not None:
             self._manager.free(each.shadow)
-            each.shadow, each.ahead = None, ()
+            each.shadow = None
+            each.ahead = ()
 
     def _forget_all(self) -> None:
         self._manager.reset()
@@ -201,7 +206,8 @@ class DraftModel:
 
         asked: how many drafts of each sequence are wanted, which may be none.
         """
-        left, sequences = self._chunk, [each for each, _ in asked]
+        left = self._chunk
+        sequences = [each for each, _ in asked]
         drafting: list[tuple[Followed, int]] = []
         scheduled: list[tuple[Followed, ScheduledSequence]] = []
         for each, length in asked:
@@ -246,7 +252,8 @@ class DraftModel:
 
     def _part(self, each: Followed, token_ids: Seq[int], begin: int, samples: bool) -> ScheduledSequence:
         """Compute tokens of a shadow or of its drafts, and draw what follows if `samples`."""
-        shadow, seq = each.shadow, each.seq
+        shadow = each.shadow
+        seq = each.seq
         assert shadow is not None
         row = SamplingRow(**seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(each.drafts))
         return ScheduledSequence(

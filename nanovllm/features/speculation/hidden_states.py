@@ -54,7 +54,8 @@ class HiddenStates:
         the rows held so far are dropped.
         """
         at, part = self._step.get(seq_id, (end, None))
-        held, begin = self._held.get(seq_id), max(begin, at)
+        held = self._held.get(seq_id)
+        begin = max(begin, at)
         if part is None or begin >= end:
             return False
         is_gap = held is not None and begin > held.end
@@ -71,7 +72,8 @@ class HiddenStates:
             with self._device.compute():
                 for held in self._added:
                     held.rows[-1] = held.rows[-1].clone()
-        self._step, self._added = {}, []
+        self._step = {}
+        self._added = []
 
     # ---- what the head has to read
 
@@ -99,7 +101,9 @@ class HiddenStates:
         self._held.pop(seq_id, None)
 
     def clear(self) -> None:
-        self._step, self._held, self._added = {}, {}, []
+        self._step = {}
+        self._held = {}
+        self._added = []
 
     # ---- the head's passes
 

@@ -24,7 +24,8 @@ class PassCosts:
         self._forget()
 
     def _forget(self) -> None:
-        self.share, self.fixed = FIRST_SHARE, 0.0
+        self.share = FIRST_SHARE
+        self.fixed = 0.0
         self._sums: tuple[float, ...] = (0.0,) * 5  # weighted: passes, rows, seconds, rows * rows, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
@@ -51,14 +52,17 @@ def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: fl
     generates without them. share: `PassCosts.share`. each: what it costs to draft a token, as a share of
     `PassCosts.fixed`.
     """
-    best, best_rate = 0, MARGIN * tokens / (1 + share * rows)
-    expected, probability = float(tokens), 1.0
+    best = 0
+    best_rate = MARGIN * tokens / (1 + share * rows)
+    expected = float(tokens)
+    probability = 1.0
     for length in range(1, most + 1):
         probability *= acceptance
         expected += probability
         rate = expected / (1 + share * (rows + length) + each * length)
         if rate > best_rate:
-            best, best_rate = length, rate
+            best = length
+            best_rate = rate
     return best
 
 
@@ -67,7 +71,8 @@ def shared_out(lengths: Sequence[int], most: int) -> list[int]:
     longest = max(lengths, default=0)
     while sum(min(length, longest) for length in lengths) > most:
         longest -= 1
-    left, cut = most - sum(min(length, longest) for length in lengths), list[int]()
+    left = most - sum(min(length, longest) for length in lengths)
+    cut = list[int]()
     for length in lengths:
         cut.append(min(length, longest + (left > 0)))
         left -= cut[-1] > longest

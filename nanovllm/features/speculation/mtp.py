@@ -65,10 +65,12 @@ class MTPDrafter(DraftModel):
 
     def _new_shadow(self, each: Followed) -> Sequence:
         held = self._hidden.held(each.seq.seq_id)
-        each.first, each.salt = 1, struct.pack("<qq", ANY_SEQUENCE, each.seq.token_ids[0])
+        each.first = 1
+        each.salt = struct.pack("<qq", ANY_SEQUENCE, each.seq.token_ids[0])
         shadow = super()._new_shadow(each)
         if self._manager.num_cached_tokens(shadow) < held.start:
-            each.first, each.salt = held.start + 1, struct.pack("<qq", each.seq.seq_id, held.start)
+            each.first = held.start + 1
+            each.salt = struct.pack("<qq", each.seq.seq_id, held.start)
             shadow = super()._new_shadow(each)
         self._hidden.count_from(each.seq.seq_id, each.first - 1)
         return shadow

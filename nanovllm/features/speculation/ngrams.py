@@ -28,7 +28,8 @@ class NgramIndex:
         token_ids: of the last call, and more. Takes time for the new tokens, however many there are in all.
         """
         self._read(token_ids)
-        source, self._source = self._source, None
+        source = self._source
+        self._source = None
         found = self._find(token_ids, self._sizes[:1])
         self._is_source = found is None and source is not None
         if self._is_source:

@@ -166,7 +166,8 @@ def _pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any,
 def _additional_properties(validator: Any, others: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if not validator.is_type(instance, "object"):
         return
-    patterns, named = schema.get("patternProperties", {}), schema.get("properties", {})
+    patterns = schema.get("patternProperties", {})
+    named = schema.get("properties", {})
     for name, value in instance.items():
         if name not in named and all(_found(pattern, name) is False for pattern in patterns):
             for error in validator.descend(value, others, path=name):

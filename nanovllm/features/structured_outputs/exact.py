@@ -33,7 +33,8 @@ OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }
-COMMA, COLON = ' ws "," ws ', ' ws ":" ws '
+COMMA = ' ws "," ws '
+COLON = ' ws ":" ws '
 OF_TYPE["integer"] = OF_TYPE["number"]
 
 
@@ -149,16 +150,20 @@ class Composer:
         return f"{_quoted(opens)} ws {COMMA.join(items)} ws {_quoted(closes)}"
 
     def _array(self, schema: Schema) -> str:
-        first, others = schema.get("prefixItems", []), schema.get("items", True)
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        first = schema.get("prefixItems", [])
+        others = schema.get("items", True)
+        least = int(schema.get("minItems", 0))
+        most = schema.get("maxItems")
         most = len(first) if others is False else most
         tail = ""
         if most is None or most > len(first):
             item = self._value(others)
-            low, high = max(least - len(first), 0), "" if most is None else int(most) - len(first)
+            low = max(least - len(first), 0)
+            high = "" if most is None else int(most) - len(first)
             tail = f"({COMMA}{item}){{{low},{high}}}"
             if not first:
-                low, high = max(least - 1, 0), "" if most is None else int(most) - 1
+                low = max(least - 1, 0)
+                high = "" if most is None else int(most) - 1
                 tail = f"{item} ({COMMA}{item}){{{low},{high}}}"
                 return self._rule(f'"[" ws {tail if least else f"({tail})?"} ws "]"')
         for index in reversed(range(len(first) if most is None else min(len(first), int(most)))):
@@ -168,7 +173,8 @@ class Composer:
         return self._rule(f'"[" ws {tail} ws "]"')
 
     def _object(self, schema: Schema) -> str:
-        named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        named = schema.get("properties", {})
+        others = schema.get("additionalProperties", True)
         required = schema.get("required", [])
         members = [(name, part) for name, part in named.items() if part is not False or name in required]
         members += [(name, others) for name in required if name not in named]

@@ -77,7 +77,8 @@ class LLGuidanceCompiler:
             with self._reading:
                 return self._kept(key) or self._compiled(key, options)
         except RequestError as error:
-            value, reason = getattr(params, kind), str(error)
+            value = getattr(params, kind)
+            reason = str(error)
             if "coerce_one_of" in reason:
                 reason = (
                     "options of a oneOf may match the same value: use anyOf, or give each a required property with "
@@ -105,7 +106,9 @@ class LLGuidanceCompiler:
         judge: Callable[[str], str | None] = _no_judge
         if kind == "json":
             prepared = prepare_schema(text, options.pop("disable_additional_properties"), options)
-            kind, text, judge = prepared.kind, prepared.text, prepared.check.error
+            kind = prepared.kind
+            text = prepared.text
+            judge = prepared.check.error
         elif kind == "choice":
             choices = frozenset(json.loads(text))
             judge = partial(_choice_error, choices)

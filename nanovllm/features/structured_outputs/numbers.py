@@ -115,7 +115,8 @@ def _narrowed_decimal(schema: dict[str, Any]) -> dict[str, Any]:
             pick = max if up else min
             bounds[inside] = pick(bounds[inside], bound) if inside in bounds else bound
     _checked(bounds)
-    low, high = bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")
+    low = bounds.get("exclusiveMinimum")
+    high = bounds.get("exclusiveMaximum")
     # The library takes 0 itself for a number that is more than 0 and less than 1.
     if low == 0 and min(bounds.get("maximum", 1), bounds.get("exclusiveMaximum", 1)) < 1:
         least = min(bounds.get("maximum", 1), bounds.get("exclusiveMaximum", 1)) / Decimal(10**6)
@@ -162,7 +163,8 @@ def whole_pattern(low: int | None, high: int | None) -> str:
 
 def _natural(low: int, high: int | None) -> str:
     """For whole numbers from low, at least 0, to high."""
-    first, last = str(low), None if high is None else str(high)
+    first = str(low)
+    last = None if high is None else str(high)
     if last is None:
         return f"{_between(first, '9' * len(first))}|[1-9][0-9]{{{len(first)},}}"
     if len(first) == len(last):
@@ -181,7 +183,8 @@ def _between(first: str, last: str) -> str:
     if same == len(first):
         return first
     rest = len(first) - same - 1
-    a, b = int(first[same]), int(last[same])
+    a = int(first[same])
+    b = int(last[same])
     parts = []
     if first[same + 1 :].strip("0"):
         parts.append(f"{a}({_between(first[same + 1 :], '9' * rest)})")

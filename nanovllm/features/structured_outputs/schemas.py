@@ -110,7 +110,8 @@ def simplified(root: Any, close_all: bool) -> Any:
 
 def reached(start: Any, root: Schema) -> Iterator[Schema]:
     """Every part of a schema that says something of an instance or its parts, those of references too, once each."""
-    waiting, seen = [start], set()
+    waiting = [start]
+    seen = set()
     while waiting:
         part = waiting.pop()
         if not isinstance(part, dict) or id(part) in seen:
@@ -337,7 +338,8 @@ def _product(values: set[int | Decimal], scale: int) -> int:
 
 def _name_others_by_pattern(schema: Schema) -> None:
     """Give additional properties a pattern: otherwise the library also takes other spellings of the named ones."""
-    others, names = schema.get("additionalProperties", True), schema.get("properties")
+    others = schema.get("additionalProperties", True)
+    names = schema.get("properties")
     if names and others is not False and "patternProperties" not in schema and sum(map(len, names)) < MOST_NAMES:
         schema["patternProperties"] = {other_names(names): others}
         schema["additionalProperties"] = False

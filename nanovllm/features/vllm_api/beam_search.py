@@ -116,10 +116,12 @@ def _result(tokenizer: Any, prompt: Prompt, output: RequestOutput, params: BeamS
         raise RequestError(f"the beam search of request {output.request_id} failed: {output.error}")
     sequences = []
     for beam in output.outputs:
-        tokens, text = [*output.prompt_token_ids, *beam.token_ids], None
+        tokens = [*output.prompt_token_ids, *beam.token_ids]
+        text = None
         if tokenizer is not None:
             text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        logprobs, total = list(beam.logprobs or ()), beam.cumulative_logprob or 0.0
+        logprobs = list(beam.logprobs or ())
+        total = beam.cumulative_logprob or 0.0
         sequences.append(
             BeamSearchSequence(prompt, tokens, logprobs, total, text, beam.finish_reason, beam.stop_reason)
         )

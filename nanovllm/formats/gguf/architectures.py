@@ -21,7 +21,8 @@ Fields = dict[str, Any]
 WINDOW = "attention.sliding_window"
 EXPERT_KEYS = ("expert_count", "expert_used_count")
 # Of Gemma 3, where the file does not say otherwise.
-WINDOW_PERIOD, LOCAL_THETA = 6, 10_000.0
+WINDOW_PERIOD = 6
+LOCAL_THETA = 10_000.0
 LARGEST_GEMMA3 = 62  # layers of the 27B, the only one whose scores are scaled otherwise than by the size of a head
 
 
@@ -108,7 +109,8 @@ def _recurrent_fields(header: GgufHeader, name: str) -> Fields:
 def _value_heads(header: GgufHeader, name: str, tiled: bool) -> ValueHeads:
     sizes = _recurrent_fields(header, name)
     keys = sizes["linear_num_key_heads"]
-    repeats, key_rows = sizes["linear_num_value_heads"] // keys, 2 * keys * sizes["linear_key_head_dim"]
+    repeats = sizes["linear_num_value_heads"] // keys
+    key_rows = 2 * keys * sizes["linear_key_head_dim"]
     return ValueHeads(keys, repeats, sizes["linear_value_head_dim"], key_rows, tiled)
 
 
@@ -159,7 +161,8 @@ def _gemma3(header: GgufHeader, fields: Fields) -> None:
     period = header.get("gemma3.attention.sliding_window_pattern", integer(1, MAX_LAYERS)) or WINDOW_PERIOD
     theta = header.get("gemma3.rope.freq_base_swa", ROPE_FIELDS["rope_theta"])
     local = {"rope_type": "default", "rope_theta": LOCAL_THETA if theta is None else theta}
-    layers, scalar = fields["num_hidden_layers"], fields["head_dim"]
+    layers = fields["num_hidden_layers"]
+    scalar = fields["head_dim"]
     if layers == LARGEST_GEMMA3:
         scalar = max(1, fields["hidden_size"] // fields["num_attention_heads"])
     del fields["hidden_act"]

@@ -29,7 +29,8 @@ SIZES = {  # the key without the architecture, and the field of config.json
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-MLP_SIZE, EXPERT_SIZE = "feed_forward_length", "expert_feed_forward_length"
+MLP_SIZE = "feed_forward_length"
+EXPERT_SIZE = "expert_feed_forward_length"
 ROTATED = "rope.dimension_count"
 HEAD_KEYS = ("attention.head_count_kv", "attention.key_length", "attention.value_length", ROTATED)
 ROPE_KEYS = {  # of two that mean the same, the later one counts
@@ -77,7 +78,9 @@ SAMPLING = {  # of generation_config.json
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 DTYPES = {"F32": "float32", "F16": "float16"}  # of all other types: bfloat16
 
 
@@ -85,7 +88,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of config.json. Raises ModelError for an architecture or a feature that is not supported."""
     name, architecture = architecture_of(header)
     _refuse_unread(header, name, architecture.keys)
-    whole, header = header, replace(header, metadata={**header.metadata, **architecture.sizes(header)})
+    whole = header
+    header = replace(header, metadata={**header.metadata, **architecture.sizes(header)})
     tensors = header.tensors
     if EMBEDDING not in tensors:
         raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
@@ -182,7 +186,8 @@ def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
             f"{header.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
         )
     if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
-        kind, found = "default", {"rope_theta": found["rope_theta"]}
+        kind = "default"
+        found = {"rope_theta": found["rope_theta"]}
     if kind != "default" and ROPE_FACTORS in header.tensors:
         raise ModelError(f"{header.path}: {ROPE_FACTORS} beside rope.scaling.type={quoted(kind)} is not supported.")
     given = [header.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]

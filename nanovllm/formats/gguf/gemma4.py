@@ -32,7 +32,8 @@ def sizes_of_windows(header: GgufHeader) -> dict[str, Any]:
 
 def complete(header: GgufHeader, fields: dict[str, Any]) -> None:
     """Make the fields of config.json, which have the sizes of layers with a window, those of a Gemma 4."""
-    windows, full_head_dim = _windows(header), header.need("gemma4.attention.key_length", integer(1, MAX_HEAD_DIM))
+    windows = _windows(header)
+    full_head_dim = header.need("gemma4.attention.key_length", integer(1, MAX_HEAD_DIM))
     if windows[-1]:
         raise ModelError(f"{header.path}: gemma4.attention.sliding_window_pattern: the last layer must have no window.")
     kv_heads = header.each("gemma4.attention.head_count_kv", len(windows), integer(1))
@@ -87,7 +88,8 @@ def _shared_layers(header: GgufHeader, count: int) -> dict[str, Any]:
     """The layers without keys and values, the last ones, whose MLP may be twice as wide."""
     shared = header.get("gemma4.attention.shared_kv_layers", integer(0, count)) or 0
     widths = header.each("gemma4.feed_forward_length", count, integer(1))
-    owners, others = set(widths[: count - shared]), set(widths[count - shared :])
+    owners = set(widths[: count - shared])
+    others = set(widths[count - shared :])
     is_double = bool(shared) and bool(owners) and others == {2 * max(owners)}
     if len(owners) != 1 or not (is_double or others <= owners):
         raise ModelError(

@@ -45,7 +45,8 @@ _BLOCKS = {
 NUMBERS: Mapping[int, str] = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 )
-TEXT, LIST = 8, 9
+TEXT = 8
+LIST = 9
 LENGTH = struct.Struct("<Q")
 
 
@@ -237,7 +238,9 @@ class _Reader:
 
     def _texts(self, count: int) -> list[str]:
         """As `_text`, but in a third of the time: a vocabulary has several 100,000."""
-        found, data, last = [], self._data, len(self._data) - LENGTH.size
+        found = []
+        data = self._data
+        last = len(self._data) - LENGTH.size
         for _ in range(count):
             start = self._at + LENGTH.size
             size = LENGTH.unpack_from(data, self._at)[0] if self._at <= last else LENGTH.size
@@ -250,7 +253,8 @@ class _Reader:
     def _header(self) -> GgufHeader:
         if (version := self._number("I")) not in VERSIONS:
             raise ModelError(f"{self._path} has GGUF version {version}; supported: {', '.join(map(str, VERSIONS))}.")
-        num_tensors, num_values = self._number("Q"), self._number("Q")
+        num_tensors = self._number("Q")
+        num_values = self._number("Q")
         if max(num_tensors, num_values) > MAX_ENTRIES:
             raise ValueError(f"it counts {num_tensors} tensors and {num_values} values; at most {MAX_ENTRIES} are read")
         metadata: dict[str, Any] = {}
@@ -280,7 +284,8 @@ class _Reader:
         if not 1 <= (dimensions := self._number("I")) <= 4:
             raise ValueError(f"it has {dimensions} dimensions, not 1 to 4")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-        code, offset = self._number("I"), self._number("Q")
+        code = self._number("I")
+        offset = self._number("Q")
         known = (_NAMES[code] if code < len(_NAMES) else "") or f"number {code}"
         kind = TENSOR_TYPES.get(known, TensorType(known, 0, 0))
         if not all(1 <= size <= MAX_SIZE for size in shape) or (kind.block_size and shape[-1] % kind.block_size):
@@ -291,9 +296,11 @@ class _Reader:
 
     def _placed(self, tensors: Mapping[str, GgufTensor], data: int) -> dict[str, GgufTensor]:
         """The tensors with their offsets in the file, whose data begin at `data`. All are in it, and none overlap."""
-        placed, end = {name: replace(each, offset=data + each.offset) for name, each in tensors.items()}, data
+        placed = {name: replace(each, offset=data + each.offset) for name, each in tensors.items()}
+        end = data
         for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
-            self._what, self._at = f"tensor {quoted(tensor.name)}", tensor.offset
+            self._what = f"tensor {quoted(tensor.name)}"
+            self._at = tensor.offset
             if tensor.offset < end:
                 raise ValueError("it begins within another one")
             end = tensor.offset + tensor.num_bytes

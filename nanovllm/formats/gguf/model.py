@@ -115,7 +115,8 @@ class GgufWeight(PackedMatrix):
     def __init__(
         self, kind: TensorType, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        scheme, rows = kind.name.lower(), sum(parts.values())
+        scheme = kind.name.lower()
+        rows = sum(parts.values())
         if device.type == "cuda":
             data = empty_rows(scheme, rows, in_features, device)
         else:
@@ -219,13 +220,16 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     found = {}
     for named in named_tensors(read_header(path)):
-        name, tensor, kind = named.name, named.tensor, named.tensor.type.name
+        name = named.name
+        tensor = named.tensor
+        kind = named.tensor.type.name
         if name == config.ROPE_FACTORS:
             continue
         if kind != MXFP4.name or len(named.shape) != 2:
             found[name] = StoredTensor(tensor.file, named.shape, kind, partial(read_tensor, named))
             continue
-        module, (rows, columns) = name.removesuffix(".weight"), named.shape[-2:]
+        module = name.removesuffix(".weight")
+        (rows, columns) = named.shape[-2:]
         for suffix, filling in Mxfp4().fillings(rows, columns).items():
             read = partial(_read_mxfp4, named, suffix)
             found[f"{module}.{suffix}"] = StoredTensor(tensor.file, filling.tensor.shape, "U8", read)
@@ -237,7 +241,8 @@ def read_tensor(named: NamedTensor, part: tuple[slice, ...] = ()) -> Tensor:
 
     part: what is read, as slices of the first axes: rows, and columns of whole blocks.
     """
-    tensor, everything = named.tensor, slice(None)
+    tensor = named.tensor
+    everything = slice(None)
     num_columns = tensor.shape[-1] if len(tensor.shape) == 2 else 1
     num_rows = tensor.shape[0] if named.rows is None else len(named.rows)
     kept = (*part, everything, everything)[:2]
@@ -267,7 +272,8 @@ def _read_mxfp4(named: NamedTensor, suffix: str, part: tuple[slice, ...] = ()) -
     A byte of a file's block has number i in its low half and number i + 16 in the high one; those of a checkpoint have
     neighbours.
     """
-    size, (rows, kept) = MXFP4.block_size, (*part, slice(None), slice(None))[:2]
+    size = MXFP4.block_size
+    (rows, kept) = (*part, slice(None), slice(None))[:2]
     groups = range(named.shape[-1] // size)[kept]
     read = read_tensor(named, (rows, slice(groups.start * size, groups.stop * size)))
     data = read.view(len(read), len(groups), MXFP4.block_bytes)
@@ -296,9 +302,11 @@ def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: in
         number // block.block_size * block.block_bytes for number in (columns.start, len(columns), num_columns)
     )
     if size == row_bytes:
-        starts, shape = [rows.start * row_bytes], (1, len(rows) * row_bytes)
+        starts = [rows.start * row_bytes]
+        shape = (1, len(rows) * row_bytes)
     else:
-        starts, shape = [row * row_bytes + first for row in rows], (len(rows), size)
+        starts = [row * row_bytes + first for row in rows]
+        shape = (len(rows), size)
     # Memory of its own, which goes back to the system with the tensor: malloc would keep some of it.
     data = np.ndarray(shape, np.uint8, mmap.mmap(-1, max(1, shape[0] * shape[1]), flags=mmap.MAP_PRIVATE))
     with tensor.file.open("rb") as file:

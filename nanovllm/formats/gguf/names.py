@@ -87,7 +87,8 @@ def named_tensors(header: GgufHeader) -> Iterator[NamedTensor]:
             continue
         match = LAYER.fullmatch(tensor.name)
         module = tensor.name.partition(".")[0] if match is None else match[2]
-        name, change = hugging_face_name(tensor.name, architecture), architecture.change(module)
+        name = hugging_face_name(tensor.name, architecture)
+        change = architecture.change(module)
         if match is None:
             yield NamedTensor(name, tensor, None, change)
         elif (parts := STACKED.get(module, (module,)))[0] in architecture.experts and match[3] != "scale":
@@ -102,7 +103,8 @@ def named_tensors(header: GgufHeader) -> Iterator[NamedTensor]:
             rows = rows_of_pairs(heads[module], tensor.shape[0]) if module in heads else None
             yield NamedTensor(name, tensor, rows, change)
         else:
-            rows, columns = value_heads.rows(module), value_heads.columns(module, tensor.type.block_size)
+            rows = value_heads.rows(module)
+            columns = value_heads.columns(module, tensor.type.block_size)
             rows = rows if rows is not None and len(rows) == tensor.shape[0] else None
             columns = columns if columns is not None and len(columns) == tensor.shape[-1] else None
             yield NamedTensor(name, tensor, rows, change, columns)

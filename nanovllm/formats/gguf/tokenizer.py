@@ -19,7 +19,11 @@ from nanovllm.formats.gguf.header import GgufHeader, read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 PREFIX = "tokenizer.ggml."
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # types of tokens
+# types of tokens
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+BYTE = 6
 NO_TOKENIZER = (None, "none", "no_vocab")
 MAX_TOKENS = 1 << 21
 SPACE = "▁"  # SentencePiece's mark
@@ -143,7 +147,8 @@ def _byte_level(header: GgufHeader, tokens: list[str], types: list[int]) -> Toke
             f"{', '.join(PRE_TOKENIZERS)}. Name the model's own tokenizer with tokenizer=."
         )
     _refuse_set(header, "add_space_prefix", "remove_extra_whitespaces")
-    vocab, merges = _vocab(header, tokens), _pairs(header)
+    vocab = _vocab(header, tokens)
+    merges = _pairs(header)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -192,7 +197,8 @@ def _with_byte_fallback(
     header: GgufHeader, tokens: list[str], merges: list[tuple[str, str]], space_prefix: bool
 ) -> Tokenizer:
     _refuse_set(header, "precompiled_charsmap", "remove_extra_whitespaces")
-    vocab, unknown = _vocab(header, tokens), token_id(header, "unknown")
+    vocab = _vocab(header, tokens)
+    unknown = token_id(header, "unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -202,7 +208,8 @@ def _with_byte_fallback(
             byte_fallback=True,
         )
     )
-    mark_spaces, show_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
+    mark_spaces = normalizers.Replace(" ", SPACE)
+    show_spaces = decoders.Replace(SPACE, " ")
     show = [show_spaces, decoders.ByteFallback(), decoders.Fuse()]
     if space_prefix:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), mark_spaces])

@@ -72,7 +72,9 @@ def _format(fields: Mapping[str, Any]) -> PackedFormat:
     backend = fields.get("backend", "")
     # Newer configs name in `backend` what multiplies, which has no effect here.
     packing = fields.get("packing_format", backend if backend.startswith("auto_round") else _PACKING)
-    bits, group_size, symmetric = fields["bits"], fields["group_size"], fields.get("sym", True)
+    bits = fields["bits"]
+    group_size = fields["group_size"]
+    symmetric = fields.get("sym", True)
     if packing in _AWQ:
         if bits != 4:
             raise ModelError(f"{WHERE}: bits={bits}: must be 4 in the packing {quoted(packing)}.")
@@ -90,7 +92,8 @@ def _own_modules(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str,
     Raises ModelError for modules that it quantizes differently.
     """
     common = {"sym": True, "data_type": "int", **fields}
-    ignored, quantized = list[str](), list[str]()
+    ignored = list[str]()
+    quantized = list[str]()
     for name, own in fields.get("extra_config", {}).items():
         where = f"{WHERE}: extra_config[{quoted(name)}]"
         if not isinstance(own, dict):

@@ -58,8 +58,10 @@ class Awq:
         packing.check_multiple("out_features", out_features, _VALUES)
         packing.check_multiple("in_features", in_features, 2)
         layout = self.layout(out_features, in_features)
-        groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
-        words, word = out_features // _VALUES, Axis(ROWS, _VALUES)
+        groups = layout.scale_columns
+        group = Axis(COLUMNS, layout.group_size)
+        words = out_features // _VALUES
+        word = Axis(ROWS, _VALUES)
         data = CheckpointTensor((in_features, words), ("I32",), axes=(Axis(COLUMNS), word))
         scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
         return {

@@ -104,7 +104,8 @@ class PackQuantized:
         values = 32 // self.bits
         packing.check_multiple("in_features", in_features, values)
         layout = self.layout(out_features, in_features)
-        groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
+        groups = layout.scale_columns
+        group = Axis(COLUMNS, layout.group_size)
         data_axes = (Axis(ROWS), Axis(COLUMNS, values))
         data = CheckpointTensor((out_features, in_features // values), ("I32",), axes=data_axes)
         scales = CheckpointTensor((out_features, groups), ("BF16", "F16", "F32"), axes=(Axis(ROWS), group))

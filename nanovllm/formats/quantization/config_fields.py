@@ -12,7 +12,8 @@ from nanovllm.data.json_fields import TEXT, Field, checked_fields, integer, list
 from nanovllm.errors import ModelError, quoted, unknown_name_message
 
 WHERE = "quantization_config"
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
 MAX_PATTERN = 256
 _MAX_REPEATS = 4  # a match takes up to length^repeats steps
 # What could make a match take exponential time, or look outside the name.

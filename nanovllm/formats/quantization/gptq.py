@@ -79,8 +79,10 @@ class Gptq:
         packing.check_multiple("out_features", out_features, values)
         packing.check_multiple("in_features", in_features, values)
         layout = self.layout(out_features, in_features)
-        groups, ints = layout.scale_columns, ("I32",)
-        words, group = Axis(COLUMNS, values), Axis(COLUMNS, layout.group_size)
+        groups = layout.scale_columns
+        ints = ("I32",)
+        words = Axis(COLUMNS, values)
+        group = Axis(COLUMNS, layout.group_size)
         data = CheckpointTensor((in_features // values, out_features), ints, axes=(words, Axis(ROWS)))
         zeros = CheckpointTensor((groups, out_features // values), ints, axes=(group, Axis(ROWS, values)))
         scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))

@@ -37,7 +37,8 @@ class Mxfp4:
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         packing.check_multiple("in_features", in_features, MXFP4_GROUP)
-        groups, axes = in_features // MXFP4_GROUP, (Axis(ROWS), Axis(COLUMNS, MXFP4_GROUP))
+        groups = in_features // MXFP4_GROUP
+        axes = (Axis(ROWS), Axis(COLUMNS, MXFP4_GROUP))
         blocks = CheckpointTensor((out_features, groups, MXFP4_GROUP // 2), ("U8",), axes=axes)
         scales = CheckpointTensor((out_features, groups), ("U8",), axes=axes)
         return {

@@ -60,7 +60,8 @@ class Layout:
 
     def empty(self, out_features: int, device: torch.device) -> PackedWeight:
         """A weight of this layout, not initialized."""
-        dtype, scales_shape = _DATA_DTYPES[self.scheme], (out_features, self.scale_columns)
+        dtype = _DATA_DTYPES[self.scheme]
+        scales_shape = (out_features, self.scale_columns)
         return PackedWeight(
             self.scheme,
             torch.empty(out_features, self.columns, dtype=dtype, device=device),
@@ -133,7 +134,8 @@ class QuantizedWeight(PackedMatrix):
 
     def _randomize(self, part: str, view: Tensor, generator: torch.Generator) -> None:
         """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
-        scheme, in_features = self._layout.scheme, self._layout.in_features
+        scheme = self._layout.scheme
+        in_features = self._layout.in_features
         if part == "scales":
             scale = in_features**-0.5 / _DEVIATION[scheme]
             view.fill_(127 + round(log2(scale)) if scheme == "mxfp4" else scale)

@@ -70,7 +70,8 @@ class Before(importlib.abc.MetaPathFinder):
     """Loads the emulated libraries before torch, which then finds them by their names."""
 
     def __init__(self, name: str, libraries: Path) -> None:
-        self._name, self._libraries = name, libraries
+        self._name = name
+        self._libraries = libraries
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == self._name:

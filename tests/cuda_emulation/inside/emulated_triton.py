@@ -25,7 +25,8 @@ _computes: list[Callable[[Any, list[Any], Any, dict[str, Any]], None]] = []
 def install(jit: ModuleType) -> None:
     import torch
 
-    launch, call = jit.JITFunction.run, jit.JITFunction.__call__
+    launch = jit.JITFunction.run
+    call = jit.JITFunction.__call__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = _compiled_and_launched(launch, self, args, grid, warmup, kwargs)
@@ -46,7 +47,8 @@ def install(jit: ModuleType) -> None:
             scopes[self.fn.__module__] = _interpreter()._patch_lang(self.fn)
         return _interpreted(self).rewrite()(*args, **kwargs)
 
-    jit.JITFunction.run, jit.JITFunction.__call__ = run, called
+    jit.JITFunction.run = run
+    jit.JITFunction.__call__ = called
 
 
 @contextmanager
@@ -64,7 +66,9 @@ class _Collections:
     for one whose thread waits for the language. With a GPU no Python runs on such threads."""
 
     def __init__(self) -> None:
-        self._lock, self._within, self._enabled = threading.Lock(), 0, False
+        self._lock = threading.Lock()
+        self._within = 0
+        self._enabled = False
 
     def __enter__(self) -> None:
         with self._lock:
@@ -110,7 +114,8 @@ def interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) 
         try:
             _interpreted(kernel).run(*args, grid=grid, warmup=False, **options)
         finally:
-            scopes, _thread.scopes = _thread.scopes, None
+            scopes = _thread.scopes
+            _thread.scopes = None
             for scope in reversed(list(scopes.values())):
                 scope.restore()
 
@@ -155,8 +160,11 @@ def _right_bf16(interpreter: ModuleType) -> None:
     import torch
     import triton.language as tl
 
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    cast, dot, convert = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    cast = builder.cast_impl
+    dot = builder.create_dot
+    convert = builder.create_fp_to_fp
 
     def widened(value: Any) -> Any:
         bits = np.ascontiguousarray(value.data).astype(np.uint32) << 16
@@ -168,7 +176,8 @@ def _right_bf16(interpreter: ModuleType) -> None:
         return handle(bits.reshape(np.shape(value.data)), tl.bfloat16)
 
     def cast_impl(self: Any, value: Any, target: Any) -> Any:
-        source, wanted = value.dtype.scalar, target.scalar
+        source = value.dtype.scalar
+        wanted = target.scalar
         if source == wanted == tl.bfloat16:
             return handle(value.data, wanted)
         if source == tl.bfloat16:
@@ -181,13 +190,15 @@ def _right_bf16(interpreter: ModuleType) -> None:
     def create_dot(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
         """Products of 16-bit numbers are exact, and their sums are in fp32."""
         if a.dtype.scalar == tl.bfloat16:
-            a, b = widened(a), widened(b)
+            a = widened(a)
+            b = widened(b)
         elif a.data.dtype == np.float16:
             a, b = (handle(each.data.astype(np.float32), tl.float32) for each in (a, b))
         return dot(self, a, b, sums, *rest)
 
     def create_fp_to_fp(self: Any, value: Any, target: Any, rounding: Any) -> Any:
-        source, wanted = value.dtype.scalar, target.scalar
+        source = value.dtype.scalar
+        wanted = target.scalar
         plain = (tl.float16, tl.bfloat16, tl.float32)
         if tl.bfloat16 in (source, wanted) and source in plain and wanted in plain:
             return cast_impl(self, value, target)
@@ -208,4 +219,6 @@ def _right_bf16(interpreter: ModuleType) -> None:
         setattr(builder, f"create_{name}", lambda self, value, target, *_: self.cast_impl(value, target))
     for name in ("fadd", "fsub", "fmul"):
         setattr(builder, f"create_{name}", arithmetic(getattr(builder, f"create_{name}")))
-    builder.cast_impl, builder.create_dot, builder.create_fp_to_fp = cast_impl, create_dot, create_fp_to_fp
+    builder.cast_impl = cast_impl
+    builder.create_dot = create_dot
+    builder.create_fp_to_fp = create_fp_to_fp

@@ -32,7 +32,8 @@ def gated_unit(a: Any) -> None:
     gate, up = strided(a.gate_up_ptr, (rows, 2, a.size), (a.row_stride, a.size, 1)).float().unbind(1)
     logit = gate
     if a.ACTIVATION == "clamped_swiglu":
-        gate, up = gate.clamp(max=7.0), (up.clamp(-7.0, 7.0) + 1.0).to(a.out_ptr.dtype).float()
+        gate = gate.clamp(max=7.0)
+        up = (up.clamp(-7.0, 7.0) + 1.0).to(a.out_ptr.dtype).float()
         logit = 1.702 * gate
     if a.ACTIVATION == "gelu_tanh":
         logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -55,7 +56,9 @@ def _normalised(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
 
 
 def heads(a: Any) -> None:
-    tokens, rotated, size = a.grid[0], a.num_heads + a.num_kv_heads, 2 * a.half
+    tokens = a.grid[0]
+    rotated = a.num_heads + a.num_kv_heads
+    size = 2 * a.half
     x = strided(a.heads_ptr, (tokens, rotated + a.num_kv_heads, size), (a.token_stride, size, 1))
     wide = x[:, :rotated].float()
     if a.HAS_NORM:
@@ -63,7 +66,8 @@ def heads(a: Any) -> None:
         wide = (_normalised(wide, weight, size, a.eps) * weight.float()).to(x.dtype).float()
     cos = strided(a.cos_ptr, (tokens, 1, a.half), (a.cos_stride, a.half, 1))
     sin = strided(a.sin_ptr, (tokens, 1, a.half), (a.sin_stride, a.half, 1))
-    first, second = wide[..., : a.half], wide[..., a.half :]
+    first = wide[..., : a.half]
+    second = wide[..., a.half :]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     strided(a.q_ptr, (tokens, a.num_heads, size), (a.q_stride, size, 1)).copy_(turned[:, : a.num_heads])
     strided(a.k_ptr, (tokens, a.num_kv_heads, size), (a.k_stride, size, 1)).copy_(turned[:, a.num_heads :])
@@ -85,12 +89,14 @@ def draw(a: Any) -> None:
 
 
 def store(a: Any) -> None:
-    heads, slots = a.grid[1], a.slots_ptr[: a.tokens]
+    heads = a.grid[1]
+    slots = a.slots_ptr[: a.tokens]
     blocks = len(a.pool_ptr)
     strides = (a.block_stride, a.kv_stride, a.head_stride, a.head_dim, 1)
     pool = strided(a.pool_ptr, (blocks, 2, heads, a.block_size, a.head_dim), strides)
     kept = slots >= 0
-    block, offset = slots[kept] // a.block_size, slots[kept] % a.block_size
+    block = slots[kept] // a.block_size
+    offset = slots[kept] % a.block_size
     sizes = (a.tokens, heads, a.head_dim)
     pool[block, 0, :, offset] = strided(a.k_ptr, sizes, (a.k_token_stride, a.k_head_stride, 1))[kept]
     pool[block, 1, :, offset] = strided(a.v_ptr, sizes, (a.v_token_stride, a.v_head_stride, 1))[kept]
@@ -202,7 +208,8 @@ def _queries(a: Any, seq: SimpleNamespace, num_heads: int) -> Tensor:
 def prefill(a: Any) -> None:
     num_heads = a.grid[1]
     for seq in _sequences(a):
-        q, (out, lse) = _queries(a, seq, num_heads), _state(a, seq, num_heads)
+        q = _queries(a, seq, num_heads)
+        (out, lse) = _state(a, seq, num_heads)
         for index, number in enumerate(strided(a.blocks_ptr, (seq.blocks,), (1,), seq.block_start).tolist()):
             first = seq.first + index * a.block_size
             if first < min(seq.kv_end, seq.position + seq.rows):
@@ -213,14 +220,18 @@ def prefill(a: Any) -> None:
 
 
 def decode(a: Any) -> None:
-    kv_heads, sums = a.grid[1], (a.parts_here, a.total_rows, a.heads)
+    kv_heads = a.grid[1]
+    sums = (a.parts_here, a.total_rows, a.heads)
     strides = (a.total_rows * a.heads, a.heads, 1)
     acc = strided(a.acc_ptr, (*sums, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in strides), 1))
-    top, total = strided(a.top_ptr, sums, strides), strided(a.total_ptr, sums, strides)
+    top = strided(a.top_ptr, sums, strides)
+    total = strided(a.total_ptr, sums, strides)
     for seq in _sequences(a):
-        q, rows = _queries(a, seq, a.heads), slice(seq.before, seq.before + seq.rows)
+        q = _queries(a, seq, a.heads)
+        rows = slice(seq.before, seq.before + seq.rows)
         for part in range(a.first_part, min(a.first_part + a.parts_here, seq.blocks * a.parts)):
-            index, begin = part // a.parts, part % a.parts * a.PARTITION
+            index = part // a.parts
+            begin = part % a.parts * a.PARTITION
             number = int(a.blocks_ptr[seq.block_start + index])
             kv = _block(a, a.head_stride, kv_heads, number)[:, :, begin : begin + a.PARTITION]
             first = seq.first + index * a.block_size + begin
@@ -232,16 +243,20 @@ def decode(a: Any) -> None:
 
 def reduce(a: Any) -> None:
     num_heads = a.grid[1]
-    sums, strides = (a.blocks_here, a.PARTS, a.total_rows, num_heads), (a.total_rows * a.heads, a.heads, 1)
+    sums = (a.blocks_here, a.PARTS, a.total_rows, num_heads)
+    strides = (a.total_rows * a.heads, a.heads, 1)
     of_parts = (a.PARTS * strides[0], *strides)
     every_acc = strided(a.acc_ptr, (*sums, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in of_parts), 1))
-    every_top, every_total = strided(a.top_ptr, sums, of_parts), strided(a.total_ptr, sums, of_parts)
+    every_top = strided(a.top_ptr, sums, of_parts)
+    every_total = strided(a.total_ptr, sums, of_parts)
     blocks = (sums[0], *sums[2:])
     outs = strided(a.outs_ptr, (*blocks, a.BLOCK_D), (*(stride * a.BLOCK_D for stride in strides), 1))
     lses = strided(a.lses_ptr, blocks, strides)
     for seq in _sequences(a):
-        sizes, first = (seq.rows, num_heads), seq.start * a.lse_token_stride
-        out, lse = torch.zeros(*sizes, a.head_dim), torch.full(sizes, -math.inf)
+        sizes = (seq.rows, num_heads)
+        first = seq.start * a.lse_token_stride
+        out = torch.zeros(*sizes, a.head_dim)
+        lse = torch.full(sizes, -math.inf)
         if a.START == "state":
             of_state = (a.state_token_stride, a.state_head_stride, 1)
             out = strided(a.state_ptr, (*sizes, a.head_dim), of_state, seq.start * a.state_token_stride)
@@ -281,9 +296,11 @@ def merge_segments(a: Any) -> None:
     sizes = (a.tokens, a.grid[1], a.head_dim)
     out = strided(a.out_ptr, sizes, (a.out_token_stride, a.out_head_stride, 1))
     lse = strided(a.lse_ptr, sizes[:2], (1, a.lse_head_stride))
-    merged, merged_lse = out.clone(), lse.clone()
+    merged = out.clone()
+    merged_lse = lse.clone()
     for number in range(a.PARTS):
-        part, part_lse = getattr(a, f"p{number}"), getattr(a, f"l{number}")
+        part = getattr(a, f"p{number}")
+        part_lse = getattr(a, f"l{number}")
         part = strided(part, sizes, (a.part_token_stride, a.part_head_stride, 1)).float()
         merged, merged_lse = _merged(
             merged, merged_lse, part, strided(part_lse, sizes[:2], (1, a.part_lse_head_stride))
@@ -316,7 +333,8 @@ def _packed_weight(a: Any, group_size: int) -> tuple[Tensor, Tensor]:
     if a.SCHEME == "fp8":
         data = data.view(torch.float8_e4m3fn)
     if a.SCHEME == "mxfp4":
-        data, scales = E2M1[data.int()], torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        data = E2M1[data.int()]
+        scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
     values = data[:, : a.in_features].float()
     if a.HAS_ZEROS:
         values -= strided(a.zeros_ptr, scales.shape, (a.scale_columns, 1))[:, group].float()
@@ -412,7 +430,8 @@ def _of_expert(a: Any, expert: int, row_size: int, group_size: int) -> Tensor:
     data = strided(a.data_ptr, (a.out_features, row_size), (row_size, 1), rows * row_size)
     if a.SCHEME == "dense":
         return data.double()
-    sizes, strides = (a.out_features, a.scale_columns), (a.scale_columns, 1)
+    sizes = (a.out_features, a.scale_columns)
+    strides = (a.scale_columns, 1)
     scales = strided(a.scales_ptr, sizes, strides, rows * a.scale_columns)
     group = torch.arange(a.in_features) // group_size
     if a.SCHEME in ("int4", "mxfp4"):
@@ -420,7 +439,8 @@ def _of_expert(a: Any, expert: int, row_size: int, group_size: int) -> Tensor:
     if a.SCHEME == "fp8":
         data = data.view(torch.float8_e4m3fn)
     if a.SCHEME == "mxfp4":
-        data, scales = E2M1[data.int()], torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        data = E2M1[data.int()]
+        scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
     values = data[:, : a.in_features].float()
     if a.HAS_ZEROS:
         values -= strided(a.zeros_ptr, sizes, strides, rows * a.scale_columns)[:, group].float()
@@ -452,7 +472,8 @@ def packed_experts(a: Any) -> None:
 
 
 def weighted_sum(a: Any) -> None:
-    rows, each = a.grid[0], a.EXPERTS + a.HAS_SHARED
+    rows = a.grid[0]
+    each = a.EXPERTS + a.HAS_SHARED
     y = strided(a.y_ptr, (len(a.y_ptr), a.size), (a.size, 1))
     entries = strided(a.entries_ptr, (rows, a.EXPERTS), (a.EXPERTS, 1)).long()
     weights = strided(a.weights_ptr, (rows, each), (each, 1))
@@ -530,7 +551,8 @@ def _low(a: Any) -> Tensor:
 
 
 def shrink(a: Any) -> None:
-    low, x = _low(a), strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1))
+    low = _low(a)
+    x = strided(a.x_ptr, (len(a.x_ptr), a.in_features), (a.x_stride, 1))
     each = math.ceil(math.ceil(a.in_features / a.BLOCK_K) / a.SPLITS) * a.BLOCK_K
     for part, (offset, rank, *_), rows, entries in _parts(a):
         matrix = strided(a.memory_ptr, (rank, a.in_features), (a.in_features, 1), offset).double()
@@ -566,8 +588,10 @@ def _kept(a: Any, slot: int, channels: int, count: int) -> Tensor:
 
 def delta_inputs(a: Any) -> None:
     """In float64, since torch's functions give an element other last bits by how many there are beside it."""
-    rows, kept = a.rows, a.KERNEL - 1
-    keys, values = 2 * a.key_heads * a.key_dim, a.value_heads * a.value_dim
+    rows = a.rows
+    kept = a.KERNEL - 1
+    keys = 2 * a.key_heads * a.key_dim
+    values = a.value_heads * a.value_dim
     x = strided(a.x_ptr, (rows, keys + values), (a.x_stride, 1))
     weight = strided(a.weight_ptr, (a.KERNEL, keys + values), (keys + values, 1)).double()
     total = torch.zeros(rows, keys + values, dtype=torch.float64)
@@ -678,12 +702,14 @@ def _store_parts(to: Tensor, x: Tensor) -> None:
 def _factors(a: Any, chunk: int) -> Tensor:
     """[FACTORS, value heads, CHUNK]."""
     size = a.FACTORS * a.CHUNK
-    sizes, strides = (a.FACTORS, a.value_heads, a.CHUNK), (a.CHUNK, size, 1)
+    sizes = (a.FACTORS, a.value_heads, a.CHUNK)
+    strides = (a.CHUNK, size, 1)
     return strided(a.factors_ptr, sizes, strides, chunk * a.value_heads * size)
 
 
 def solve(a: Any) -> None:
-    i, j = torch.arange(a.CHUNK)[:, None], torch.arange(a.CHUNK)
+    i = torch.arange(a.CHUNK)[:, None]
+    j = torch.arange(a.CHUNK)
     for chunk in range(a.grid[1]):
         first = int(a.first_rows_ptr[a.first + chunk])
         rows = slice(first, first + a.CHUNK)
@@ -691,7 +717,8 @@ def solve(a: Any) -> None:
         of_q, of_k = (each.t() for each in _scales(a, rows))  # [heads, rows]
         decay, beta = (each.t() for each in _shares(a, rows))
         between = torch.where(i > j, decay[..., None], 1.0).cumprod(1).tril()
-        before, after = decay.cumprod(1), between[:, -1]
+        before = decay.cumprod(1)
+        after = between[:, -1]
         _factors(a, chunk).copy_(torch.stack((before * of_k, before * of_q, after * of_k, before)))
         of_keys = between * of_k[:, None]
         _store_parts(_in_parts(a, a.mix_ptr, chunk), q @ k.mT * of_keys * of_q[..., None])
@@ -706,10 +733,12 @@ def advance(a: Any) -> None:
         for chunk in range(max(begin, a.first), min(end, a.end)):
             first = row + (chunk - begin) * a.CHUNK
             rows = slice(first, first + a.CHUNK)
-            state, index = _recurrent_state(a, slot), chunk - a.first
+            state = _recurrent_state(a, slot)
+            index = chunk - a.first
             of_k, of_q, after, before = _factors(a, index).double()[..., None]
             t, m = (_in_parts(a, each, index).double().sum(1) for each in (a.solve_ptr, a.mix_ptr))
-            (q, k), v = (each.transpose(0, 1) for each in _keys(a, rows)), _columns(a, a.v_ptr, rows).transpose(0, 1)
+            (q, k) = (each.transpose(0, 1) for each in _keys(a, rows))
+            v = _columns(a, a.v_ptr, rows).transpose(0, 1)
             wide = state.double()
             written = t @ (v.double() - of_k * (k @ wide))
             _columns(a, a.y_ptr, rows).transpose(0, 1).copy_(of_q * (q @ wide) + m @ written)
