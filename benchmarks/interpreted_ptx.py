@@ -27,8 +27,8 @@ def _of_pairs(dtype: torch.dtype, compute: Callable[..., torch.Tensor]) -> Calla
     """An instruction on two 16-bit floats in each word, whose result is rounded once."""
 
     def instruction(*operands: Words) -> Words:
-        words = np.broadcast_arrays(*(np.asarray(each, dtype=np.uint32) for each in operands))
-        pairs = [torch.from_numpy(np.ascontiguousarray(each).reshape(-1)).view(dtype).double() for each in words]
+        words = np.broadcast_arrays(*(np.asarray(operand, dtype=np.uint32) for operand in operands))
+        pairs = [torch.from_numpy(np.ascontiguousarray(word).reshape(-1)).view(dtype).double() for word in words]
         made = compute(*pairs).to(dtype).view(torch.int32).numpy().view(np.uint32)
         return made.reshape(words[0].shape).astype(np.uint64)
 
@@ -56,7 +56,7 @@ def computed(asm: str, *given: Words) -> tuple[Words, Words]:
         if line.strip():
             name, operands = line.split(maxsplit=1)
             target, *sources = (each.strip() for each in operands.split(","))
-            values = [registers[each] if each in registers else int(each, 0) for each in sources]
+            values = [registers[source] if source in registers else int(source, 0) for source in sources]
             registers[target] = INSTRUCTIONS[name](*values)
     return registers["$0"], registers["$1"]
 

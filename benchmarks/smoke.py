@@ -120,7 +120,7 @@ class Smoke:
             found = cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
             libraries = [each for name in LIBRARIES if installed(name) for each in LIBRARIES[name]]
             return found + [
-                SegmentAttention(each, found[0], [(4, 2, HEAD_DIM)], 2 * BLOCK, BLOCK) for each in libraries
+                SegmentAttention(library, found[0], [(4, 2, HEAD_DIM)], 2 * BLOCK, BLOCK) for library in libraries
             ]
         from nanovllm.ops.cpu_attention import NativeAttention
 

@@ -249,8 +249,8 @@ class EngineConfig:
         offloads = self.kv_offloading_size is not None or self.kv_share is not None
         if offloads and self.enable_cpu_offload is False:
             object.__setattr__(self, "enable_cpu_offload", True)  # as in vLLM
-        for each in fields(self):
-            each.metadata["rule"].check(each.name, getattr(self, each.name), ConfigError)
+        for field in fields(self):
+            field.metadata["rule"].check(field.name, getattr(self, field.name), ConfigError)
         if self.speculative_config is not None:
             speculative_config(self.speculative_config)
         for name, is_wrong, rule in self._contradictions():
@@ -329,7 +329,9 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     Names of the hub become directories. vLLM's other names for an argument or a value are resolved; `vllm_names` says
     which arguments of vLLM's are accepted without being this engine's. Raises ConfigError.
     """
-    rules: dict[str, Rule] = {each.name: each.metadata["rule"] for each in fields(EngineConfig) if each.name != "model"}
+    rules: dict[str, Rule] = {
+        field.name: field.metadata["rule"] for field in fields(EngineConfig) if field.name != "model"
+    }
     known = rules.keys() | ENGINE_ALIASES.keys()
     given = own_arguments("engine argument", engine_args, known, ENGINE_ARGUMENTS, ConfigError)
     nones = [name for name, value in given.items() if value is None]

@@ -261,7 +261,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         for each in fields(SamplingParams):
             each.metadata["rule"].check(each.name, values[each.name], RequestError)
         check_lists(values)
-        check_together(values, {each.name: off for each in fields(SamplingParams) if (off := each.metadata["off"])})
+        check_together(values, {field.name: off for field in fields(SamplingParams) if (off := field.metadata["off"])})
         if values["seed"] == -1:
             values["seed"] = None
         if isinstance(values["stop"], str):

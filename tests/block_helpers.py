@@ -37,7 +37,7 @@ def check_blocks(manager: BlockManager) -> None:
         assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
     for group, by_hash in enumerate(cache._by_hash):
         blocks = [block for block in manager._blocks.values() if block.group == group]
-        assert {each: block for block in blocks for each in block.hashes} == by_hash
+        assert {block_hash: block for block in blocks for block_hash in block.hashes} == by_hash
 
 
 def one_group(block_size: int, num_layers: int = 1) -> KVGroups:

@@ -79,8 +79,8 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     for name, whole in model.state_dict().items():
         if ".linear_attn." in name:
-            for each in recurrent_tensors(name, whole, model.config):
-                add_recurrent(writer, each, kind if isinstance(kind, str) else kind(each.name))
+            for recurrent_tensor in recurrent_tensors(name, whole, model.config):
+                add_recurrent(writer, recurrent_tensor, kind if isinstance(kind, str) else kind(recurrent_tensor.name))
             continue
         for stored, weight in gguf_tensors(name, whole, architecture):
             if not (stored == "output.weight" and model.config.tie_word_embeddings):

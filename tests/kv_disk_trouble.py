@@ -53,8 +53,11 @@ def answers(llm: LLM, asked: list[list[int]]) -> list[Any]:
     assert all(output.error is None for output in outputs)
     completions = [output.outputs[0] for output in outputs]
     return [
-        (each.token_ids, [sorted((token, row[token].logprob) for token in row) for row in each.logprobs or ()])
-        for each in completions
+        (
+            completion.token_ids,
+            [sorted((token, row[token].logprob) for token in row) for row in completion.logprobs or ()],
+        )
+        for completion in completions
     ]
 
 

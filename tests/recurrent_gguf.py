@@ -57,7 +57,7 @@ def recurrent_tensors(name: str, weight: torch.Tensor, config: Any) -> Iterator[
     with_keys = np.concatenate((np.arange(key_rows), tiled(value_dim, key_rows)))
     if own == "in_proj_qkvz":  # of each key head q, k, v and z
         of_heads = np.split(all_rows.reshape(keys, -1), np.cumsum([key_dim, key_dim, repeats * value_dim]), axis=1)
-        q, k, v, z = (each.reshape(-1) for each in of_heads)
+        q, k, v, z = (of_head.reshape(-1) for of_head in of_heads)
         yield Recurrent(f"{prefix}attn_qkv.weight", weight, np.concatenate((q, k, v)), columns)
         yield Recurrent(f"{prefix}attn_gate.weight", weight, z, columns)
         return

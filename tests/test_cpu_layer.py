@@ -70,7 +70,7 @@ def in_parts(products: tuple) -> list:
 def in_dtype(dtype: torch.dtype, tensors: Any) -> Any:
     """All tensors of nested tuples in another dtype."""
     if isinstance(tensors, LayerNorms):
-        return LayerNorms(*(in_dtype(dtype, each) for each in tensors))
+        return LayerNorms(*(in_dtype(dtype, tensor) for tensor in tensors))
     if isinstance(tensors, tuple):
         return tuple(in_dtype(dtype, each) for each in tensors)
     return tensors.to(dtype) if isinstance(tensors, Tensor) else tensors

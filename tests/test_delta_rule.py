@@ -181,7 +181,7 @@ def test_whole_chunks_of_runs_are_known(runs: list[tuple[int, int]]) -> None:
         sides.append((edges[0], edges[-1]) if len(edges) > 1 else (end, end))
     assert (chunks is not None) == any(firsts)
     if chunks is not None:
-        assert chunks.first_rows.tolist() == [row for each in firsts for row in each]
+        assert chunks.first_rows.tolist() == [row for first in firsts for row in first]
         assert chunks.starts.tolist() == [sum(map(len, firsts[:index])) for index in range(len(runs) + 1)]
         assert list(zip(chunks.begins.tolist(), chunks.ends.tolist(), strict=True)) == sides
         assert chunks.any_before == any(begin > start for (begin, _), start in zip(sides, starts, strict=False))

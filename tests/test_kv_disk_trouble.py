@@ -207,7 +207,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
     assert numbers(found[0]) == written[1]
     assert found[0].metrics.cached_tokens_disk == (0 if reads else 768)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("has not answered" in each for each in warnings) == reads
+    assert sum("has not answered" in warning for warning in warnings) == reads
 
 
 def test_work_that_ends_says_nothing_of_what_began_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

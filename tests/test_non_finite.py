@@ -60,7 +60,7 @@ def test_a_damaged_weight_ends_the_requests_that_meet_it(model_dir: Path, argume
                 assert {completion.finish_reason for completion in failed.outputs} == {"error"}, (kind, bad)
                 assert failed.error is not None and failed.finished
                 assert "and so do the weights, in model.embed_tokens.weight: get the checkpoint anew" in failed.error
-                assert all(math.isfinite(each.cumulative_logprob or 0.0) for each in failed.outputs)
+                assert all(math.isfinite(output.cumulative_logprob or 0.0) for output in failed.outputs)
                 assert good.error is None and [good.outputs[0].token_ids] == expected
         assert not llm.engine.has_unfinished_requests()
         assert llm.engine.scheduler.block_manager.num_used == 0

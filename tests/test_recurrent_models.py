@@ -232,7 +232,7 @@ def test_beams_are_those_of_an_engine_without_a_prefix_cache(exact: tuple[Path, 
     found = []
     for arguments in (RESIDENT, {**OFFLOADED, "enable_prefix_caching": False}):
         with LLM(path, dtype="float32", **arguments) as llm:
-            found.append([each.token_ids for each in llm.generate(prompts(37), params, use_tqdm=False)[0].outputs])
+            found.append([output.token_ids for output in llm.generate(prompts(37), params, use_tqdm=False)[0].outputs])
     assert found[0] == found[1]
 
 

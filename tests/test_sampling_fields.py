@@ -265,5 +265,5 @@ def outcome(llm: LLM, given: dict[str, Any]) -> str:
         outputs = list(llm.stream("the thin man", params))
     except RequestError as error:
         return str(error)
-    parts = [(each.prompt_token_ids, each.prompt_logprobs, each.outputs, each.finished) for each in outputs]
+    parts = [(output.prompt_token_ids, output.prompt_logprobs, output.outputs, output.finished) for output in outputs]
     return f"{parts} {params.clone().logit_bias is params.logit_bias}"

@@ -60,7 +60,7 @@ def matrices(decoder: Decoder) -> dict[str, Tensor]:
     """The values of each linear layer's and each expert's modules, in fp32."""
     found: dict[str, Tensor] = {}
     for layer in decoder.layers:
-        weights = [(each.parts, each.weight) for each in layer.linears]
+        weights = [(linear.parts, linear.weight) for linear in layer.linears]
         if isinstance(layer.mlp, Experts):
             names = [layer.mlp.spec.expert(layer.index, index) for index in range(layer.mlp.spec.num_experts)]
             inner = layer.mlp.spec.intermediate_size

@@ -175,7 +175,9 @@ def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]
     found = []
     for output in llm.generate(given, params, use_tqdm=False):
         positions = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
-        found.append([(token, logprob.logprob) for each in positions if each for token, logprob in each.items()])
+        found.append(
+            [(token, logprob.logprob) for position in positions if position for token, logprob in position.items()]
+        )
     return found
 
 
@@ -283,4 +285,4 @@ def test_a_killed_rank_ends_the_engine(rank: int, model_dir: Path) -> None:
         params = greedy(5) if rank == 1 else replace(greedy(5), logits_processors=[kill])
         with pytest.raises(EngineError, match=f"rank {rank} was killed by signal 9; the engine has ended"):
             token_ids(llm, prompts(40), params)
-        assert not any(each.process.pid and Path(f"/proc/{each.process.pid}").exists() for each in ranks)
+        assert not any(rank_.process.pid and Path(f"/proc/{rank_.process.pid}").exists() for rank_ in ranks)

@@ -74,7 +74,7 @@ def torchrun(model: Path, max_tokens: int, *options: str) -> Iterator[subprocess
 
 def descendants(pid: int) -> list[int]:
     children = child_pids(pid)
-    return [*children, *(each for child in children for each in descendants(child))]
+    return [*children, *(descendant for child in children for descendant in descendants(child))]
 
 
 def answers(output: str) -> list[str]:

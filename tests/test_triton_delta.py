@@ -27,8 +27,8 @@ def random_states(layer: Layer, slots: int = 3) -> tuple[Tensor, Tensor]:
     """Of sequences that have begun."""
     generator = torch.Generator().manual_seed(5)
     states = layer.states(slots)
-    for each in states:
-        each.copy_(torch.randn(each.shape, generator=generator))
+    for state in states:
+        state.copy_(torch.randn(state.shape, generator=generator))
     return states
 
 
@@ -154,7 +154,7 @@ def test_the_gated_norm_is_that_of_torch(dtype: torch.dtype) -> None:
 def test_a_step_of_few_rows_leaves_other_slots_alone() -> None:
     layer = Layer.random(spec_of(SHAPES[0]), 3, torch.float32, device=DEVICE)
     states = random_states(layer)
-    before = [each.clone() for each in states]
+    before = [state.clone() for state in states]
     layer.run(triton_delta, [(1, range(3))], states)
     for ours, old in zip(states, before, strict=True):
         assert torch.equal(ours[0], old[0]) and torch.equal(ours[2], old[2]) and not torch.equal(ours[1], old[1])

@@ -213,7 +213,7 @@ def test_the_instructions_give_every_number(dtype: torch.dtype, scheme: str) -> 
     for segment in range(8):
         code = _assembly(segment, planes.bits, offset, dtype == torch.bfloat16)
         pairs = computed(str(getattr(code, "value", code)), *words)
-        made = np.stack([each.astype(np.uint32) for each in pairs], axis=-1).view(np.int16)
+        made = np.stack([pair.astype(np.uint32) for pair in pairs], axis=-1).view(np.int16)
         found = torch.from_numpy(made).view(dtype).float()
         if planes.bits == 8:
             expected = low.to(torch.uint8).view(torch.int8).float()

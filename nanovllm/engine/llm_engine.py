@@ -506,7 +506,7 @@ class LLMEngine:
         Returns the last outputs of all requests that have ended.
         """
         self.scheduler.fail(self._clock.now(), why)
-        return self._outputs([each.request for each in self._requests.values() if each.request.finished])
+        return self._outputs([request.request for request in self._requests.values() if request.request.finished])
 
     def _abort(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._requests:

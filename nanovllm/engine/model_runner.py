@@ -256,7 +256,7 @@ class ModelRunner:
         try:
             with self.device.compute():
                 unloaded = self.adapters.begin_step(batch.adapters) if self.adapters is not None else {}
-                begun = [(each, moved) for each in passes if (moved := each.begin_step(batch)) is not None]
+                begun = [(one_pass, moved) for one_pass in passes if (moved := one_pass.begin_step(batch)) is not None]
                 for each, moved in begun:
                     rows = each.run(on_attend)
                     sample_rows(self.model, rows, result, lambda: self._why_not_finite)

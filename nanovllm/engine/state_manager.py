@@ -236,7 +236,7 @@ class StateManager:
 
     def _oldest(self, on_device: bool) -> State | None:
         """The least recently used snapshot of a tier that no sequence holds."""
-        held_by_cache = (each for each in self._snapshots.values() if not each.num_sequences)
+        held_by_cache = (snapshot for snapshot in self._snapshots.values() if not snapshot.num_sequences)
         return next((each for each in held_by_cache if self._on_device(each) is on_device), None)
 
     def _new_device_slot(self) -> int:
@@ -251,7 +251,9 @@ class StateManager:
     @property
     def _room_on_host(self) -> int:
         """Host slots that no sequence holds."""
-        evictable = sum(not (self._on_device(each) or each.num_sequences) for each in self._snapshots.values())
+        evictable = sum(
+            not (self._on_device(snapshot) or snapshot.num_sequences) for snapshot in self._snapshots.values()
+        )
         return self._host.num_free + evictable
 
     def _new_host_slot(self) -> int:
@@ -265,7 +267,7 @@ class StateManager:
     def _move_to_host(self, state: State) -> bool:
         """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
         if not self._host.num_free:
-            oldest = next((each for each in self._snapshots.values() if not each.num_sequences), None)
+            oldest = next((snapshot for snapshot in self._snapshots.values() if not snapshot.num_sequences), None)
             if oldest is None or self._on_device(oldest):
                 return False
             self._forget(oldest)

@@ -60,7 +60,7 @@ class StoredTensor:
         found: Tensor = view[(*(each if isinstance(each, int) else _as_slice(each) for each in chosen), *kept)]
         # The safetensors library knows no steps.
         steps = tuple(slice(None, None, each.step) for each in chosen if isinstance(each, range))
-        found = found[steps] if any(each.step > 1 for each in steps) else found
+        found = found[steps] if any(step.step > 1 for step in steps) else found
         return found.T if self.transposed else found
 
 

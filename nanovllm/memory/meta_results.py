@@ -30,7 +30,7 @@ def meta_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return None
     given = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
     tensors = [each for each in given if isinstance(each, Tensor)]
-    if not tensors or not all(each.is_meta and _in_order(each) for each in tensors):
+    if not tensors or not all(tensor.is_meta and _in_order(tensor) for tensor in tensors):
         return None
     return make(*args, **kwargs)
 
@@ -47,7 +47,7 @@ def _made(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _common_shape(*operands: Any) -> list[int]:
     """The shape of broadcast operands, of which some may be numbers."""
-    shapes = [each.shape for each in operands if isinstance(each, Tensor)]
+    shapes = [operand.shape for operand in operands if isinstance(operand, Tensor)]
     sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     return [0 if 0 in size else max(size) for size in sizes][::-1]
 
@@ -120,7 +120,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = tensors[0]
-    if any(each.dtype != first.dtype or each.dim() != first.dim() for each in tensors):
+    if any(tensor.dtype != first.dtype or tensor.dim() != first.dim() for tensor in tensors):
         return None
     shape = list(first.shape)
     shape[dim] = sum(each.shape[dim] for each in tensors)
@@ -129,7 +129,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = tensors[0]
-    if any(each.dtype != first.dtype or each.shape != first.shape for each in tensors):
+    if any(tensor.dtype != first.dtype or tensor.shape != first.shape for tensor in tensors):
         return None
     shape = list(first.shape)
     shape.insert(dim if dim >= 0 else first.dim() + 1 + dim, len(tensors))

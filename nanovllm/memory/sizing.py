@@ -65,7 +65,7 @@ def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
     device_share = local_size if facts[0].tiers_share_memory else 1
     return replace(
         facts[0],
-        device_total=min(each.device_total for each in facts) // device_share,
+        device_total=min(fact.device_total for fact in facts) // device_share,
         device_free=min(each.device_free for each in facts) // device_share,
         host_free=min(each.host_free for each in facts) // local_size,
         activation_peak=max(each.activation_peak for each in facts),

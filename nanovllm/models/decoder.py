@@ -91,7 +91,7 @@ class DecoderLayer(ABC):
             return None
         output_norms = (self.attention_output_norm, self.mlp_output_norm)
         norms = LayerNorms(self.input_norm, self.qk_norm, self.mlp_norm, *output_norms, self.spec.rms_norm_eps)
-        products = [(each.weight.kernel_parts(), each.bias) for each in self.linears]
+        products = [(linear.weight.kernel_parts(), linear.bias) for linear in self.linears]
         head_dim = self.spec.head_dim
         rotary_dim = self.spec.ropes[self.rope].rotary_dim
         heads = HeadLayout(head_dim, rotary_dim or head_dim, self.spec.attention_gate)

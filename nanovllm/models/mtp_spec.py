@@ -27,7 +27,7 @@ def mtp_tensors(spec: DecoderSpec) -> NamedTensors:
     """Name and form of every checkpoint tensor of a head. spec: of `mtp_spec`."""
     fc = fc_matrix(spec)
     yield from dense_tensors(*fc) if spec.quantization is None else spec.quantization.tensors(*fc)
-    yield from (each for each in spec.tensors() if each[0].startswith(MTP))
+    yield from (tensor for tensor in spec.tensors() if tensor[0].startswith(MTP))
     for name in INPUT_NORMS:
         yield f"{MTP}{name}.weight", CheckpointTensor((spec.hidden_size,))
 

@@ -106,7 +106,7 @@ class DecoderSpec:
             layers = [layer for layer, its_kind in enumerate(kinds) if its_kind == kind]
             kv_heads = gemma.full_kv_heads if kind[0] else self.num_kv_heads
             held[kind] = replace(self.for_layer(layers[0]), num_kv_heads=kv_heads)._shardings(num_ranks, layers, self)
-        sizes = {len(each.heads) for shardings in held.values() for each in shardings}
+        sizes = {len(sharding.heads) for shardings in held.values() for sharding in shardings}
         if len(sizes) > 1 or any(len({len(each.kv_heads) for each in of_kind}) > 1 for of_kind in held.values()):
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks}: every rank must have as many of a layer's {self.num_heads} heads, "

@@ -145,7 +145,7 @@ def _runs(rows: StateRows, count: int, states: Tensor) -> _cpu_kernels.DeltaRuns
     """The runs of so many rows, as long as their tensors live."""
     slots, starts, of_row = rows[:3]
     fits = starts.shape == (len(slots) + 1,) and of_row.shape == (count,)
-    if not fits or any(each.dtype != torch.int64 or not each.is_cpu or not each.is_contiguous() for each in rows[:3]):
+    if not fits or any(row.dtype != torch.int64 or not row.is_cpu or not row.is_contiguous() for row in rows[:3]):
         raise misfit("the runs of these rows are int64 on the CPU", slots=slots, starts=starts, run_of_row=of_row)
     return _cpu_kernels.DeltaRuns(
         slots=slots.data_ptr(), starts=starts.data_ptr(), of_row=of_row.data_ptr(), count=len(slots), rows=count,

@@ -40,9 +40,9 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
         raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
     if messages and _as_mapping(messages[0]) is not None:
         return [("messages", messages)]  # type: ignore[list-item]
-    for each in messages:
-        if isinstance(each, str) or not isinstance(each, Sequence) or not each:
-            raise RequestError(f"a conversation must be a list of at least one message, got {quoted(each)}")
+    for message in messages:
+        if isinstance(message, str) or not isinstance(message, Sequence) or not message:
+            raise RequestError(f"a conversation must be a list of at least one message, got {quoted(message)}")
     return [(f"messages.{i}", each) for i, each in enumerate(messages)]  # type: ignore[misc]
 
 

@@ -204,7 +204,7 @@ class HuggingFaceTokenizer:
         candidates = [bytes.fromhex(byte[1])] if byte else [name.encode()]
         if all(symbol in symbols for symbol in name):
             candidates.append(bytes(symbols[symbol] for symbol in name))
-        return next((each for each in candidates if each.decode("utf-8", "replace") == text), None)
+        return next((candidate for candidate in candidates if candidate.decode("utf-8", "replace") == text), None)
 
     def _text_after_another(self, token_id: int) -> str:
         """What a token adds to the text of another: decoders drop the space before the first word."""

@@ -163,6 +163,6 @@ def test_a_trace_shows_the_streams(offloaded_model: tuple[Model, Tokens], tmp_pa
     model, tokens = offloaded_model
     with model.engine("cuda", trace=tmp_path / "trace.json") as llm:
         assert model.generate(llm) == tokens
-    events = [each for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if each["ph"] == "X"]
-    assert {"step", "attend", "h2d copy", "d2h copy"} <= {each["name"] for each in events}
+    events = [load for load in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if load["ph"] == "X"]
+    assert {"step", "attend", "h2d copy", "d2h copy"} <= {event["name"] for event in events}
     assert all(each["dur"] >= 0 for each in events)

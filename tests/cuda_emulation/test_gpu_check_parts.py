@@ -26,7 +26,7 @@ CHOSEN = [part for part in PARTS if part.name not in LEFT_OUT]
 @pytest.mark.parametrize("part", CHOSEN, ids=lambda part: part.name)
 def test_a_part_runs(part: Part, tmp_path: Path) -> None:
     arguments = part.arguments(True, write_tiny_config(tmp_path / "model"), tmp_path / "figures.json")
-    on_cuda = ["cuda" if each == "cpu" else each for each in arguments]
+    on_cuda = ["cuda" if argument == "cpu" else argument for argument in arguments]
     dry = os.environ | {"NANOVLLM_DRY_RUN": "1"}
     found = subprocess.run([sys.executable, *on_cuda], cwd=ROOT, env=dry, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]

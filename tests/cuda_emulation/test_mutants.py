@@ -94,7 +94,7 @@ def logits_of(
             partial_hits(llm)
         except EngineError:
             logits.append(torch.full((1,), torch.nan))  # equal to nothing
-        return [each.cpu() for each in logits]
+        return [logit.cpu() for logit in logits]
 
 
 def crowd(llm: LLM) -> None:

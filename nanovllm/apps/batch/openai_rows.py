@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # Fields with the same name and meaning.
 NOT_OF_A_BODY = ("logprobs", "detokenize", "logits_processors", "output_kind", "skip_clone")
-SAME = (*(each.name for each in fields(SamplingParams) if each.name not in NOT_OF_A_BODY), "cache_salt")
+SAME = (*(field.name for field in fields(SamplingParams) if field.name not in NOT_OF_A_BODY), "cache_salt")
 SAME_OF_CHATS = ("messages", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message")
 OF_CHATS = (
     *SAME_OF_CHATS,

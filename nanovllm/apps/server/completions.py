@@ -58,7 +58,9 @@ class Completions:
         return [{"choices": choices}] if choices else []
 
     def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return {"choices": [each for number, output in enumerate(outputs) for each in self._choices(number, output)]}
+        return {
+            "choices": [choice for number, output in enumerate(outputs) for choice in self._choices(number, output)]
+        }
 
     def _choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         self._scored.setdefault(number, output.prompt_logprobs or ())

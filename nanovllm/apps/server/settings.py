@@ -57,9 +57,9 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if "rule" in each.metadata:
-                each.metadata["rule"].check(each.name, getattr(self, each.name), ConfigError)
+        for field in fields(self):
+            if "rule" in field.metadata:
+                field.metadata["rule"].check(field.name, getattr(self, field.name), ConfigError)
         if not self.served_model_names:
             raise ConfigError("served_model_names=(): must hold at least one name")
         adapters = [adapter.lora_name for adapter in self.lora_requests]

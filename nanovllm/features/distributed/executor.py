@@ -283,7 +283,7 @@ class TensorParallelExecutor:
         if found is None:
             return self._ended(_how_it_ended(self._ranks[index], self._is_ready))
         if found.kind is CollectiveError:
-            silent = [str(each.index) for each in self._ranks if each.index not in failures]
+            silent = [str(rank_.index) for rank_ in self._ranks if rank_.index not in failures]
             answers = f"; rank {', '.join(silent)} has not answered for {self._patience:g} s" if silent else ""
             return self._ended(f"{found.message}{answers}", found)
         if issubclass(found.kind, EngineError):

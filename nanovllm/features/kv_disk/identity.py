@@ -33,7 +33,7 @@ def digest(*parts: bytes) -> bytes:
 def plain(value: Any) -> Any:
     """A value as JSON can write it, the same in every process."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {"": type(value).__name__, **{each.name: plain(getattr(value, each.name)) for each in fields(value)}}
+        return {"": type(value).__name__, **{field.name: plain(getattr(value, field.name)) for field in fields(value)}}
     if isinstance(value, Mapping):
         return sorted((str(key), plain(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):

@@ -162,7 +162,11 @@ class LayerwiseKVCache:
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
         if part.first_layer_chunk % part.layerwise.num_chunks == 0:
             self._fill(part.layerwise.layer(part.first_layer_chunk))
-        begun = [part.layerwise.layer(each) for each in layer_chunks if each % part.layerwise.num_chunks == 0]
+        begun = [
+            part.layerwise.layer(layer_chunk)
+            for layer_chunk in layer_chunks
+            if layer_chunk % part.layerwise.num_chunks == 0
+        ]
         loaded = sum(use.stored_tokens * self._token_bytes(layer) for layer in begun for _, use in self._uses(layer))
         stored = 0
         for each in layer_chunks:

@@ -38,8 +38,8 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
     }
     if config.enable_cpu_offload:
         arguments |= {"num_cpu_blocks": plan.kv.num_cpu_blocks, "cpu_attention": config.cpu_attention}
-    others = [each for each in fields(config) if each.name not in (*arguments, *IN_NUMBERS)]
-    given = {each.name: value for each in others if (value := getattr(config, each.name)) not in (each.default, {})}
+    others = [field for field in fields(config) if field.name not in (*arguments, *IN_NUMBERS)]
+    given = {other.name: value for other in others if (value := getattr(config, other.name)) not in (other.default, {})}
     return arguments | given
 
 

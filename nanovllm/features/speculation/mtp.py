@@ -47,7 +47,7 @@ class MTPDrafter(DraftModel):
 
     def _behind(self, asked: Seq[Followed]) -> list[Followed]:
         others = [each for each in self._followed.values() if each not in asked]
-        return [each for each in others if len(self._hidden.held(each.seq.seq_id)) >= MOST_HELD]
+        return [other for other in others if len(self._hidden.held(other.seq.seq_id)) >= MOST_HELD]
 
     def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
         if not len(self._hidden.held(each.seq.seq_id)):

@@ -634,7 +634,7 @@ def recurrence(a: Any) -> None:
     for slot, begin, end in zip(
         a.slots_ptr.tolist(), a.begins_ptr[:runs].tolist(), a.ends_ptr[:runs].tolist(), strict=True
     ):
-        q, k, v, decay, beta = (each.float() for each in _of_rows(a, slice(begin, end)))
+        q, k, v, decay, beta = (of_row.float() for of_row in _of_rows(a, slice(begin, end)))
         kept = _recurrent_state(a, max(slot, 0))
         state = kept.clone() if slot >= 0 else torch.zeros_like(kept)
         y = _columns(a, a.y_ptr, slice(begin, end))
@@ -714,8 +714,8 @@ def solve(a: Any) -> None:
         first = int(a.first_rows_ptr[a.first + chunk])
         rows = slice(first, first + a.CHUNK)
         q, k = (each.transpose(0, 1) for each in _keys(a, rows))  # [heads, rows, key dim]
-        of_q, of_k = (each.t() for each in _scales(a, rows))  # [heads, rows]
-        decay, beta = (each.t() for each in _shares(a, rows))
+        of_q, of_k = (scale.t() for scale in _scales(a, rows))  # [heads, rows]
+        decay, beta = (share.t() for share in _shares(a, rows))
         between = torch.where(i > j, decay[..., None], 1.0).cumprod(1).tril()
         before = decay.cumprod(1)
         after = between[:, -1]
