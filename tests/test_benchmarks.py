@@ -19,18 +19,10 @@ MACHINE_FIELDS = {"date", "device", "cpu", "threads", "python", "torch", "nanovl
 TINY = ["--prompt-len", "20", "--output-len", "3"]
 SCRIPTS: dict[str, tuple[str, list[str]]] = {  # the key of its results, and options
     "benchmarks.two_trees": ("results", [str(ROOT), *TINY, "--rounds", "2"]),
-    "benchmarks.contention": ("results", [*TINY, "--rounds", "2"]),
     "benchmarks.plan_accuracy": (
         "results",
         ["--prompt-len", "100", "--output-len", "5", "--repeats", "2", "--warmup", "1", "--dtype", "bfloat16",
          "--num-layers", "2", "--block-size", "16"],
-    ),
-    "benchmarks.kv_memory": ("results", ["--prompt-len", "200", "--max-num-batched-tokens", "64"]),
-    "benchmarks.cpu_linear": ("results", ["--rows", "1", "99", "--rounds", "2"]),
-    "benchmarks.serving": (
-        "tokens_per_second",
-        ["--prompt-len", "20", "--output-len", "8", "--requests", "2", "--long-prompt-len", "64", "--repeats", "1",
-         "--block-size", "16", "--max-num-batched-tokens", "32", "--load-format", "dummy"],
     ),
     "benchmarks.ranks": ("one_rank_step_s", [*TINY, "--dtype", "float32", "--device", "cpu"]),
 }  # fmt: skip
