@@ -52,7 +52,7 @@ class Attended:
 
     def attend(self, rows: int, ctx: ForwardContext) -> None:
         """Attend for the first rows."""
-        q, k, v = (each[:rows] for each in (self.q, self.k, self.v))
+        q, k, v = (part[:rows] for part in (self.q, self.k, self.v))
         q.copy_(ctx.kv_cache.attend(self.layer, q, k, v, ctx))
 
 

@@ -63,7 +63,7 @@ class RecordedStates:
             starts[:] = torch.arange(len(starts))
             run_of_row[:] = torch.arange(len(run_of_row))
         refill(self._memory, packed)
-        rows = [range(*each) for each in pairwise([0, *ends])]
+        rows = [range(begin, end) for begin, end in pairwise([0, *ends])]
         self._pool.begin_replay(ids, rows if shape.keeps_rows else [])
 
 

@@ -169,9 +169,9 @@ class LayerwiseKVCache:
         ]
         loaded = sum(use.stored_tokens * self._token_bytes(layer) for layer in begun for _, use in self._uses(layer))
         stored = 0
-        for each in layer_chunks:
-            layer = part.layerwise.layer(each)
-            positions = part.layerwise.positions(each)
+        for layer_chunk in layer_chunks:
+            layer = part.layerwise.layer(layer_chunk)
+            positions = part.layerwise.positions(layer_chunk)
             stored += sum(count for _, _, count in self._stores(layer, positions)) * self._token_bytes(layer)
         return loaded, stored
 
@@ -278,8 +278,8 @@ class LayerwiseKVCache:
 
     def _visible(self, chunk: SequenceMetadata, group: int) -> range:
         """The blocks that some row of the chunk attends to."""
-        found = self._groups[group]
-        return range(found.first_visible(chunk.context_len), found.num_blocks(chunk.total_len))
+        kv_group = self._groups[group]
+        return range(kv_group.first_visible(chunk.context_len), kv_group.num_blocks(chunk.total_len))
 
     def _is_in_buffer(self, group: int, index: int) -> bool:
         block = self._block_tables[group][index]

@@ -36,14 +36,14 @@ def check_vocabulary(
 ) -> None:
     """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
     (tokenizer, spec) = large
-    (own, own_spec) = draft
+    (draft_tokenizer, own_spec) = draft
     known = _vocabulary(tokenizer)
-    found = _vocabulary(own)
-    if known is None or found is None:
+    drafted = _vocabulary(draft_tokenizer)
+    if known is None or drafted is None:
         is_same = own_spec.vocab_size == spec.vocab_size
         differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
     else:
-        is_same = known == found
+        is_same = known == drafted
         differs = "has another tokenizer than the model"
     if not is_same:
         raise ConfigError(

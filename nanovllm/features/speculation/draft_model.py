@@ -66,20 +66,22 @@ class DraftModel:
         self._followed: dict[int, Followed] = {}  # by seq_id
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
-        for each in [each for each in self._followed.values() if each.seq.finished]:
-            self._let_go(each)
-            del self._followed[each.seq.seq_id]
+        for followed in [followed for followed in self._followed.values() if followed.seq.finished]:
+            self._let_go(followed)
+            del self._followed[followed.seq.seq_id]
         asked = []
         for seq, longest in wanted:
-            each = self._followed.setdefault(seq.seq_id, Followed(seq))
-            each.drafts = []
+            followed = self._followed.setdefault(seq.seq_id, Followed(seq))
+            followed.drafts = []
             sharing = min(len(wanted), most)  # a pass
-            if length := self._length(each, min(longest, self._longest - len(seq)), sharing, rows, tokens):
-                asked.append((each, length))
+            if length := self._length(followed, min(longest, self._longest - len(seq)), sharing, rows, tokens):
+                asked.append((followed, length))
         lengths = shared_out([length for _, length in asked], most)
-        asked = [(each, length) for (each, _), length in zip(asked, lengths, strict=True) if length]
+        asked = [(followed, length) for (followed, _), length in zip(asked, lengths, strict=True) if length]
         try:
-            self._draft_all([*asked, *((each, 0) for each in self._behind([each for each, _ in asked]))])
+            self._draft_all(
+                [*asked, *((followed, 0) for followed in self._behind([followed for followed, _ in asked]))]
+            )
         except BaseException:  # what the shadows' blocks hold is not known
             self._forget_all()
             raise
@@ -102,78 +104,78 @@ class DraftModel:
 
     # ---- which sequences have drafts
 
-    def _length(self, each: Followed, most: int, sequences: int, rows: int, tokens: int) -> int:
+    def _length(self, followed: Followed, most: int, sequences: int, rows: int, tokens: int) -> int:
         """How many tokens of a sequence to draft; a pass of the draft model is shared by all of them."""
-        new = each.seq.token_ids[each.num_read :]
-        each.num_read = len(each.seq)
+        new = followed.seq.token_ids[followed.num_read :]
+        followed.num_read = len(followed.seq)
         if most < 1 or max(new, default=0) >= self._vocab_sizes[0]:
-            each.can_follow = False  # it only grows
-            self._let_go(each)
-        if not each.can_follow or each.acceptance.is_paused():
+            followed.can_follow = False  # it only grows
+            self._let_go(followed)
+        if not followed.can_follow or followed.acceptance.is_paused():
             return 0
         cost = self._pass_seconds / sequences / self._costs.fixed if self._costs.fixed else 0.0
-        length = draft_length(each.acceptance.share, most, rows, tokens, self._costs.share, cost)
+        length = draft_length(followed.acceptance.share, most, rows, tokens, self._costs.share, cost)
         if not length:
-            each.acceptance.begin_pause()
+            followed.acceptance.begin_pause()
         return length
 
     def _behind(self, asked: Seq[Followed]) -> Seq[Followed]:
         """Sequences besides those asked for, of which something must be computed though no drafts are wanted."""
         return ()
 
-    def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
+    def _shadow(self, followed: Followed, asked: Seq[Followed]) -> Sequence | None:
         """The shadow of a sequence, with its tokens and their blocks; None if there is no room for it now."""
-        shadow = each.shadow
+        shadow = followed.shadow
         if shadow is None:
-            shadow = self._new_shadow(each)
+            shadow = self._new_shadow(followed)
             if not self._make_room(shadow, asked):
-                each.can_follow = self._manager.can_allocate(shadow) is not AllocStatus.NEVER
-                each.acceptance.begin_pause()  # looking for room takes the longer, the longer the sequence is
+                followed.can_follow = self._manager.can_allocate(shadow) is not AllocStatus.NEVER
+                followed.acceptance.begin_pause()  # looking for room takes the longer, the longer the sequence is
                 return None
             self._manager.allocate(shadow)
-            each.shadow = shadow
+            followed.shadow = shadow
             return shadow
         before = shadow.num_computed
-        self._extend(each, shadow)
+        self._extend(followed, shadow)
         self._advance(shadow, before)
         if self._manager.num_to_grow([shadow]) > self._manager.num_allocatable:
-            self._let_go(each)
-            each.acceptance.begin_pause()
+            self._let_go(followed)
+            followed.acceptance.begin_pause()
             return None
         self._manager.grow([shadow])
         return shadow
 
-    def _new_shadow(self, each: Followed) -> Sequence:
-        request = each.seq.request
+    def _new_shadow(self, followed: Followed) -> Sequence:
+        request = followed.seq.request
         (shadow,) = Request(
             request.request_id,
-            each.seq.token_ids[each.first :],
+            followed.seq.token_ids[followed.first :],
             SamplingParams(temperature=0.0),
             number=request.number,
-            seq_ids=iter([each.seq.seq_id]),
+            seq_ids=iter([followed.seq.seq_id]),
             seed=0,
             arrival_time=0.0,
-            cache_salt=request.cache_salt + each.salt,
+            cache_salt=request.cache_salt + followed.salt,
         ).sequences
         return shadow
 
-    def _extend(self, each: Followed, shadow: Sequence) -> None:
+    def _extend(self, followed: Followed, shadow: Sequence) -> None:
         """Append what the sequence has generated since. Right drafts are computed, but for the last token."""
-        new = each.seq.token_ids[each.first + len(shadow) :]
-        shadow.num_computed += self._num_right(each, new)
+        new = followed.seq.token_ids[followed.first + len(shadow) :]
+        shadow.num_computed += self._num_right(followed, new)
         shadow.token_ids += new
         shadow.num_computed = min(shadow.num_computed, shadow.end - 1)
-        each.ahead = ()
+        followed.ahead = ()
         self._manager.end_look_ahead(shadow)
 
-    def _num_right(self, each: Followed, new: Seq[int]) -> int:
+    def _num_right(self, followed: Followed, new: Seq[int]) -> int:
         """How many drafts the new tokens begin with whose KV is there, without the last new token."""
         right = 0
-        while right < min(len(each.ahead), len(new) - 1) and each.ahead[right] == new[right]:
+        while right < min(len(followed.ahead), len(new) - 1) and followed.ahead[right] == new[right]:
             right += 1
         return right
 
-    def _num_ready(self, each: Followed, shadow: Sequence) -> int:
+    def _num_ready(self, followed: Followed, shadow: Sequence) -> int:
         """How many tokens of the shadow can be computed next."""
         return shadow.num_remaining
 
@@ -184,16 +186,18 @@ class DraftModel:
 
     def _make_room(self, shadow: Sequence, asked: Seq[Followed]) -> bool:
         """Whether a shadow can be allocated; shadows of sequences that have no drafts in this step give way to it."""
-        idle = [each for each in self._followed.values() if each not in asked and each.shadow is not None]
+        idle = [
+            followed for followed in self._followed.values() if followed not in asked and followed.shadow is not None
+        ]
         while (status := self._manager.can_allocate(shadow)) is AllocStatus.LATER and idle:
             self._let_go(idle.pop(0))
         return status is AllocStatus.OK
 
-    def _let_go(self, each: Followed) -> None:
-        if each.shadow is not None:
-            self._manager.free(each.shadow)
-            each.shadow = None
-            each.ahead = ()
+    def _let_go(self, followed: Followed) -> None:
+        if followed.shadow is not None:
+            self._manager.free(followed.shadow)
+            followed.shadow = None
+            followed.ahead = ()
 
     def _forget_all(self) -> None:
         self._manager.reset()
@@ -207,55 +211,59 @@ class DraftModel:
         asked: how many drafts of each sequence are wanted, which may be none.
         """
         left = self._chunk
-        sequences = [each for each, _ in asked]
+        sequences = [followed for followed, _ in asked]
         drafting: list[tuple[Followed, int]] = []
         scheduled: list[tuple[Followed, ScheduledSequence]] = []
-        for each, length in asked:
-            shadow = self._shadow(each, sequences) if left else None
-            chunk = 0 if shadow is None else min(left, self._num_ready(each, shadow))
+        for followed, length in asked:
+            shadow = self._shadow(followed, sequences) if left else None
+            chunk = 0 if shadow is None else min(left, self._num_ready(followed, shadow))
             if shadow is None or chunk < 1:
                 continue
             left -= chunk
             samples = length > 0 and chunk == shadow.num_remaining
             begin = shadow.num_computed
-            scheduled.append((each, self._part(each, shadow.token_ids[begin : begin + chunk], begin, samples)))
+            scheduled.append((followed, self._part(followed, shadow.token_ids[begin : begin + chunk], begin, samples)))
             if samples:
-                drafting.append((each, length))
+                drafting.append((followed, length))
         self._run(scheduled)
-        for each, part in scheduled:
-            assert each.shadow is not None
-            each.shadow.num_computed += len(part.token_ids)
-            self._advance(each.shadow, part.context_len)
+        for followed, part in scheduled:
+            assert followed.shadow is not None
+            followed.shadow.num_computed += len(part.token_ids)
+            self._advance(followed.shadow, part.context_len)
         self._draft_on(drafting)
 
     def _draft_on(self, drafting: Seq[tuple[Followed, int]]) -> None:
         """Draft what follows the first drafts, as far as there are blocks."""
         lengths = []
-        for each, length in drafting:
-            assert each.shadow is not None
-            lengths.append((each, 1 + self._manager.look_ahead(each.shadow, length - 1) if each.drafts else 0))
+        for followed, length in drafting:
+            assert followed.shadow is not None
+            lengths.append(
+                (followed, 1 + self._manager.look_ahead(followed.shadow, length - 1) if followed.drafts else 0)
+            )
         for place in range(1, max((length for _, length in lengths), default=0)):
-            going = [each for each, length in lengths if length > place == len(each.drafts)]
+            going = [followed for followed, length in lengths if length > place == len(followed.drafts)]
             if not going:
                 break
             begin = time.monotonic()
-            self._run([(each, self._draft_part(each, place)) for each in going])
+            self._run([(followed, self._draft_part(followed, place)) for followed in going])
             seconds = time.monotonic() - begin
             self._pass_seconds = FORGET * (self._pass_seconds or seconds) + (1 - FORGET) * seconds
-        for each, _ in drafting:
-            each.ahead = each.drafts[:-1]
+        for followed, _ in drafting:
+            followed.ahead = followed.drafts[:-1]
 
-    def _draft_part(self, each: Followed, place: int) -> ScheduledSequence:
+    def _draft_part(self, followed: Followed, place: int) -> ScheduledSequence:
         """Compute the latest draft of a sequence, which is its `place`th."""
-        assert each.shadow is not None
-        return self._part(each, each.drafts[-1:], len(each.shadow) + place - 1, True)
+        assert followed.shadow is not None
+        return self._part(followed, followed.drafts[-1:], len(followed.shadow) + place - 1, True)
 
-    def _part(self, each: Followed, token_ids: Seq[int], begin: int, samples: bool) -> ScheduledSequence:
+    def _part(self, followed: Followed, token_ids: Seq[int], begin: int, samples: bool) -> ScheduledSequence:
         """Compute tokens of a shadow or of its drafts, and draw what follows if `samples`."""
-        shadow = each.shadow
-        seq = each.seq
+        shadow = followed.shadow
+        seq = followed.seq
         assert shadow is not None
-        row = SamplingRow(**seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(each.drafts))
+        row = SamplingRow(
+            **seq.request.sampling.draw, seed=seq.seed, index=seq.num_output_tokens + len(followed.drafts)
+        )
         return ScheduledSequence(
             seq_id=shadow.seq_id,
             token_ids=token_ids,
@@ -271,7 +279,7 @@ class DraftModel:
         if not parts:
             return
         result = self._runner.execute(Batch([part for _, part in parts], self._manager.take_moves()))
-        for index, (each, _) in enumerate(parts):
+        for index, (followed, _) in enumerate(parts):
             for sample in result.samples[index] if index not in result.errors else ():
                 if sample.token_id < self._vocab_sizes[1]:
-                    each.drafts.append(sample.token_id)
+                    followed.drafts.append(sample.token_id)

@@ -32,13 +32,13 @@ class NgramDrafter:
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
         state = self._state(seq)
-        found = state.index.follow(seq.token_ids, most)
-        if not found or state.acceptance.is_paused():
+        guesses = state.index.follow(seq.token_ids, most)
+        if not guesses or state.acceptance.is_paused():
             return []
-        length = draft_length(state.acceptance.share, len(found), rows, tokens, self._costs.share)
+        length = draft_length(state.acceptance.share, len(guesses), rows, tokens, self._costs.share)
         if not length:
             state.acceptance.begin_pause()
-        return found[:length]
+        return guesses[:length]
 
     def computed(self, seq: Sequence, begin: int, end: int) -> None:
         """What is drafted depends on tokens alone."""

@@ -79,8 +79,8 @@ class HiddenStates:
 
     def held(self, seq_id: int) -> range:
         """The positions of the rows that are held; it ends where the next ones must begin."""
-        found = self._held.get(seq_id)
-        return range(0) if found is None else range(found.begin, found.end)
+        held = self._held.get(seq_id)
+        return range(0) if held is None else range(held.begin, held.end)
 
     def count_from(self, seq_id: int, first: int) -> None:
         """The head counts positions from this one on."""

@@ -45,11 +45,11 @@ class PassCosts:
             self.share = per_row / self.fixed
 
 
-def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: float, each: float = 0.0) -> int:
+def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: float, draft_cost: float = 0.0) -> int:
     """How many tokens of a sequence to draft, from 0 to `most`: that which gives most tokens in a second.
 
     acceptance: the probability that a draft is right if those before it are. rows, tokens: what the pass computes and
-    generates without them. share: `PassCosts.share`. each: what it costs to draft a token, as a share of
+    generates without them. share: `PassCosts.share`. draft_cost: what it costs to draft a token, as a share of
     `PassCosts.fixed`.
     """
     best = 0
@@ -59,7 +59,7 @@ def draft_length(acceptance: float, most: int, rows: int, tokens: int, share: fl
     for length in range(1, most + 1):
         probability *= acceptance
         expected += probability
-        rate = expected / (1 + share * (rows + length) + each * length)
+        rate = expected / (1 + share * (rows + length) + draft_cost * length)
         if rate > best_rate:
             best = length
             best_rate = rate

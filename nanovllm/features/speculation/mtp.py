@@ -38,23 +38,23 @@ class MTPDrafter(DraftModel):
     def computed(self, seq: Sequence, begin: int, end: int) -> None:
         if not seq.request.takes_drafts:
             return
-        each = self._followed.setdefault(seq.seq_id, Followed(seq))
-        each.can_follow &= len(seq) < self._longest
-        if not each.can_follow:
-            self._let_go(each)
+        followed = self._followed.setdefault(seq.seq_id, Followed(seq))
+        followed.can_follow &= len(seq) < self._longest
+        if not followed.can_follow:
+            self._let_go(followed)
         elif self._hidden.add(seq.seq_id, begin, end):
-            super()._let_go(each)
+            super()._let_go(followed)
 
     def _behind(self, asked: Seq[Followed]) -> list[Followed]:
-        others = [each for each in self._followed.values() if each not in asked]
+        others = [followed for followed in self._followed.values() if followed not in asked]
         return [other for other in others if len(self._hidden.held(other.seq.seq_id)) >= MOST_HELD]
 
-    def _shadow(self, each: Followed, asked: Seq[Followed]) -> Sequence | None:
-        if not len(self._hidden.held(each.seq.seq_id)):
+    def _shadow(self, followed: Followed, asked: Seq[Followed]) -> Sequence | None:
+        if not len(self._hidden.held(followed.seq.seq_id)):
             return None
-        shadow = super()._shadow(each, asked)
+        shadow = super()._shadow(followed, asked)
         if shadow is None:
-            self._hidden.drop(each.seq.seq_id)
+            self._hidden.drop(followed.seq.seq_id)
         else:
             self._hidden.skip(shadow.seq_id, shadow.num_computed)  # what a new one has from the prefix cache
         return shadow
@@ -63,27 +63,27 @@ class MTPDrafter(DraftModel):
         super()._advance(shadow, before)
         self._hidden.skip(shadow.seq_id, shadow.num_computed)
 
-    def _new_shadow(self, each: Followed) -> Sequence:
-        held = self._hidden.held(each.seq.seq_id)
-        each.first = 1
-        each.salt = struct.pack("<qq", ANY_SEQUENCE, each.seq.token_ids[0])
-        shadow = super()._new_shadow(each)
+    def _new_shadow(self, followed: Followed) -> Sequence:
+        held = self._hidden.held(followed.seq.seq_id)
+        followed.first = 1
+        followed.salt = struct.pack("<qq", ANY_SEQUENCE, followed.seq.token_ids[0])
+        shadow = super()._new_shadow(followed)
         if self._manager.num_cached_tokens(shadow) < held.start:
-            each.first = held.start + 1
-            each.salt = struct.pack("<qq", each.seq.seq_id, held.start)
-            shadow = super()._new_shadow(each)
-        self._hidden.count_from(each.seq.seq_id, each.first - 1)
+            followed.first = held.start + 1
+            followed.salt = struct.pack("<qq", followed.seq.seq_id, held.start)
+            shadow = super()._new_shadow(followed)
+        self._hidden.count_from(followed.seq.seq_id, followed.first - 1)
         return shadow
 
-    def _num_ready(self, each: Followed, shadow: Sequence) -> int:
-        return self._hidden.held(each.seq.seq_id).stop - (each.first - 1) - shadow.num_computed
+    def _num_ready(self, followed: Followed, shadow: Sequence) -> int:
+        return self._hidden.held(followed.seq.seq_id).stop - (followed.first - 1) - shadow.num_computed
 
-    def _num_right(self, each: Followed, new: Seq[int]) -> int:
+    def _num_right(self, followed: Followed, new: Seq[int]) -> int:
         return 0
 
-    def _let_go(self, each: Followed) -> None:
-        super()._let_go(each)
-        self._hidden.drop(each.seq.seq_id)
+    def _let_go(self, followed: Followed) -> None:
+        super()._let_go(followed)
+        self._hidden.drop(followed.seq.seq_id)
 
     def _forget_all(self) -> None:
         super()._forget_all()

@@ -16,7 +16,7 @@ class NgramIndex:
         # By size and hash: the position after the latest n-gram. Others with the same hash are rare, and noticed.
         self._ends: dict[int, dict[int, int]] = {size: {} for size in self._sizes}
         self._num_read = 0  # n-grams that end at or before this position are in the index
-        self._found = 0  # the position of what the last call answered
+        self._answered = 0  # the position of what the last call answered
         self._source: int | None = None  # the position after what the latest drafts were copied from
         self._is_source = False  # whether the last call answered what is there
 
@@ -30,21 +30,21 @@ class NgramIndex:
         self._read(token_ids)
         source = self._source
         self._source = None
-        found = self._find(token_ids, self._sizes[:1])
-        self._is_source = found is None and source is not None
+        end = self._find(token_ids, self._sizes[:1])
+        self._is_source = end is None and source is not None
         if self._is_source:
-            found = source
-        elif found is None:
-            found = self._find(token_ids, self._sizes[1:])
-        if found is None:
+            end = source
+        elif end is None:
+            end = self._find(token_ids, self._sizes[1:])
+        if end is None:
             return []
-        self._found = found
-        return list(token_ids[found : found + count])
+        self._answered = end
+        return list(token_ids[end : end + count])
 
     def verified(self, accepted: int) -> None:
         """So many of the tokens that the last call answered were right, and one more follows them."""
         if accepted or not self._is_source:  # a text is left after a second wrong token
-            self._source = self._found + accepted + 1
+            self._source = self._answered + accepted + 1
 
     def _read(self, token_ids: Sequence[int]) -> None:
         length = len(token_ids)
@@ -59,7 +59,7 @@ class NgramIndex:
         for size in sizes:
             if size < length:
                 last = token_ids[length - size :]
-                found = self._ends[size].get(hash(tuple(last)))
-                if found is not None and token_ids[found - size : found] == last:
-                    return found
+                end = self._ends[size].get(hash(tuple(last)))
+                if end is not None and token_ids[end - size : end] == last:
+                    return end
         return None
