@@ -100,7 +100,7 @@ class KernelChecks:
 
     def heads(self) -> None:
         positions = torch.arange(ROWS) * 999
-        cos, sin = RotaryEmbedding(RopeSpec(), HEAD_DIM, torch.device("cpu")).cos_sin(positions, positions + 1)
+        cos, sin = RotaryEmbedding(RopeSpec(), HEAD_DIM, torch.device("cpu")).cos_sin(positions)
         x = self.random(ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)
         weight = self.random(HEADS + KV_HEADS, HEAD_DIM)
         for kind in (weight, weight.float()):

@@ -297,7 +297,7 @@ def _run_chunk(model: Decoder, kv_cache: PagedKVCache, chunk: int, context: int)
     positions = torch.arange(context - chunk, context).to(CUDA)
     states = kv_cache.pools.states
     of_step = states.of_step([0], [0]) if states is not None else None
-    model(positions, ForwardContext(positions, positions + 1, sequences, kv_cache, states=of_step))
+    model(positions, ForwardContext(positions, sequences, kv_cache, states=of_step))
 
 
 def show(found: Counted, kernels: bool) -> None:

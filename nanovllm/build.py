@@ -17,7 +17,6 @@ from nanovllm.data.batch import Adapters
 from nanovllm.data.memory_checks import gib
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
-from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
 from nanovllm.engine.scheduler import Drafter
@@ -115,10 +114,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         metrics=MetricsReader(plan.max_model_len, config.model_name),
         drafter=drafter,
     )
-    facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
     engine = LLMEngine(
         limits,
-        facts,
+        spec.vocab_size,
         manager,
         runner,
         features,
@@ -137,6 +135,7 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole.
     """
     _check_quantization(config.quantization, spec)
+    spec = spec.for_length(config.max_model_len or spec.max_model_len)
     dtype = _resolve_dtype(config.dtype, spec)
     device = create_device(config.device)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)

@@ -298,6 +298,24 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
+def fix_rope(model: PreTrainedModel, longest: int) -> None:
+    """Give a model of dynamic RoPE or longrope, for all lengths, the frequencies of a sequence of `longest` tokens."""
+    config: Any = model.config
+    rope = dict(config.rope_parameters)
+    if rope.get("rope_type") == "longrope":
+        is_long = longest > rope["original_max_position_embeddings"]
+        rope |= dict.fromkeys(("short_factor", "long_factor"), rope["long_factor" if is_long else "short_factor"])
+    elif rope.get("rope_type") == "dynamic" and longest > config.max_position_embeddings:
+        size = config.hidden_size // config.num_attention_heads if config.head_dim is None else config.head_dim
+        growth = rope["factor"] * longest / config.max_position_embeddings - (rope["factor"] - 1)
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"] * growth ** (size / (size - 2))}
+    else:
+        return
+    config.rope_parameters = rope
+    network: Any = model.base_model
+    network.rotary_emb = type(network.rotary_emb)(config)
+
+
 def edit_config(path: str | Path, file: str = "config.json", **changes: Any) -> None:
     """Set keys of a JSON file in the checkpoint at `path`; a value of `...` removes the key."""
     target = Path(path) / file

@@ -14,7 +14,6 @@ from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Adapter, Batch, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -116,7 +115,7 @@ class Bench:
         self.executor = WatchedExecutor(device, host, self.limits, groups, swap, 0 if states is None else states[0])
         self.engine = LLMEngine(
             self.limits,
-            ModelFacts(VOCAB),
+            VOCAB,
             self.manager,
             self.executor,
             EngineFeatures(adapters=NumberedAdapters() if max_loras else None),

@@ -88,7 +88,7 @@ def prefill(kv_cache: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tenso
         rows = slice(start, start + chunk)
         sequence = SequenceMetadata.full(0, chunk, start, tuple(range(start // chunk + 1)))
         positions = torch.arange(start, start + chunk)
-        ctx = ForwardContext(positions, positions + 1, (sequence,), kv_cache)
+        ctx = ForwardContext(positions, (sequence,), kv_cache)
         kv_cache.begin_step(ctx.sequences, [])
         outputs = [attend(layer, q[rows], k[rows], v[rows], ctx) for layer in range(LAYERS)]
     return outputs[0], reference_attention(q[rows], k, v, SCALE, start)[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, MIXES, ROPES, checkpoint_fixture, make_checkpoint
+from checkpoints import FAMILIES, MIXES, checkpoint_fixture, make_checkpoint
 from drafters import CheckedDrafter
 from engines import greedy, logits_by_request, random_prompt, token_ids
 from graph_devices import (
@@ -127,13 +127,12 @@ def test_preempted_requests_with_common_prefixes(mode: str, model_dir: Path, mon
         {"family": "mistral", "sliding_window": 20},
         {"family": "ministral3"},
         pytest.param({"family": "qwen2", "sliding_window": 17, "max_window_layers": 1}, marks=pytest.mark.slow),
-        {"family": "llama", "rope": ROPES["dynamic"], "max_positions": 64},
         pytest.param({"family": "gemma3", "sliding_window": 17}, marks=pytest.mark.slow),
     ],
-    ids=["windows in all layers", "scaled queries", "windows in some layers", "dynamic RoPE", "two RoPEs"],
+    ids=["windows in all layers", "scaled queries", "windows in some layers", "two RoPEs"],
 )
 @pytest.mark.parametrize("mode", MODES[:3:2])
-def test_windows_and_rope_lengths(
+def test_windows_and_rotary_embeddings(
     mode: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB, hidden=32, intermediate=48, **options)

@@ -202,7 +202,7 @@ def test_parts_of_a_step_cut_no_whole_chunk(runs: list[tuple[int, int]], most: i
     )
     slots = torch.arange(len(runs))
     states = SimpleNamespace(slots=slots, kept=None)
-    ctx = ForwardContext(slots, slots, sequences, kv_cache=None, states=states)  # type: ignore[arg-type]
+    ctx = ForwardContext(slots, sequences, kv_cache=None, states=states)  # type: ignore[arg-type]
     sizes = part_sizes(ctx, most)
     assert sum(sizes) == sum(length for length, _ in runs) and all(0 < size <= most for size in sizes)
     lengths, positions = ([*each] for each in zip(*runs, strict=True))

@@ -32,7 +32,6 @@ from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -49,7 +48,6 @@ PROMPTS = st.one_of(
         lambda repeats, tail: [1, 2, 0] * repeats + tail, st.integers(0, 14), st.lists(TOKENS, min_size=1, max_size=3)
     ),
 )
-LENGTH_DEPENDENT_ABOVE = 30
 LONGEST = 160  # where every layer has a window, any length fits
 # Of each layer: alike, with one other kind, with several windows that share or fill groups.
 WINDOWS = [
@@ -71,21 +69,16 @@ class Asked:
     prompt: list[int]
     params: SamplingParams
 
-    @property
-    def salt(self) -> bytes:
-        """Above the threshold K/V depend on the prompt's length, as with dynamic RoPE."""
-        return bytes([len(self.prompt)]) if len(self.prompt) > LENGTH_DEPENDENT_ABOVE else b""
-
     def every_sequence(self, max_model_len: int) -> list[list[int]]:
         """The expected outputs: of all sequences, or the results of the beam search."""
         p = self.params
         length = min(p.max_tokens or 0, max(max_model_len - len(self.prompt), 1))
         if p.use_beam_search:
             return expected_beams(
-                self.prompt, p.num_sequences, length, p.stop_token_ids, self.salt, p.length_penalty, p.early_stopping
+                self.prompt, p.num_sequences, length, p.stop_token_ids, b"", p.length_penalty, p.early_stopping
             )
         return [
-            expected_output(self.prompt, length, p.stop_token_ids, self.salt, None if p.is_greedy else seed)
+            expected_output(self.prompt, length, p.stop_token_ids, seed=None if p.is_greedy else seed)
             for seed in group_seeds(p.seed, p.num_sequences)
         ]
 
@@ -93,7 +86,7 @@ class Asked:
         """The expected results, in order."""
         found = self.every_sequence(max_model_len)
         if not self.params.use_beam_search and self.params.num_sequences > self.params.n:
-            found.sort(key=lambda output: -logprob_of(self.prompt, output, self.salt))
+            found.sort(key=lambda output: -logprob_of(self.prompt, output))
         return found[: self.params.n]
 
     @property
@@ -108,11 +101,10 @@ class Guesses(CheckedDrafter):
         self._wrong = itertools.cycle(wrong)
 
     def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> list[int]:
-        salt = bytes([seq.prompt_len]) if seq.prompt_len > LENGTH_DEPENDENT_ABOVE else b""
         guessed = list(seq.token_ids)
         while len(guessed) <= len(seq) + most:
             draw = None if seq.params.is_greedy else (seq.seed, len(guessed) - seq.prompt_len)
-            token = sampled_token(prompt_digest(guessed, salt), draw)
+            token = sampled_token(prompt_digest(guessed), draw)
             guessed.append((token + 1) % VOCAB if next(self._wrong) else token)
         return guessed[len(seq) :][:most]
 
@@ -224,12 +216,11 @@ class EngineMachine(RuleBasedStateMachine):
         kinds = {"full" if window is None else "windows" for window in windows} | ({"states"} if slots else set())
         self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
-        facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
         parts = EngineFeatures()
         if drafts:
             limits = replace(limits, num_speculative_tokens=drafts)
             parts = replace(parts, drafter=Guesses(wrong))
-        self.engine = LLMEngine(limits, facts, self.manager, self.executor, parts)
+        self.engine = LLMEngine(limits, VOCAB, self.manager, self.executor, parts)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 
@@ -385,8 +376,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _tell_histories(self) -> None:
         for seq in self._live():
             self.executor.histories[seq.seq_id] = seq.token_ids
-            long = seq.prompt_len > LENGTH_DEPENDENT_ABOVE
-            self.executor.salts[seq.seq_id] = bytes([seq.prompt_len]) if long else b""
+            self.executor.salts[seq.seq_id] = b""
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

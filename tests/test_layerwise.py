@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROPES, checkpoint_fixture, make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from engines import (
     PREFILL_WAYS,
     greedy,
@@ -96,7 +96,7 @@ def test_a_layer_waits_once_for_each_load(model_dir: Path, monkeypatch: pytest.M
 
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
-    ("qwen2", {"rope": ROPES["dynamic"], "max_positions": 128}),  # K/V depend on the length of the whole prompt
+    ("qwen2", {}),
     ("mistral", {"sliding_window": 21}),
     ("qwen2", {"sliding_window": 40, "max_window_layers": 2}),  # full attention below, windows above
     ("ministral3", {}),  # queries are scaled by their positions
@@ -110,7 +110,7 @@ def test_same_tokens_as_transformers(tmp_path: Path, shape: int, chunk: int) -> 
     prompts = [random_prompt(length, VOCAB, 5) for length in (230, 97, 12)]
     prompts.append(prompts[0][: 5 * BLOCK] + random_prompt(120, VOCAB, 6))
     expected = [greedy_reference(reference, prompt, 5) for prompt in prompts]
-    with open_llm(tmp_path, chunk=chunk, dtype="float32", max_model_len=240 if family == "qwen2" else None) as llm:
+    with open_llm(tmp_path, chunk=chunk, dtype="float32") as llm:
         layerwise = watch_layerwise(llm)
         for _ in range(2):
             assert token_ids(llm, prompts, greedy(5)) == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, ROPES, edit_config, make_checkpoint
+from checkpoints import FAMILIES, ROPES, edit_config, fix_rope, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -81,11 +81,10 @@ def causal_attention(
     return torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], v)
 
 
-def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0) -> list[Tensor]:
+def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float]) -> list[Tensor]:
     """Logits at every position of every prompt, all prompts in one flat batch per step.
 
-    splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt represent
-    generated ones: they come one per step and do not count as prompt.
+    splits: fractions at which prompts are cut into chunks.
     """
     spec = decoder.spec
     windows = tuple(spec.sliding_windows[layer] for layer in range(spec.num_layers) if not spec.is_recurrent(layer))
@@ -93,13 +92,9 @@ def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], fo
     states = None if spec.recurrent is None else DenseStates(spec.recurrent, len(prompts), decoder.dtype)
     starts = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
-    for step in range(len(splits) + 1 + forced):
-        ends = []
-        for prompt in prompts:
-            own = len(prompt) - forced
-            after = step - len(splits)
-            ends.append(int(own * splits[step]) if after < 0 else own + after)
-        hidden = _step(decoder, prompts, starts, ends, cache, forced, states)
+    for split in (*splits, 1):
+        ends = [int(len(prompt) * split) for prompt in prompts]
+        hidden = _step(decoder, prompts, starts, ends, cache, states)
         pieces = hidden.split([end - start for start, end in zip(starts, ends, strict=True)])
         for kept, piece in zip(logits, pieces, strict=True):
             kept.append(decoder.compute_logits(piece))
@@ -113,24 +108,21 @@ def _step(
     starts: list[int],
     ends: list[int],
     cache: DenseKVCache,
-    forced: int,
     states: DenseStates | None,
 ) -> Tensor:
     slices = []
     ids = []
-    lengths = []
     row = 0
     for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
         if end == start:
             continue
         slices.append(SequenceMetadata.full(row, end - start, start, (number,)))
         ids.append(prompt[start:end])
-        lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start
     if states is not None:
         states.slots = torch.tensor([part.block_table[0] for part in slices]) + 1
     positions = torch.cat([part.positions() for part in slices])
-    ctx = ForwardContext(positions, torch.cat(lengths), tuple(slices), cache, states=states)
+    ctx = ForwardContext(positions, tuple(slices), cache, states=states)
     return decoder(torch.cat(ids), ctx)
 
 
@@ -212,25 +204,18 @@ def test_layer_types_choose_the_windowed_layers(tmp_path: Path, family: str) -> 
     assert_same_logits(model, tmp_path)
 
 
-@pytest.mark.parametrize("prompt_length", [20, 31, 32, 33, 50])
-def test_dynamic_rope_beyond_the_trained_length_equals_generate(tmp_path: Path, prompt_length: int) -> None:
+@pytest.mark.parametrize("longest", [32, 33, 96])
+def test_dynamic_rope_is_that_of_the_longest_sequence(tmp_path: Path, longest: int) -> None:
+    """Transformers has the same frequencies if its first prompt is of that length."""
     model = make_checkpoint(tmp_path, "llama", rope=ROPES["dynamic"], max_positions=32, head_dim=32)
-    prompt = random_prompts(199, [prompt_length])[0]
-    generate: Any = model.generate
-    generated = generate(
-        prompt[None],
-        attention_mask=torch.ones(1, prompt_length, dtype=torch.int64),
-        max_new_tokens=24,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=0,
-    )
-    tokens = generated.sequences[0]
-    for splits in ((), (0.3, 0.7)):
-        (logits,) = run(load(tmp_path), [tokens], splits, forced=24)
-        expected = torch.cat(generated.logits)
-        torch.testing.assert_close(logits[prompt_length - 1 : -1], expected, atol=FLOAT32_BOUND, rtol=0)
+    decoder = load_model(tmp_path, load_decoder_spec(tmp_path).for_length(longest), torch.float32, CPU)
+    prompts = random_prompts(199, (longest, 5))
+    (whole,) = reference(model, prompts[:1])
+    fix_rope(model, longest)
+    expected = reference(model, prompts)
+    torch.testing.assert_close(expected[0], whole, atol=FLOAT32_BOUND, rtol=0)
+    for ours, theirs in zip(run(decoder, prompts, (0.4,)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
 
 
 def test_row_chunks_do_not_change_the_result(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_each_row_with_drafts_is_kept_once_however_a_step_is_cut(chunk: int) -> 
     states: Any = RowsToKeep(kept)
     nothing: Any = None
     sizes = [min(chunk, starts[-1] - first) for first in range(0, starts[-1], chunk)]
-    parts = parts_of_states(ForwardContext(nothing, nothing, sequences, nothing, states=states), sizes)
+    parts = parts_of_states(ForwardContext(nothing, sequences, nothing, states=states), sizes)
     found = {
         int(target): index * chunk + int(source)
         for index, part in enumerate(parts)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from block_helpers import check_states
-from checkpoints import ROPES, make_checkpoint
+from checkpoints import make_checkpoint
 from drafters import CheckedDrafter
 from engines import for_groups
 from fast import fast_only
@@ -32,7 +32,6 @@ from nanovllm.outputs import RequestOutput
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"family": "llama"},
-    "lengths": {"family": "llama", "rope": ROPES["dynamic"], "max_positions": 64},  # keys change with the length
     "windows": {"family": "gpt_oss", "layers": 3},
     "windows of other sizes": {"family": "gemma4", "sliding_window": 21},
     "recurrent": {"family": "qwen3_5"},

@@ -358,7 +358,7 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
 def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: str | None, dtype: torch.dtype) -> None:
     tokens = 3
     positions = torch.tensor([0, 7, 100_000])
-    cos, sin = RotaryEmbedding(RopeSpec(), head_dim, torch.device("cpu")).cos_sin(positions, positions + 1)
+    cos, sin = RotaryEmbedding(RopeSpec(), head_dim, torch.device("cpu")).cos_sin(positions)
     heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     weight_dtype = torch.float32 if normed == "wide" else dtype
     weight = random(num_heads + num_kv_heads, head_dim, dtype=weight_dtype, seed=1) if normed else None

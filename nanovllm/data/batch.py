@@ -281,7 +281,6 @@ class ScheduledSequence:
     token_ids: Sequence[int]
     context_len: int
     prompt_len: int
-    rope_len: int  # that dynamic RoPE and longrope count, where the sequence up to the token is not longer
     # Of each KV group the physical block ids up to the last computed position, with HOLE for blocks not held.
     block_tables: Sequence[Sequence[int]]
     samples: Sequence[SamplingRow] = ()

@@ -43,27 +43,29 @@ class RopeSpec:
     truncate: bool = True  # yarn
     # yarn: queries are multiplied by 1 + query_beta * ln(1 + position // original_max_position).
     query_beta: float = 0.0
-    # What each frequency is divided by. default: none is as it is. longrope: up to the trained length, and beyond it.
-    frequency_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
+    frequency_factors: tuple[float, ...] = ()  # what each frequency is divided by; default: they stay as they are
+    long_factors: tuple[float, ...] = ()  # longrope: the `frequency_factors` for sequences beyond the trained length
+    theta_growth: float = 1.0  # dynamic: multiplies theta
     rotary_dim: int | None = None  # features of a head that are rotated, the first ones; None: all
     rotated_pairs: int = 0  # proportional: pairs of a head that are rotated, the fastest ones
 
-    @property
-    def length_dependent_above(self) -> int | None:
-        """Sequence length above which a token's angles depend on the prompt's length; None if they never do.
+    def for_length(self, longest: int, head_dim: int) -> RopeSpec:
+        """The RoPE of an engine whose longest sequence has `longest` tokens. All its sequences have the same angles.
 
-        K rows computed for one prompt length above it do not serve another.
+        Up to the trained length it is as it is. Beyond it, longrope takes its long factors, as vLLM does, and dynamic
+        RoPE grows theta by (factor * longest / trained - (factor - 1)) ^ (d / (d - 2)), where d is the number of
+        rotated features. Source: `_compute_dynamic_ntk_parameters` of Transformers, for a sequence of `longest` tokens;
+        vLLM has the same for factor * trained tokens.
         """
-        return self.original_max_position if self.kind in ("dynamic", "longrope") else None
-
-    @property
-    def recomputed_above(self) -> int | None:
-        """Sequence length above which all tokens have other angles than below; None if there is none.
-
-        A sequence that grows beyond it is computed again from its first token.
-        """
-        return self.original_max_position if self.kind == "longrope" else None
+        if longest <= self.original_max_position:
+            return self
+        if self.kind == "longrope":
+            return replace(self, frequency_factors=self.long_factors)
+        if self.kind == "dynamic":
+            rotated = self.rotary_dim or head_dim
+            growth = self.factor * longest / self.original_max_position - (self.factor - 1)
+            return replace(self, theta_growth=growth ** (rotated / (rotated - 2)))
+        return self
 
 
 @dataclass(frozen=True, slots=True)

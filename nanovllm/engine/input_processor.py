@@ -12,27 +12,13 @@ from functools import partial
 
 from nanovllm.data.batch import Adapter, Adapters
 from nanovllm.engine.beams import BeamRequest
-from nanovllm.engine.request import Request, RopeSwitch
+from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams, derived_seed
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The facts about the model that requests are checked against.
-
-    length_dependent_above: above this many tokens, K/V depend on the length of the prompt (dynamic RoPE), and only
-    prompts of equal length may share blocks; None if they never do. recomputed_above: above this many tokens, all K/V
-    differ from those below, in the same way for all lengths (longrope).
-    """
-
-    vocab_size: int
-    length_dependent_above: int | None = None
-    recomputed_above: int | None = None
 
 
 @dataclass(slots=True)
@@ -43,7 +29,7 @@ class InputProcessor:
     """
 
     limits: SchedulerLimits
-    facts: ModelFacts
+    vocab_size: int
     sampling: SamplingFacts
     seed: int
     advise: Callable[[int], Advice]
@@ -77,7 +63,7 @@ class InputProcessor:
         check_num_sequences(request_id, params.num_sequences, self.limits)
         make_request: Callable[..., Request] = Request
         if params.use_beam_search:
-            make_request = partial(BeamRequest, self.limits, self.facts.vocab_size)
+            make_request = partial(BeamRequest, self.limits, self.vocab_size)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
         adapter = self.adapter(lora_request)
@@ -93,10 +79,9 @@ class InputProcessor:
             arrival_time=arrival_time,
             priority=priority,
             prompt=prompt.text,
-            cache_salt=self._cache_salt(len(token_ids), salt, adapter),
+            cache_salt=_cache_salt(salt, adapter),
             sampling=resolve_sampling(params, token_ids, self.sampling),
             adapter=adapter,
-            rope_switch=self._rope_switch(len(token_ids), salt, adapter),
         )
 
     def adapter(self, lora_request: object | None) -> Adapter | None:
@@ -122,7 +107,7 @@ class InputProcessor:
             advice = self.advise(len(token_ids))
             lengths = f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}"
             raise RequestError(f"{lengths}: {advice.text}", advice.changes)
-        vocab_size = self.facts.vocab_size
+        vocab_size = self.vocab_size
         # A loop over a million ids would keep the running requests waiting.
         if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size)
@@ -163,21 +148,11 @@ class InputProcessor:
         with as_request_error("the tokenizer cannot read the prompt"):
             return self.sampling.tokenizer.encode(prompt)
 
-    def _cache_salt(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> bytes:
-        """The user's salt and what else K/V depend on: the adapter and, for some models, the length of the prompt."""
-        threshold = self.facts.length_dependent_above
-        length = 0 if threshold is None or prompt_len <= threshold else prompt_len
-        if threshold is not None and self.facts.recomputed_above is not None:
-            length = min(length, threshold + 1)
-        number = 0 if adapter is None else adapter.number
-        fixed = length.to_bytes(8, "little") + number.to_bytes(8, "little")  # see `salt_of_content`
-        return fixed + (salt or "").encode("utf-8", "surrogatepass")
 
-    def _rope_switch(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> RopeSwitch | None:
-        above = self.facts.recomputed_above
-        if above is None or prompt_len > above or above >= self.limits.max_model_len:
-            return None
-        return RopeSwitch(above, self._cache_salt(above + 1, salt, adapter))
+def _cache_salt(salt: str | None, adapter: Adapter | None) -> bytes:
+    """What K/V depend on besides the tokens: the adapter, and the caller's salt."""
+    number = 0 if adapter is None else adapter.number
+    return number.to_bytes(8, "little") + (salt or "").encode("utf-8", "surrogatepass")
 
 
 def check_num_sequences(request_id: str, count: int, limits: SchedulerLimits) -> None:
@@ -196,4 +171,4 @@ def salt_of_content(cache_salt: bytes, adapter: bytes) -> bytes:
 
     Another engine may give the same number to another adapter.
     """
-    return cache_salt[:8] + len(adapter).to_bytes(8, "little") + adapter + cache_salt[16:]
+    return len(adapter).to_bytes(8, "little") + adapter + cache_salt[8:]

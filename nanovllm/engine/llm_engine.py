@@ -14,7 +14,7 @@ from nanovllm.data.batch import Adapters, Batch, StepResult
 from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
-from nanovllm.engine.input_processor import InputProcessor, ModelFacts
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
@@ -205,7 +205,7 @@ class LLMEngine:
     def __init__(
         self,
         limits: SchedulerLimits,
-        facts: ModelFacts,
+        vocab_size: int,
         block_manager: BlockManager,
         executor: Executor,
         features: EngineFeatures,
@@ -218,7 +218,7 @@ class LLMEngine:
     ) -> None:
         """model: its name for `model_config`; sampling_defaults: the sampling parameters that it recommends."""
         self.limits = limits
-        self.facts = facts
+        self.vocab_size = vocab_size
         self.scheduler = Scheduler(limits, block_manager, features.drafter)
         self.executor = executor
         self.tokenizer = tokenizer
@@ -227,8 +227,8 @@ class LLMEngine:
         self.guard = EngineGuard()
         self.closed = False
         self._features = features
-        sampling = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs, features.grammars)
-        self._inputs = InputProcessor(limits, facts, sampling, seed, executor.advise, features.adapters)
+        sampling = SamplingFacts(vocab_size, limits.eos_token_ids, tokenizer, max_logprobs, features.grammars)
+        self._inputs = InputProcessor(limits, vocab_size, sampling, seed, executor.advise, features.adapters)
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id

@@ -186,16 +186,14 @@ class ChunkedPass:
         query_lens = torch.tensor([len(seq.token_ids) for seq in self._sequences])
         # Of each sequence: the position of its rows less their index in the batch.
         offsets = torch.tensor([part.context_len - part.query_start for part in sequences])
-        rope_lens = torch.tensor([seq.rope_len for seq in self._sequences])
         positions = torch.arange(len(token_ids)) + offsets.repeat_interleave(query_lens)
-        rope_lengths = torch.maximum(positions + 1, rope_lens.repeat_interleave(query_lens))
-        inputs = torch.stack((token_ids, positions, rope_lengths))  # on the host
+        inputs = torch.stack((token_ids, positions))  # on the host
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
         batch = FlatBatch(inputs, sequences, self._sequences)
         if self.decode_runner is not None and (rows := self.decode_runner.run(batch, kv_cache)) is not None:
             return rows
         adapters = self._adapters.of_rows(batch.adapters) if self._adapters is not None else ()
-        token_ids, positions, rope_lengths = upload(inputs, self._model.device)
+        token_ids, positions = upload(inputs, self._model.device)
         pool = self._kv_cache.pools.states
         slots = [seq.state_slot for seq in self._sequences]
         num_kept = [len(seq.token_ids) if seq.num_drafts else 0 for seq in self._sequences]
@@ -203,7 +201,7 @@ class ChunkedPass:
         if pool is not None:
             states = pool.of_step([slot for slot in slots if slot is not None], num_kept)
         read = self._hidden(self._sequences) if self._hidden is not None else None
-        context = ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters, states, read)
+        context = ForwardContext(positions, sequences, kv_cache, adapters, states, read)
         hidden = self._model(token_ids, context)
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
 

@@ -64,17 +64,6 @@ class Blocks(Protocol):
     def free(self, seq: Sequence) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSwitch:
-    """What holds for a request as soon as its sequences have more than `above` tokens: all K/V differ from before.
-
-    cache_salt: of the blocks from then on.
-    """
-
-    above: int
-    cache_salt: bytes
-
-
 @dataclass(eq=False)
 class Request:
     """A prompt, its sampling parameters, and the sequences that answer it.
@@ -82,7 +71,6 @@ class Request:
     `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
     it ended with finish_reason "error"; `step_failed`: a failed step ended it. `prompt_logprobs`: from the second
     prompt token on, as far as computed.
-    `rope_switch`: for models that use other angles for long sequences, while the request is not long.
     `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
     `forked`: whether the sequences have the prompt's blocks in common; the only one of a request always does.
     `was_spoiled`: whether a step with drafts had no finite logits.
@@ -101,7 +89,6 @@ class Request:
     cache_salt: bytes = b""
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
     adapter: Adapter | None = None
-    rope_switch: RopeSwitch | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)
     step_failed: bool = field(default=False, init=False)
@@ -113,7 +100,6 @@ class Request:
 
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
         self.sequences = self.new_sequences()
         self.forked = len(self.sequences) == 1
 
@@ -139,22 +125,6 @@ class Request:
     def is_prefill(self) -> bool:
         """Whether any sequence has more to compute than the one token that it samples from."""
         return any(seq.num_remaining > 1 for seq in self.computing)
-
-    @property
-    def outgrew_kv(self) -> bool:
-        """Whether a sequence is longer than `rope_switch` allows, so that its K/V does not hold any more."""
-        return self.rope_switch is not None and any(len(seq) > self.rope_switch.above for seq in self.live)
-
-    def switch_rope(self) -> None:
-        """From now on all K/V is that of a long sequence. Called after all blocks have been freed."""
-        assert self.rope_switch is not None
-        self.rope_len = self.rope_switch.above + 1
-        self.cache_salt = self.rope_switch.cache_salt
-        self.rope_switch = None
-        for seq in self.live:
-            seq.block_hashes = []
-            seq.found_prefix = []
-            seq.prefix_age = -1
 
     # ---- what the scheduler asks; beam search overrides some of it
 

@@ -132,8 +132,6 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
-        for request in [request for request in self.running if request.outgrew_kv]:
-            self._restart_longer(request)
         for request in [request for request in self.loading if _has_loaded(request)]:
             self._end_loading(request, now)
         self._grow_running()
@@ -247,13 +245,6 @@ class Scheduler:
             self.block_manager.end_look_ahead(seq)
         self._apply_samples(seq.request, [sample], now)
         return True
-
-    def _restart_longer(self, request: Request) -> None:
-        """A request that has outgrown the length up to which its K/V holds waits to be computed again."""
-        self.preemption.restart(request)
-        request.switch_rope()
-        _insert(self.waiting, request)
-        self.running.remove(request)
 
     def _end_loading(self, request: Request, now: float) -> None:
         """What a request waited for has been read. If that failed, it waits again, for what is left of it."""
@@ -399,10 +390,7 @@ class Scheduler:
         manager = self.block_manager
         if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining == 1:
             return 0
-        longest = limits.max_model_len
-        if request.rope_switch is not None:
-            longest = min(longest, request.rope_switch.above + 1)
-        most = min(limits.num_speculative_tokens, longest - len(seq) - 1)
+        most = min(limits.num_speculative_tokens, limits.max_model_len - len(seq) - 1)
         if manager.states is not None and manager.prefix_cache.enabled:  # it keeps states where hash blocks end
             most = min(most, -len(seq) % manager.prefix_cache.hash_block_size)
         return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
@@ -509,7 +497,6 @@ class Scheduler:
             token_ids=[*seq.token_ids[seq.num_computed : end], *drafts],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
-            rope_len=seq.request.rope_len,
             block_tables=self.block_manager.physical_ids(seq, end + len(drafts)),
             samples=samples,
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,

@@ -88,7 +88,6 @@ class ForwardContext:
     """
 
     positions: Tensor  # int64 [tokens]
-    rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
     adapters: Sequence[RowAdapters | None] = ()

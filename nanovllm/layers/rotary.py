@@ -7,21 +7,17 @@ one rounding of a frequency changes an angle by 0.01 rad, so an equivalent formu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.data.network import RopeSpec
-from nanovllm.ops.row_kernels import kernels_on, powers
+from nanovllm.ops.row_kernels import kernels_on
 
 
 class RotaryEmbedding:
-    """cos and sin for the tokens of a batch, from their positions alone.
-
-    For dynamic RoPE and longrope also from the lengths of their sequences.
-    """
+    """cos and sin for the tokens of a batch, from their positions alone."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.rope = rope
@@ -30,25 +26,14 @@ class RotaryEmbedding:
         rotary_dim = rope.rotary_dim or head_dim
         # Computed on the CPU for every device: pow rounds differently elsewhere.
         self.inv_freq = inverse_frequencies(rope, rotary_dim).to(device)
-        self._long = longrope_frequencies(rope, rope.long_factors, rotary_dim).to(device) if rope.long_factors else None
-        self._exponents = _exponents(rotary_dim).double().to(device)
         self._unrotated = (head_dim - rotary_dim) // 2  # pairs
 
-    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32.
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32, of positions int64 [tokens].
 
-        positions, lengths: int64 [tokens]; the length of a token is the sequence length for dynamic RoPE and longrope.
         Pairs that are not rotated come last and have the angle 0.
         """
-        frequencies = self.inv_freq  # [pairs], or [tokens, pairs] for dynamic RoPE and longrope
-        if self.rope.kind == "dynamic":
-            grown = dynamic_frequencies(self.rope, self._exponents, lengths)
-            is_longer = lengths > self.rope.original_max_position
-            frequencies = torch.where(is_longer[:, None], grown, frequencies)
-        if self._long is not None:
-            is_longer = lengths > self.rope.original_max_position
-            frequencies = torch.where(is_longer[:, None], self._long, frequencies)
-        angles = positions.float()[:, None] * frequencies
+        angles = positions.float()[:, None] * self.inv_freq
         cos, sin = self._kernels.cos_sin(angles, self.rope.attention_factor)
         if self._unrotated:
             cos = F.pad(cos[:, : cos.shape[1] // 2], (0, self._unrotated), value=1.0).repeat(1, 2)
@@ -64,12 +49,12 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of each pair, fp32 [head_dim / 2], where they depend on the length up to the trained one."""
+    """Radians per position of each pair: fp32 [head_dim / 2]."""
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, head_dim)
     if rope.kind == "longrope":
-        return longrope_frequencies(rope, rope.frequency_factors, head_dim)
-    inv_freq = 1.0 / (rope.theta ** _exponents(head_dim))
+        return _longrope_frequencies(rope, head_dim)
+    inv_freq = 1.0 / ((rope.theta * rope.theta_growth) ** _exponents(head_dim))
     if rope.kind == "proportional":  # the other pairs have the angle 0
         inv_freq[rope.rotated_pairs :] = 0.0
         return inv_freq / rope.factor
@@ -82,9 +67,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return inv_freq
 
 
-def longrope_frequencies(rope: RopeSpec, factors: Sequence[float], rotary_dim: int) -> Tensor:
+def _longrope_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
     """Each frequency divided by its factor: fp32 [rotary_dim / 2]. Source: Ding et al., "LongRoPE" (2024)."""
-    return 1.0 / (torch.tensor(factors) * rope.theta ** _exponents(rotary_dim))
+    return 1.0 / (torch.tensor(rope.frequency_factors) * rope.theta ** _exponents(rotary_dim))
 
 
 def rotated_order(rotary_dim: int, head_dim: int, device: torch.device) -> Tensor:
@@ -96,20 +81,6 @@ def rotated_order(rotary_dim: int, head_dim: int, device: torch.device) -> Tenso
     others = torch.arange(rotary_dim, head_dim, device=device)
     parts = zip(rotated.chunk(2), others.chunk(2), strict=True)
     return torch.cat([part for both in parts for part in both])
-
-
-def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> Tensor:
-    """Dynamic NTK frequencies at sequence lengths int64 [tokens]: fp32 [tokens, head_dim / 2].
-
-    exponents: fp64 [head_dim / 2], those of `inverse_frequencies`, where the lengths are.
-    theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64,
-    because the bits of an fp32 pow depend on the batch; rounded from fp64 they agree. On the CPU `cpu_kernels.powers`
-    computes each power alone.
-    """
-    growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)
-    head_dim = 2 * len(exponents)
-    theta = rope.theta * powers(growth, exponents.new_full((1,), head_dim / (head_dim - 2)))[:, 0]
-    return (1.0 / powers(theta, exponents)).float()
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -191,7 +191,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     recurrent = model.spec.recurrent
     states = None if recurrent is None else ScratchStates(model, recurrent)
-    hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache, states=states))
+    hidden = model(zeros, ForwardContext(zeros, (sequence,), kv_cache, states=states))
     prompt_logits = model.compute_logits(hidden[:LOGPROB_ROWS])
     if model.has_logits:
         _score(prompt_logits, config.max_logprobs)

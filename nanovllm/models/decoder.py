@@ -383,7 +383,7 @@ class Decoder:
         return LayerInputs(
             ctx=ctx,
             parts=parts,
-            angles={rope: self.rotaries[rope].cos_sin(ctx.positions, ctx.rope_lengths) for rope in ropes},
+            angles={rope: self.rotaries[rope].cos_sin(ctx.positions) for rope in ropes},
             q=x.new_empty(tokens, spec.num_heads, spec.head_dim),
             k=k,
             v=v,

@@ -621,6 +621,11 @@ class DecoderSpec:
             return None
         return min(self.max_position_embeddings, 32_768) if self.max_position_embeddings <= 40_960 else None
 
+    def for_length(self, longest: int) -> DecoderSpec:
+        """The network of an engine whose longest sequence has `longest` tokens: see `RopeSpec.for_length`."""
+        local = None if self.local_rope is None else self.local_rope.for_length(longest, self.head_dim)
+        return replace(self, rope=self.rope.for_length(longest, self.head_dim), local_rope=local)
+
     @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens, that the checkpoint's positions support.

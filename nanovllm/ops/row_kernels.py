@@ -123,11 +123,6 @@ GATED_UNITS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def powers(bases: Tensor, exponents: Tensor) -> Tensor:
-    """base^exponent in fp64: [bases], [exponents] -> [bases, exponents]. On the CPU each power depends on no other."""
-    return (cpu_kernels if bases.is_cpu else torch_rows).powers(bases, exponents)
-
-
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     """The softmax of each row of fp32 x [rows, size], or its natural logarithm."""
     return kernels_for(x, 2).softmax(x, log=log)

@@ -86,10 +86,6 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), dim=-1), angles.sin() * factor
 
 
-def powers(bases: Tensor, exponents: Tensor) -> Tensor:
-    return bases[:, None] ** exponents
-
-
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return torch.log_softmax(x, dim=-1) if log else torch.softmax(x, dim=-1)
 

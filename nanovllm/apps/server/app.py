@@ -165,7 +165,7 @@ async def detokenize(serving: Serving, request: Request) -> Response:
     """The text of token ids"""
     body = await serving.read(request, DetokenizeRequest)
     tokenizer = serving.engine.llm.engine.tokenizer
-    size = serving.engine.llm.engine.facts.vocab_size
+    size = serving.engine.llm.engine.vocab_size
     if tokenizer is None:
         raise RequestError("the model directory has no tokenizer files, so token ids have no text")
     for token in body.tokens:

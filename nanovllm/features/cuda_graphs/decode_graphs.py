@@ -74,7 +74,7 @@ class AttentionBetweenGraphs:
 class RecordedStep:
     """The graphs of steps of one shape, and the tensors in which they leave their results.
 
-    inputs: int64 [3, rows], token ids, positions and RoPE lengths. hidden: [rows, hidden], after the final norm.
+    inputs: int64 [2, rows], token ids and positions. hidden: [rows, hidden], after the final norm.
     tokens: int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes it.
     """
 
@@ -111,8 +111,8 @@ class DecodeGraphs:
         self._adapters = adapters
         self._runs_ahead = runs_ahead
         most = max(shape.rows for shape in shapes)
-        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=model.device)
-        self._steps = [RecordedStep(shape, self._inputs[: 3 * shape.rows].view(3, -1)) for shape in shapes]
+        self._inputs = torch.zeros(2 * most, dtype=torch.int64, device=model.device)
+        self._steps = [RecordedStep(shape, self._inputs[: 2 * shape.rows].view(2, -1)) for shape in shapes]
         # The largest first: the others then allocate from the memory that it took.
         largest_first = self._steps[::-1]
         graphs = device.capture([self._work(step) for step in largest_first])
@@ -157,8 +157,7 @@ class DecodeGraphs:
     def _replay(
         self, step: RecordedStep, rows: int, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache
     ) -> None:
-        _, positions, rope_lengths = step.inputs[:, :rows]
-        ctx = ForwardContext(positions, rope_lengths, sequences, kv_cache)
+        ctx = ForwardContext(step.inputs[1, :rows], sequences, kv_cache)
         replays = iter(step.graphs)
         next(replays).replay()
         self._device.end_kernel()
@@ -200,10 +199,8 @@ class DecodeGraphs:
             kv_cache: KVCache = between if self._tables is None else self._tables.of_shape(shape)
             states, parts = self._states.of_shape(shape) if self._states is not None else (None, ())
             adapters = [self._adapters.of_rows(shape.rows)] if self._adapters is not None and shape.adapters else []
-            token_ids, positions, rope_lengths = step.inputs
-            ctx = ForwardContext(
-                positions, rope_lengths, (), kv_cache, adapters=adapters, states=states, state_parts=parts
-            )
+            token_ids, positions = step.inputs
+            ctx = ForwardContext(positions, (), kv_cache, adapters=adapters, states=states, state_parts=parts)
             step.hidden = model(token_ids, ctx)
             step.calls = between.calls
             if has_tail:

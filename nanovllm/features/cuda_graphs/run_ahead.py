@@ -42,9 +42,8 @@ class NextStep:
         if any(number is not None for number, _ in batch.adapters):
             return None
         sequences = (replace(seq, context_len=seq.context_len + 1, kv_end=seq.kv_end + 1) for seq in batch.sequences)
-        _, positions, rope_lengths = batch.inputs
-        following = positions + 1
-        inputs = torch.stack((torch.zeros_like(positions), following, torch.maximum(rope_lengths, following + 1)))
+        _, positions = batch.inputs
+        inputs = torch.stack((torch.zeros_like(positions), positions + 1))
         return cls(inputs, tuple(sequences), _ids(batch))
 
     def is_step(self, batch: FlatBatch, token_ids: Sequence[int]) -> bool:
@@ -53,7 +52,7 @@ class NextStep:
             return False
         if any(number is not None for number, _ in batch.adapters):
             return False
-        return torch.equal(self.inputs[1:], batch.inputs[1:]) and batch.inputs[0].tolist() == list(token_ids)
+        return torch.equal(self.inputs[1], batch.inputs[1]) and batch.inputs[0].tolist() == list(token_ids)
 
 
 def _ids(batch: FlatBatch) -> tuple[int, ...]:

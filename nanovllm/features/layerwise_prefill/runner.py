@@ -124,7 +124,7 @@ class LayerwisePass:
         chunk = SequenceMetadata.full(0, len(where), where.start, *seq.block_tables)
         positions = torch.arange(where.start, where.stop, device=x.device)
         adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
-        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters, states)
+        ctx = ForwardContext(positions, (chunk,), kv_cache, adapters, states)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
         span = self._spans[part.layerwise.layer(layer_chunk)]
         self._model.forward_layers_(span, rows, ctx)

@@ -259,7 +259,7 @@ def _step(
 
 def _context(probe: Probe, kv_cache: KVCache, sequence: SequenceMetadata) -> ForwardContext:
     positions = upload(sequence.positions(), probe.model.device)
-    return ForwardContext(positions, positions + 1, (sequence,), kv_cache)
+    return ForwardContext(positions, (sequence,), kv_cache)
 
 
 class _NoKVCache:

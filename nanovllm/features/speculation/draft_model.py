@@ -269,7 +269,6 @@ class DraftModel:
             token_ids=token_ids,
             context_len=begin,
             prompt_len=shadow.prompt_len,
-            rope_len=shadow.request.rope_len,
             block_tables=self._manager.physical_ids(shadow, begin + len(token_ids)),
             samples=(row,) if samples else (),
         )
