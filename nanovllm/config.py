@@ -327,7 +327,7 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     """The checked configuration, from the engine's own arguments and from vLLM's.
 
     Names of the hub become directories. vLLM's other names for an argument or a value are resolved; `vllm_names` says
-    which arguments of vLLM's are accepted without being this engine's. Raises ConfigError.
+    which arguments of vLLM's are accepted without an effect. Raises ConfigError.
     """
     rules: dict[str, Rule] = {
         field.name: field.metadata["rule"] for field in fields(EngineConfig) if field.name != "model"

@@ -12,6 +12,7 @@ from typing import Any
 MOST_QUOTED = 200  # characters of a value in a message
 MOST_TOLD = 500  # characters of another library's error in a message
 NEAR = 0.7  # similarity (difflib's ratio) from which on a valid name is a likely correction
+LEAST_BEGINNING = 5  # characters of an unknown name with which the meant name is likely to begin
 
 
 class RefusedError(ValueError):
@@ -60,14 +61,16 @@ class EngineError(RuntimeError):
         self.outputs = list(outputs)
 
 
-def unknown_name_message(what: str, name: str, known: Collection[str], listed: Collection[str] | None = None) -> str:
-    """The message for an unknown name, with the most similar valid name if one is near.
+def unknown_name_message(what: str, name: str, known: Collection[str], otherwise: str | None = None) -> str:
+    """The message for an unknown name, with the nearest valid one: one that begins with it, or the most similar.
 
-    listed: the names to list where none is near; all that are known by default.
+    otherwise: what to do where no name is near; by default the message lists the valid names.
     """
-    near = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1, cutoff=NEAR)
-    names = known if listed is None else listed
-    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(names))}"
+    short = name[:MOST_QUOTED]
+    longer = [valid for valid in known if len(short) >= LEAST_BEGINNING and valid.startswith(short)]
+    near = longer or difflib.get_close_matches(short, known, n=1, cutoff=NEAR)
+    advice = f"the valid names are {', '.join(sorted(known))}" if otherwise is None else otherwise
+    hint = f"did you mean {near[0]!r}?" if near else advice
     return f"unknown {what} {quoted(name)}: {hint}"
 
 

@@ -37,7 +37,6 @@ from nanovllm.text.prompts import (
     params_for_each,
     priority_for_each,
     prompt_parts,
-    refuse_unknown,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class LLM:
     """A model ready to generate. One thread at a time may use it; a second one is refused with EngineError.
 
     model: a local directory in Hugging Face format, or the name of a model on the Hugging Face hub. Engine arguments:
-    see `nanovllm.config.EngineConfig`, and `nanovllm.vllm_names` for what becomes of vLLM's others. Unknown ones and
+    see `nanovllm.config.EngineConfig`, and `nanovllm.vllm_names` for vLLM's names that are taken too. Unknown ones and
     values that cannot be honoured raise ConfigError, damaged or unsupported checkpoints ModelError.
     """
 
@@ -115,7 +114,6 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
-        **unknown: Any,
     ) -> list[RequestOutput]:
         """Run prompts to their end. Returns their complete outputs, in the order of the prompts, for any `output_kind`.
 
@@ -127,7 +125,6 @@ class LLM:
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
         call's requests.
         """
-        refuse_unknown(self.generate, unknown)
         with self.engine.guard.call("generate"):
             requests = self._requests(
                 lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=True
@@ -148,7 +145,6 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **unknown: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered to prompts by the tokenizer's chat template.
 
@@ -158,7 +154,6 @@ class LLM:
         continue_final_message leaves the last message open instead. tools and chat_template_kwargs are passed to the
         template. Everything else is as in `generate`; the rendered text is the output's `prompt`.
         """
-        refuse_unknown(self.chat, unknown)
         with self.engine.guard.call("chat"):
             template = ChatTemplate(
                 self.engine.tokenizer,
@@ -261,9 +256,9 @@ class LLM:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """See `LLMEngine.reset_prefix_cache`."""
-        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        return self.engine.reset_prefix_cache()
 
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""

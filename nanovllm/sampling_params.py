@@ -13,7 +13,7 @@ from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.rules import FLAG, Rule, argument, is_whole, number, one_of, whole
 from nanovllm.sampling_rules import GREEDY_EPS, check_lists, check_structured_outputs, check_together
-from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments, unknown_name
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
 # (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits.
@@ -204,7 +204,7 @@ class SamplingParams:
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dict__:
-                raise RequestError(unknown_name("sampling parameter", name, self.__dict__))
+                raise RequestError(unknown_name_message("sampling parameter", name, self.__dict__))
             self.__dict__.update(_checked(self.__dict__ | {name: value}))
 
     @property

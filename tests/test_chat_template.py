@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from checkpoints import checkpoint_fixture, refusal
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
+from transformers import PreTrainedTokenizerBase
 
 from nanovllm.errors import RequestError
-from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.chat_template import NOT_VARIABLES, ChatTemplate
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 QUESTION = [{"role": "user", "content": "a known question"}]
@@ -113,3 +115,8 @@ def test_a_template_reaches_nothing(tokenizer: HuggingFaceTokenizer) -> None:
         with suppress(RequestError):
             text = ChatTemplate(tokenizer, template).prompts(QUESTION)[0].text
             assert text == "", "what is not there prints as nothing"
+
+
+def test_template_arguments_are_those_of_transformers() -> None:
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert set(parameters) - {"self", "documents"} <= NOT_VARIABLES

@@ -58,7 +58,7 @@ def test_refusals(
         (["--tool-call-parser", "x"], "tool_call_parser='x'"),
         (["--chat-template", "nowhere"], "--chat-template"),
         (["--max-model-len", "0"], "max_model_len=0"),
-        (["--max-modl-len", "5"], "did you mean --max-model-len"),
+        (["--max-modl-len", "5"], "did you mean '--max-model-len'"),
     ):
         assert exit_status(["serve", "--model", str(tmp_path), "--port", "0", *flags]) == 2
         assert words in capsys.readouterr().err and not loaded

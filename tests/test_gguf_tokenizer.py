@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from text_cases import QUICK, TEXTS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GemmaTokenizer
+from transformers.convert_slow_tokenizer import generate_merges
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -22,7 +24,7 @@ from gguf_files import add_value
 from tokenizer_files import byte_symbols, data_of
 
 from nanovllm.formats.gguf.header import read_header
-from nanovllm.formats.gguf.tokenizer import end_token_ids
+from nanovllm.formats.gguf.tokenizer import end_token_ids, merges_by_score
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
 END = "<|end|>"
@@ -232,6 +234,16 @@ def test_special_tokens_and_prefix_follow_the_metadata(tmp_path: Path) -> None:
     assert ids[-1] == 2 and ids[0] != 1 and ids.count(2) == 2
     assert tokenizer.decode(ids) == "the a"
     assert tokenizer.silent_ids == {0, 1, 2}
+
+
+@given(
+    scores=st.dictionaries(st.text("ab▁", min_size=1, max_size=5), st.sampled_from([0.0, -1.0, -2.5]), max_size=30),
+    special=st.sets(st.text("ab▁", min_size=1, max_size=2), max_size=2),
+)
+@QUICK
+def test_merges_follow_from_scores_as_in_transformers(scores: dict[str, float], special: set[str]) -> None:
+    vocab = {text: index for index, text in enumerate(scores)}
+    assert merges_by_score(vocab, scores, special) == generate_merges(vocab, scores, special)
 
 
 # ---- refused

@@ -40,8 +40,6 @@ TORCH_FREE = (
     "nanovllm.features.planner.network",
     "nanovllm.features.planner.plan",
     "nanovllm.features.structured_outputs",
-    "nanovllm.formats.fast_tokenizer",
-    "nanovllm.formats.tokenizer_classes",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.layers.row_limits",
     "nanovllm.layers.sharding",

@@ -102,7 +102,6 @@ BAD_CHATS: list[tuple[Any, dict[str, Any], str]] = [
     (CONVERSATION, {"chat_template": 5}, "chat_template=5: must be the text"),
     (CONVERSATION, {"continue_final_message": True}, "continue_final_message=True: needs add_generation_prompt=False"),
     (CONVERSATION, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs='tokenize': must hold"),
-    (CONVERSATION, {"chat_tempalte": "x"}, "unknown argument of chat 'chat_tempalte': did you mean 'chat_template'"),
     ([CONVERSATION] * 2, {"sampling_params": [GREEDY]}, "2 prompts and 1 sampling_params"),
 ]
 

@@ -382,7 +382,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 9}]}, "messages.0.tool_calls.0.function", "got 1"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     (CHAT, {"messages": HELLO, "chat_template": "x"}, "chat_template", "no templates from requests"),
-    (CHAT, {"messages": HELLO, "guided_json": {}}, "guided_json", "guided_json is not supported: use structured_out"),
     (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "prompt_logprobs"),
     (CHAT, {"messages": HELLO, "tool_choice": "auto"}, "tool_choice", "needs tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "schema"),

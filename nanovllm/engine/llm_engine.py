@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
-from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 LOADING_SECONDS = 0.05  # that a step waits where all requests are loading
 
@@ -237,9 +236,8 @@ class LLMEngine:
         self._batch: Batch | None = None  # of the running step
 
     @classmethod
-    def from_engine_args(cls, engine_args: Any, **vllm_arguments: Any) -> LLMEngine:
-        """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
-        _refuse_others("from_engine_args", vllm_arguments)
+    def from_engine_args(cls, engine_args: Any) -> LLMEngine:
+        """The engine that `EngineArgs` describe."""
         engine: LLMEngine = engine_args.create_engine()
         return engine
 
@@ -257,17 +255,15 @@ class LLMEngine:
         lora_request: object | None = None,
         *,
         params: SamplingParams | None = None,
-        **vllm_arguments: Any,
     ) -> None:
         """Queue a request.
 
         prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
         arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
         cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: the `LoRARequest`
-        of the adapter to use. vllm_arguments: vLLM's others, see `vllm_names`.
+        of the adapter to use.
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
-        _refuse_others("add_request", vllm_arguments)
         self.guard.check_process("add_request")
         self.check_open()
         with as_request_error("the request cannot be taken"):
@@ -336,12 +332,11 @@ class LLMEngine:
         if params.structured_outputs is not None and self._features.grammars is not None:
             self._features.grammars.prepare(params.structured_outputs)
 
-    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | None:
         """End a request, free its blocks on both tiers, and return its output if it was unfinished.
 
         Several ids, as vLLM has them, return None.
         """
-        _refuse_others("abort_request", {"internal": internal} if internal else {})
         with self._operation("abort_request"):
             if isinstance(request_id, str):
                 return self._abort(request_id)
@@ -355,10 +350,8 @@ class LLMEngine:
         with suppress(EngineError), self._operation("abort_request"):
             self._abort_dropped()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Forget all cached content. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
-        others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
-        _refuse_others("reset_prefix_cache", {name: value for name, value in others.items() if value})
         with self._operation("reset_prefix_cache"):
             self.scheduler.block_manager.reset_prefix_cache()
         return True
@@ -542,8 +535,3 @@ def _one_prompt(prompt: Prompt | None, token_ids: Seq[int] | None, cache_salt: s
         raise RequestError("cache_salt is given twice, in the prompt and as an argument: give it once")
     ids = parts.token_ids if token_ids is None else token_ids
     return PromptParts(parts.text, ids, parts.cache_salt if cache_salt is None else cache_salt)
-
-
-def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
-    own_arguments(f"argument of {method}", arguments, (), CALL_ARGUMENTS, RequestError)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, cast
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -95,12 +93,6 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
     """Copies of the parameters with output_kind FINAL_ONLY."""
     changed = {id(param): replace(param, output_kind=RequestOutputKind.FINAL_ONLY) for param in params}
     return [changed[id(param)] for param in params]
-
-
-def refuse_unknown(method: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
-    """Raise RequestError for `unknown`, as a method calls the keyword arguments that it does not have."""
-    known = signature(method).parameters.keys() - {"unknown"}
-    own_arguments(f"argument of {method.__name__}", unknown, known, CALL_ARGUMENTS, RequestError)
 
 
 def check_use_tqdm(use_tqdm: object) -> None:

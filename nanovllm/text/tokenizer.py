@@ -6,40 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
-from nanovllm.data import json_fields as rules
-from nanovllm.data.json_fields import FLAG, LIST, NULL, OBJECT, TEXT, Field
 from nanovllm.errors import ModelError, RequestError, quoted, told
-from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, is_panic, load_fast
 from nanovllm.formats.hub import is_gguf
 from nanovllm.text.template_facts import TemplateFacts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
-MOST_TEMPLATES = 8  # whose facts are kept: a checkpoint's own, and what requests bring
 MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
-SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, TEXT | OBJECT | NULL))
-CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
-    {
-        **SPECIAL_TOKEN_FIELDS,
-        "tokenizer_class": TEXT | NULL,
-        "auto_map": OBJECT | LIST | NULL,
-        "model_max_length": rules.number(0, above=True) | NULL,
-        "chat_template": TEXT | OBJECT | LIST | NULL,
-        "response_template": OBJECT | NULL,
-        "added_tokens_decoder": OBJECT,
-        "additional_special_tokens": LIST | NULL,
-        "extra_special_tokens": LIST | OBJECT | NULL,
-        **dict.fromkeys(("padding_side", "truncation_side"), rules.one_of(("left", "right"))),
-        **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space"), FLAG | NULL),
-        "clean_up_tokenization_spaces": FLAG | NULL,
-    }
-)
+MOST_TEMPLATES = 8  # whose facts are kept: a checkpoint's own, and what requests bring
 PART_OF_CHARACTER = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies that have a token for each byte beside their words
 T = TypeVar("T")
@@ -62,66 +41,41 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a directory or GGUF file. By default, encoding adds special tokens and decoding leaves them out.
+    """The tokenizer of a directory or GGUF file, as Transformers loads it.
 
-    `token_text` is the text of a single token, also of a special one, with U+FFFD for part of a character. `backend` is
-    the object of the tokenizers library, or None for a slow tokenizer. `silent_ids` are the special tokens that the
-    backend leaves out of text. `response_template` says how Transformers reads answers, if the files have one. Where
-    the library reads the files as Transformers would, Transformers is not imported before somebody asks for its
-    `tokenizer`.
+    By default, encoding adds special tokens and decoding leaves them out.
     """
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
         """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
-        class if the directory's files name none."""
-        self._path = Path(model_dir)
-        self._model_type = model_type
-        self._facts: dict[tuple[str, str], TemplateFacts] = {}  # by a template's text and the special tokens
-        self.response_template: Mapping[str, Any] | None = None
-        if is_gguf(self._path):
-            from nanovllm.formats.gguf.tokenizer import load_tokenizer  # imports numpy
-
-            self._fast: FastTokenizer | None = load_tokenizer(self._path)
-        else:
-            config = _check_files(self._path)
-            _refuse_own_code(self._path, config)
-            self.response_template = config.get("response_template")
-            self._fast = load_fast(self._path, model_type)
-        backend = self.tokenizer.backend_tokenizer if self._fast is None else self._fast.backend
+        class if the directory's files name none. Raises ModelError for files that cannot be read."""
+        self.tokenizer = _load(Path(model_dir), model_type)  # Transformers' own object
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        # The object of the tokenizers library; None for a tokenizer that is written in Python.
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
+        # The special tokens that the backend leaves out of text.
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Transformers' tokenizer, which is used from then on, with what the caller changes of it.
-
-        Raises ModelError if Transformers cannot read the files.
-        """
-        fast = self._fast
-        if fast is None or fast.as_transformers is None:
-            tokenizer = _load(self._path, self._model_type)
-        else:
-            tokenizer = fast.as_transformers()
-        if fast is not None:
-            self.backend = tokenizer.backend_tokenizer
-            self._fast = None
-        return tokenizer
+        self._facts: dict[tuple[str, str], TemplateFacts] = {}  # by a template's text and the special tokens
 
     @property
     def chat_template(self) -> Any:
         """The text of the template; several named ones as a mapping; None without one."""
-        fast = self._fast
-        return self.tokenizer.chat_template if fast is None else fast.chat_template
+        return self.tokenizer.chat_template
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How Transformers reads answers; None if the files do not say it."""
+        template: Mapping[str, Any] | None = getattr(self.tokenizer, "response_template", None)
+        return template
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
         """The texts of the named special tokens, such as "eos_token"."""
-        fast = self._fast
-        found: Mapping[str, str] = self.tokenizer.special_tokens_map if fast is None else fast.special_tokens
-        return found
+        texts: Mapping[str, str] = self.tokenizer.special_tokens_map
+        return texts
 
     def template_facts(self, template: str) -> TemplateFacts:
         """The facts of a chat template's text. Those of the last few templates are kept, as far as they are found."""
@@ -134,19 +88,13 @@ class HuggingFaceTokenizer:
         return facts
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        fast = self._fast
-        if fast is None:
-            return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)))
-        return _guarded(lambda: list(fast.backend.encode(text, add_special_tokens=add_special_tokens).ids))
+        # With verbose, Transformers warns of texts longer than the tokenizer's model_max_length.
+        return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        fast = self._fast  # which another thread may end with `tokenizer`
         # Cleaning up spaces would change the text of a token, and earlier text when a token is appended.
-        options = {"clean_up_tokenization_spaces": False} if fast is None else {}
-        tokenizer = self.tokenizer if fast is None else fast.backend
-        return _guarded(
-            lambda: str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **options))
-        )
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return _guarded(lambda: str(self.tokenizer.decode(list(token_ids), **options)))
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
@@ -234,59 +182,57 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
             return HuggingFaceTokenizer(path)
         except NoTokenizerError:
             return None
-    found = any((path / name).is_file() for name in TOKENIZER_FILES)
-    return HuggingFaceTokenizer(path, model_type) if found else None
+    has_files = any((path / name).is_file() for name in TOKENIZER_FILES)
+    return HuggingFaceTokenizer(path, model_type) if has_files else None
 
 
-def _check_files(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json's fields. Raises ModelError for files that are too large, and for damaged fields."""
+def _load(path: Path, model_type: str | None) -> Any:
+    """Transformers' tokenizer, which has encoded a text. Raises ModelError."""
+    try:
+        if is_gguf(path):
+            from nanovllm.formats.gguf import tokenizer as gguf  # imports numpy
+
+            tokenizer = gguf.load_tokenizer(path)
+        else:
+            tokenizer = _load_directory(path, model_type)
+        tokenizer.decode(tokenizer.encode("a"))  # fields of a wrong type may show themselves only here
+        return tokenizer
+    except ModelError:
+        raise
+    except BaseException as error:  # the libraries raise many types on damaged files, also panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        missing = "" if path.is_file() or (path / "tokenizer.json").is_file() else "there is no tokenizer.json: "
+        raise ModelError(f"the tokenizer in {path} cannot be read: {missing}{told(error)}") from error
+
+
+def _load_directory(directory: Path, model_type: str | None) -> Any:
+    """AutoTokenizer's reading of a directory: only of the tokenizer's files, not of config.json, and without code."""
+    # Slow to import, and not needed for token-id prompts.
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
+
     if not directory.is_dir():
-        raise ModelError(f"the tokenizer files in {directory} cannot be read: there is no such directory")
+        raise ModelError(f"the tokenizer in {directory} cannot be read: there is no such directory")
     for path in sorted(directory.iterdir()):
         if path.suffix in READ_SUFFIXES and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} has {path.stat().st_size} bytes; a tokenizer file has at most {MAX_FILE_BYTES}.")
-    try:
-        _fields(directory / "special_tokens_map.json", SPECIAL_TOKEN_FIELDS)
-        return _fields(directory / "tokenizer_config.json", CONFIG_FIELDS)
-    except ModelError as error:
-        raise ModelError(f"the tokenizer files in {directory} cannot be read: {error}") from None
-
-
-def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    return rules.checked_fields(path, rules.read_json_object(path), fields) if path.is_file() else {}
-
-
-def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a tokenizer class that only code in the directory defines."""
-    auto_map = config.get("auto_map")
-    name = config.get("tokenizer_class")
+    fields = get_tokenizer_config(directory, local_files_only=True)
+    auto_map = fields.get("auto_map")
     has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
-    if not (has_code and name):
-        return
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-
-    if not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
+    name = fields.get("tokenizer_class")
+    if has_code and name and not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
         raise ModelError(
             f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={quoted(name)}"
             ", auto_map), which is never run; use a checkpoint whose tokenizer Transformers itself has"
         )
+    config = PreTrainedConfig() if model_type is None else CONFIG_MAPPING[model_type]()
+    return AutoTokenizer.from_pretrained(str(directory), config=config, local_files_only=True, trust_remote_code=False)
 
 
-def _load(directory: Path, model_type: str | None) -> Any:
-    """Transformers' tokenizer. It reads only the tokenizer's files, not config.json, and runs no code."""
-    # Slow to import, and not needed for token-id prompts.
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
-
-    config = CONFIG_MAPPING[model_type]() if model_type is not None else PreTrainedConfig()
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), config=config, local_files_only=True, trust_remote_code=False
-        )
-    except BaseException as error:  # the library raises many types on damaged files, also panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        missing = "" if (directory / "tokenizer.json").is_file() else "there is no tokenizer.json: "
-        raise ModelError(f"the tokenizer files in {directory} cannot be read: {missing}{told(error)}") from error
+def _is_panic(error: BaseException) -> bool:
+    """Whether the error, which may be no Exception, is a panic of the tokenizers library."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def _guarded(call: Callable[[], T]) -> T:
@@ -294,6 +240,6 @@ def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
     except BaseException as error:
-        if is_panic(error):
+        if _is_panic(error):
             raise RequestError(f"the tokenizer fails on this text: {told(error)}") from None
         raise

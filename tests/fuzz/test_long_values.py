@@ -16,7 +16,7 @@ from bounded import LONGEST
 from checkpoints import make_checkpoint
 from fast import fast_only
 from lora_helpers import adapter_tensors, write_adapter
-from test_model_files import BY_VALUES, OWN_FIELDS, as_json, original, outcome
+from test_model_files import BY_VALUES, OWN_FIELDS, TOKENIZER_FIELDS, as_json, original, outcome
 from test_quantized_fuzz import FORMS
 from test_quantized_fuzz import original as quantized
 from test_quantized_fuzz import outcome as quantized_outcome
@@ -25,7 +25,6 @@ from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_files import CONFIG, FIELDS, read_adapter
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.text.tokenizer import CONFIG_FIELDS
 
 JSON_VALUES: dict[str, Any] = {
     "long text": "x" * 5000,
@@ -44,7 +43,7 @@ FAST = ("long text", "nested objects", "huge number", "long key", "half a charac
 KNOWN = {
     "config.json": (*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS),
     "generation_config.json": tuple(GENERATION_FIELDS),
-    "tokenizer_config.json": tuple(CONFIG_FIELDS),
+    "tokenizer_config.json": TOKENIZER_FIELDS,
     "tokenizer.json": (),
 }
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")

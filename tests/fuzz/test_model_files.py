@@ -26,7 +26,6 @@ from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 from nanovllm import LLM, SamplingParams
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
 from nanovllm.models.families import FAMILIES
-from nanovllm.text.tokenizer import CONFIG_FIELDS
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -88,8 +87,13 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
+TOKENIZER_FIELDS = (
+    *("bos_token", "eos_token", "tokenizer_class", "auto_map", "model_max_length", "chat_template"),
+    *("response_template", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
+    *("padding_side", "truncation_side", "add_bos_token", "add_prefix_space", "clean_up_tokenization_spaces"),
+)
 NAMES = sorted(
-    {*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *CONFIG_FIELDS, "weight_map"}
+    {*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *TOKENIZER_FIELDS, "weight_map"}
 )
 # A change: where (numbers that choose a member at each level), what to do there, and with what.
 CHANGES = st.lists(

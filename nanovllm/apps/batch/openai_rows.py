@@ -7,9 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from nanovllm.apps.tool_choice import check_choice, check_tools, forced_schema
-from nanovllm.errors import RequestError, quoted
+from nanovllm.errors import RequestError, quoted, unknown_name_message
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import unknown_name
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -46,7 +45,7 @@ def body_columns(row: Mapping[str, Any], model_names: Sequence[str], has_max_tok
     known = [*SAME, *OF_CHATS, *WITHOUT_EFFECT, *READ, *OF_COMPLETIONS]
     for name in given:
         if name not in known:
-            raise RequestError(unknown_name("field of body", name, known))
+            raise RequestError(unknown_name_message("field of body", name, known))
     columns = {name: given[name] for name in (*SAME, *SAME_OF_CHATS, "add_special_tokens") if name in given}
     structure = _structure(given["response_format"]) if "response_format" in given else None
     if structure is not None and "structured_outputs" in columns:

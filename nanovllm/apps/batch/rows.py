@@ -13,10 +13,9 @@ from typing import Any
 
 from nanovllm.apps.batch.openai_rows import body_columns
 from nanovllm.apps.tool_calls.answers import Answer, AnswerReader
-from nanovllm.errors import RequestError, quoted
+from nanovllm.errors import RequestError, quoted, unknown_name_message
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import unknown_name
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
 TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message")
@@ -185,7 +184,7 @@ def _params(given: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"sampling_params must be an object, got {quoted(together)}")
     for name in together:
         if name not in SAMPLING:
-            raise RequestError(unknown_name("sampling parameter", name, SAMPLING))
+            raise RequestError(unknown_name_message("sampling parameter", name, SAMPLING))
     params = {name: given[name] for name in SAMPLING if name in given}
     # A table has null in every row that does not give a parameter.
     params |= {name: value for name, value in together.items() if value is not None}

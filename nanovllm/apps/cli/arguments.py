@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.errors import ConfigError, quoted
+from nanovllm.errors import ConfigError, quoted, unknown_name_message
 from nanovllm.rules import share, with_unit
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
 
 if TYPE_CHECKING:
     from nanovllm import LLMEngine
@@ -80,7 +80,7 @@ def read_text(flag: str, path: str | None) -> str | None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
+    """The model, a flag for every other engine argument, and hidden ones for names of `vllm_names`. Call it last."""
     add_model(parser, "a checkpoint in Hugging Face format, its name on the hub, or a GGUF file")
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
     for name, same in ENGINE_ARGUMENTS.items():
@@ -386,16 +386,15 @@ _Fields: Any = make_dataclass(
 class EngineArgs(_Fields):
     """Engine arguments as an object, for `from_engine_args` of LLMEngine and LLM, and for `LLM(**asdict(args))`.
 
-    The fields are those of `nanovllm.config.EngineConfig` and all others of vLLM's; see `nanovllm.vllm_names`. Values
-    are checked when an engine is made. Unknown names raise ConfigError.
+    The fields are those of `nanovllm.config.EngineConfig` and the names of vLLM's in `nanovllm.vllm_names`. Values are
+    checked when an engine is made. Unknown names raise ConfigError.
     """
 
     def __new__(cls, *args: Any, **engine_args: Any) -> Self:
-        known = [found.name for found in fields(cls)]
+        known = [field.name for field in fields(cls)]
         for name in engine_args:
             if name not in known:
-                own = [found.name for found in fields(EngineConfig)]
-                raise ConfigError(unknown_name("engine argument", name, known, listed=own))
+                raise ConfigError(unknown_name_message("engine argument", name, known))
         return super().__new__(cls)
 
     def create_engine_config(self) -> EngineConfig:

@@ -7,7 +7,6 @@ reader.
 from __future__ import annotations
 
 import argparse
-import difflib
 import gc
 import importlib
 import io
@@ -20,9 +19,8 @@ from typing import NoReturn
 from nanovllm import __version__
 from nanovllm.apps.cli.arguments import resolve_model
 from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
-from nanovllm.errors import NEAR, ConfigError, ModelError, RequestError, one_line, quoted
+from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, unknown_name_message
 from nanovllm.features.progress_bar import ERASE
-from nanovllm.vllm_names import refusal
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
@@ -128,7 +126,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
         args.prompts += unknown  # argparse takes only the first consecutive prompts
     elif unknown:
-        known.error(_unknown(unknown[0], known))
+        flag = unknown[0].partition("=")[0]
+        see = f"see {known.prog} --help"
+        known.error(unknown_name_message("argument", flag, known._option_string_actions, otherwise=see))
     if hasattr(args, "model"):
         resolve_model(args)
     return args
@@ -136,21 +136,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _command(arguments: Sequence[str]) -> str | None:
     return next((word for word in arguments if not word.startswith("-")), None)
-
-
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """What is said of an unknown option: why there is none, or the most similar one, if there is one.
-
-    An option that begins with the word is more similar than any other.
-    """
-    flag = word.partition("=")[0][:100]
-    reason = refusal(flag.lstrip("-").replace("-", "_"))
-    if flag.startswith("--") and reason is not None:
-        return f"{flag}: {reason}"
-    longer = [option for option in parser._option_string_actions if len(flag) > 4 and option.startswith(flag)]
-    near = longer or difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=NEAR)
-    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-    return f"unknown argument {quoted(word)}: {hint}"
 
 
 def _complain(arguments: Sequence[str], sentence: str, status: int) -> int:

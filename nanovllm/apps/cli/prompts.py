@@ -16,9 +16,8 @@ from threading import Thread
 from typing import Any
 
 from nanovllm.apps.cli.boundary import Boundary
-from nanovllm.errors import ConfigError, RequestError, quoted
+from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import unknown_name
 
 TEXT = "text"
 FILE = "file"
@@ -180,7 +179,7 @@ def _read_object(item: PromptItem, value: dict[str, Any]) -> None:
     known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
     for key in value:
         if key not in known:
-            raise RequestError(unknown_name("key", key, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"]))
+            raise RequestError(unknown_name_message("key", key, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"]))
     if isinstance(value.get("logit_bias"), dict):  # JSON keys are strings
         value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
     item.prompt = prompts.get("prompt")

@@ -33,11 +33,10 @@ from nanovllm.apps.server.responses import (
 )
 from nanovllm.apps.server.settings import ServerSettings
 from nanovllm.apps.tool_calls.reading import Formats
-from nanovllm.errors import RequestError, one_line, quoted
+from nanovllm.errors import RequestError, one_line, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptParts
-from nanovllm.vllm_names import unknown_name
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +253,7 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     where = ".".join(path)
     if first["type"] == "extra_forbidden":
         known = [field.alias or own for own, field in kind.model_fields.items()]
-        message = unknown_name("field", where, known) if len(path) == 1 else f"unknown field {where!r}"
+        message = unknown_name_message("field", where, known) if len(path) == 1 else f"unknown field {where!r}"
         return invalid(f"{message}; a field that is not supported has to be left out", where)
     if first["type"] == "missing":
         return invalid(f"the field {where!r} is missing", where)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from nanovllm.data.json_fields import FLAG, TEXT, integer
-from nanovllm.errors import ModelError, quoted, told
-from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, is_panic
+from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.gguf.header import GgufHeader, read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 
@@ -39,8 +38,14 @@ class NoTokenizerError(ModelError):
     """A file describes a network without its tokenizer."""
 
 
-def load_tokenizer(path: Path) -> FastTokenizer:
-    """The tokenizer. Raises ModelError for one that is not supported, and NoTokenizerError if there is none."""
+def load_tokenizer(path: Path) -> Any:
+    """Transformers' tokenizer.
+
+    Raises ModelError for one that is not supported, NoTokenizerError if there is none, and what the tokenizers library
+    raises on a damaged vocabulary.
+    """
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
     header = read_header(path)
     kind = header.get(f"{PREFIX}model", TEXT)
     remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
@@ -49,46 +54,18 @@ def load_tokenizer(path: Path) -> FastTokenizer:
     if kind not in _KINDS:
         raise ModelError(f"{path} has a tokenizer of kind {quoted(kind)}; {remedy}")
     tokens, types = _tokens(header)
-    try:
-        backend = _KINDS[kind](header, tokens, types)
-        backend.add_tokens([_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ == USER_DEFINED])
-        backend.add_special_tokens(
-            [_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)]
-        )
-        special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(header, key)) is not None}
-        adds = {name: _adds(header, name, kind) and f"{name}_token" in special for name in ("bos", "eos")}
-        _add_special_(backend, special, adds)
-        template = _chat_template(header)
-        return FastTokenizer(backend, template, special, lambda: _as_transformers(backend, special, adds, template))
-    except ModelError:
-        raise
-    except BaseException as error:  # the library raises many types on damaged vocabularies, also panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise ModelError(f"the tokenizer in {path} cannot be read: {told(error)}") from error
-
-
-def _add_special_(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool]) -> None:
-    """Make the named tokens special, and let encoding add those that `adds` names, as Transformers does."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    texts = dict.fromkeys(special[name] for name in SPECIAL_TOKENS if name in special)
-    backend.add_tokens([AddedToken(text, special=True) for text in texts if text not in known])
-    bos, eos = (f"{special[f'{name}_token']}:0" if adds[name] else "" for name in ("bos", "eos"))
-    added = [special[f"{name}_token"] for name in ("bos", "eos") if adds[name]]
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A:0 {eos}".strip(), special_tokens=[(text, backend.token_to_id(text)) for text in set(added)]
+    backend = _KINDS[kind](header, tokens, types)
+    backend.add_tokens([_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ == USER_DEFINED])
+    backend.add_special_tokens(
+        [_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)]
     )
-
-
-def _as_transformers(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool], template: Any) -> Any:
-    from transformers import PreTrainedTokenizerFast  # slow to import
-
+    special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(header, key)) is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        add_bos_token=adds["bos"],
-        add_eos_token=adds["eos"],
-        chat_template=template,
+        add_bos_token=_adds(header, "bos", kind) and "bos_token" in special,
+        add_eos_token=_adds(header, "eos", kind) and "eos_token" in special,
+        chat_template=_chat_template(header),
         **special,
     )
 

@@ -14,8 +14,8 @@ from typing import Any
 from nanovllm.data.json_fields import FLAG, OBJECT, TEXT, Field, integer, list_of, only
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.quantization.awq import Awq
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, WHERE, Modules, read_fields
-from nanovllm.formats.quantization.gptq import UNREAD, Gptq
+from nanovllm.formats.quantization.config_fields import INTEGER_FIELDS, NAMES, WHERE, Modules, read_fields
+from nanovllm.formats.quantization.gptq import Gptq
 from nanovllm.formats.quantization.packed_method import PackedFormat, PackedMethod
 
 # What is added to the zeros that the packings of GPTQ's tensors store.
@@ -29,27 +29,17 @@ _AWQ = ("auto_round:auto_awq", "auto_round:awq")
 _PACKING = "auto_round:auto_gptq"  # of a config that names none
 _PLAIN = 16  # bits from which a module is not quantized
 _BLOCKS = TEXT | NAMES | list_of(NAMES, 1 << 12)
-# Of all modules, and of one in `extra_config`; inputs of 16 bits and more are not quantized.
-_SCHEME: Mapping[str, Field] = MappingProxyType(
+# What all quantized modules must have in common.
+_SCHEME: Mapping[str, Field] = MappingProxyType({**INTEGER_FIELDS, "bits": only(4, 8), "sym": FLAG})
+_ACTIVATIONS = {"act_bits": integer(_PLAIN, 32)}  # inputs of 16 bits and more are not quantized
+_RULES: Mapping[str, Field] = MappingProxyType(
     {
-        "bits": only(4, 8),
-        "group_size": GROUP_SIZE,
-        "sym": FLAG,
-        "data_type": only("int"),
-        "act_bits": integer(_PLAIN, 32),
-        **dict.fromkeys(("act_data_type", "act_dynamic", "act_group_size", "act_sym"), ANY),
-    }
-)
-_RULES = MappingProxyType(
-    {
-        **dict.fromkeys(UNREAD, ANY),
         **_SCHEME,
-        "quant_method": TEXT,
-        "packing_format": TEXT,
-        "backend": TEXT,
-        "block_name_to_quantize": _BLOCKS,
-        "to_quant_block_names": _BLOCKS,
+        **_ACTIVATIONS,
+        **dict.fromkeys(("packing_format", "backend"), TEXT),
+        **dict.fromkeys(("block_name_to_quantize", "to_quant_block_names"), _BLOCKS),
         "extra_config": OBJECT,
+        "rotation_config": only({}),
         **dict.fromkeys(("desc_act", "lm_head"), only(False)),
     }
 )
@@ -58,10 +48,7 @@ _NAME = re.compile(r"[\w.-]+")  # others are regular expressions, which match an
 
 def read_auto_round(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of an AutoRound `quantization_config`. Raises ModelError for what is not supported."""
-    fields = read_fields(config, _RULES)
-    for name in ("bits", "group_size"):
-        if name not in fields:
-            raise ModelError(f"{WHERE}: an auto-round checkpoint must say its {name}.")
+    fields = read_fields(config, _RULES, needed=("bits", "group_size"))
     ignored, quantized = _own_modules(fields)
     blocks = fields.get("block_name_to_quantize") or fields.get("to_quant_block_names") or "model.layers"
     targets = (*(f"re:{re.escape(name)}" for name in _names(blocks)), *quantized)
@@ -91,7 +78,7 @@ def _own_modules(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str,
 
     Raises ModelError for modules that it quantizes differently.
     """
-    common = {"sym": True, "data_type": "int", **fields}
+    common = {"sym": True, "data_type": "int", "pack_dtype": "int32", **fields}
     ignored = list[str]()
     quantized = list[str]()
     for name, own in fields.get("extra_config", {}).items():
@@ -102,8 +89,8 @@ def _own_modules(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str,
         if isinstance(bits, int) and bits >= _PLAIN:
             ignored.append(_pattern(name))
             continue
-        for key, value in read_fields(own, _SCHEME, where).items():
-            if _SCHEME[key] is not ANY and key != "act_bits" and value != common[key]:
+        for key, value in read_fields(own, {**_SCHEME, **_ACTIVATIONS}, where).items():
+            if key in _SCHEME and value != common[key]:
                 raise ModelError(
                     f"{where}: {key}={quoted(value)}, but {key}={quoted(common[key])} of the other modules; all "
                     "quantized modules must have the same form, so quantize them alike or leave some in 16 bits."

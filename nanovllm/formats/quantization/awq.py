@@ -14,30 +14,24 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.json_fields import TEXT, only
+from nanovllm.data.json_fields import Field, only
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, Modules, read_fields
-from nanovllm.formats.quantization.gptq import DYNAMIC, UNREAD, skipped_modules
+from nanovllm.formats.quantization.config_fields import INTEGER_FIELDS, NAMES, Modules, read_fields
+from nanovllm.formats.quantization.gptq import DYNAMIC, skipped_modules
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.ops.packed_weights import pack_int4
 
-_RULES = MappingProxyType(
+_RULES: Mapping[str, Field] = MappingProxyType(
     {
-        "quant_method": TEXT,
+        **INTEGER_FIELDS,
         "bits": only(4),
-        "group_size": GROUP_SIZE,
         "zero_point": only(True),
-        "version": only("gemm", "GEMM"),
-        "format": only("gemm", "GEMM"),
-        "modules_to_not_convert": NAMES,
-        **dict.fromkeys(("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "sym", *UNREAD), ANY),
-        **dict.fromkeys(("desc_act", "lm_head"), only(False)),
         "method": only("awq"),
-        "checkpoint_format": only("gemm"),
-        "pack_dtype": only("int32"),
-        "data_type": only("int"),
+        **dict.fromkeys(("version", "format", "checkpoint_format"), only("gemm", "GEMM")),
+        **dict.fromkeys(("desc_act", "lm_head"), only(False)),
         "dynamic": DYNAMIC,
+        "modules_to_not_convert": NAMES,
         "modules_in_block_to_quantize": only([]),
     }
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanovllm.data.json_fields import FLAG, OBJECT, TEXT, Field, list_of, only
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, NAMES, WHERE, Modules, read_fields
+from nanovllm.formats.quantization.config_fields import GROUP_SIZE, NAMES, WHERE, Modules, read_fields
 from nanovllm.formats.quantization.fp8 import BLOCK, Fp8
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedFormat, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
@@ -27,7 +27,6 @@ from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 _FORMATS = ("pack-quantized", "float-quantized")
 _RULES = MappingProxyType(
     {
-        "quant_method": TEXT,
         "format": TEXT,
         "config_groups": Field(
             "an object with one group, for all quantized layers",
@@ -41,7 +40,6 @@ _RULES = MappingProxyType(
             lambda value: isinstance(value, dict) and value.get("format", "dense") == "dense",
         ),
         "transform_config": only({}),
-        **dict.fromkeys(("global_compression_ratio", "provider", "version"), ANY),
     }
 )
 _GROUP_RULES = MappingProxyType(
@@ -53,13 +51,7 @@ _GROUP_RULES = MappingProxyType(
         "format": only(*_FORMATS),
     }
 )
-_ANY_WEIGHT_RULES: Mapping[str, Field] = MappingProxyType(
-    {
-        "actorder": only(False, "weight", "static"),
-        "dynamic": only(False),
-        **dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"), ANY),
-    }
-)
+_ANY_WEIGHT_RULES = {"actorder": only(False, "weight", "static"), "dynamic": only(False)}
 _WEIGHT_RULES: Mapping[str, Mapping[str, Field]] = MappingProxyType(
     {
         "pack-quantized": {
@@ -69,7 +61,6 @@ _WEIGHT_RULES: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "symmetric": FLAG,
             "strategy": only("group", "channel"),
             "group_size": GROUP_SIZE,
-            "block_structure": ANY,
         },
         "float-quantized": {
             **_ANY_WEIGHT_RULES,
@@ -77,7 +68,6 @@ _WEIGHT_RULES: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "type": only("float"),
             "symmetric": only(True),
             "strategy": only("tensor", "channel", "block"),
-            "group_size": ANY,
             "block_structure": only([BLOCK, BLOCK]),
         },
     }

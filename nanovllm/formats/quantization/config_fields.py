@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
-from nanovllm.data.json_fields import TEXT, Field, checked_fields, integer, list_of
-from nanovllm.errors import ModelError, quoted, unknown_name_message
+from nanovllm.data.json_fields import TEXT, Field, checked_fields, integer, list_of, only
+from nanovllm.errors import ModelError, quoted
 
 WHERE = "quantization_config"
 EMBEDDING = "model.embed_tokens"
@@ -29,18 +30,23 @@ GROUP_SIZE = Field(
     "a multiple of 32, such as 32, 64 and 128, or -1 for one group",
     lambda value: _WHOLE.holds(value) and (value == -1 or (value >= 32 and value % 32 == 0)),
 )
-ANY = Field("anything", lambda value: True)  # of a field without effect
+# Of the formats whose int32 pack integers: GPTQ, AWQ and AutoRound.
+INTEGER_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {"group_size": GROUP_SIZE, "data_type": only("int"), "pack_dtype": only("int32")}
+)
 
 
-def read_fields(config: Mapping[str, Any], rules: Mapping[str, Field], where: str = WHERE) -> dict[str, Any]:
-    """The fields that the config sets; null counts as not set.
+def read_fields(
+    config: Mapping[str, Any], rules: Mapping[str, Field], where: str = WHERE, *, needed: Collection[str] = ()
+) -> dict[str, Any]:
+    """The fields with a rule that the config sets; null counts as not set. Other fields have no effect.
 
-    Raises ModelError for values that break their rule, and for fields without one.
+    Raises ModelError for values that break their rule, and for `needed` fields that are not set.
     """
     given = {name: value for name, value in config.items() if value is not None}
-    for name in given:
-        if name not in rules:
-            raise ModelError(f"{where}: {unknown_name_message('field', name, rules)}.")
+    for name in needed:
+        if name not in given:
+            raise ModelError(f"{where} must say the {name} of a checkpoint in this format.")
     return checked_fields(where, given, rules)
 
 

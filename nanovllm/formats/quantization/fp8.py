@@ -15,28 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import TEXT, only
+from nanovllm.data.json_fields import Field, only
 from nanovllm.errors import ModelError
-from nanovllm.formats.quantization.config_fields import ANY, NAMES, Modules, read_fields
+from nanovllm.formats.quantization.config_fields import NAMES, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
 BLOCK = 128
 _FLOATS = ("F32", "BF16", "F16")
-_RULES = MappingProxyType(
+_RULES: Mapping[str, Field] = MappingProxyType(
     {
-        "quant_method": TEXT,
         "activation_scheme": only("dynamic"),
         "fmt": only("e4m3", "float8_e4m3fn"),
         "scale_fmt": only("float"),
         "weight_block_size": only([BLOCK, BLOCK]),
-        "modules_to_not_convert": NAMES,
-        "ignored_layers": NAMES,
+        **dict.fromkeys(("modules_to_not_convert", "ignored_layers"), NAMES),
         "modules_to_convert": only([]),
         **dict.fromkeys(("weight_per_tensor", "act_per_tensor"), only(False)),
         "is_checkpoint_fp8_serialized": only(True),
-        "dequantize": ANY,
-        "expert_dtype": ANY,
     }
 )
 

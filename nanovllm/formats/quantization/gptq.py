@@ -15,49 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.data.json_fields import FLAG, TEXT, Field, only
+from nanovllm.data.json_fields import FLAG, Field, only
 from nanovllm.errors import ModelError
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, GROUP_SIZE, WHERE, Modules, read_fields
+from nanovllm.formats.quantization.config_fields import INTEGER_FIELDS, WHERE, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 
 _ZERO_OFFSETS = MappingProxyType({"gptq": 1, "gptq_v2": 0})  # what the versions of the format add to stored zeros
-# Fields without effect, which AWQ checkpoints of Transformers 5, GPTQModel and AutoRound have, too.
-UNREAD = (
-    "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
-    "model_file_base_name", "meta", "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id",
-    "disable_exllama", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs",
-    "block_name_to_quantize", "module_name_preceding_first_block", "use_cuda_fp16", "model_seqlen", "mse",
-    "backend", "hyb_act", "act_group_aware", "foem", "failsafe", "offload_to_disk", "offload_to_disk_path",
-    "lm_head_quantized", "rotation", "v2", "v2_alpha", "v2_memory_device", "adapter",
-    "autoround_version", "provider", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "model_free", "nsamples",
-    "scale_dtype", "seqlen", "static_attention_granularity", "static_kv_granularity", "to_quant_block_names",
-)  # fmt: skip
 _SKIPPED = "-:"  # begins a pattern of modules that stay plain
 # Patterns of modules, and how they differ from the others.
 DYNAMIC = Field(
     "an object that says of no pattern more than that its modules are quantized or not",
     lambda value: isinstance(value, dict) and all(each in ({}, True) for each in value.values()),
 )
-_RULES = MappingProxyType(
+_RULES: Mapping[str, Field] = MappingProxyType(
     {
-        "quant_method": TEXT,
+        **INTEGER_FIELDS,
         "bits": only(4, 8),
-        "group_size": GROUP_SIZE,
-        "desc_act": FLAG,
-        "sym": FLAG,
-        "lm_head": FLAG,
+        **dict.fromkeys(("desc_act", "sym", "lm_head"), FLAG),
         "method": only("gptq"),
-        "checkpoint_format": only(*_ZERO_OFFSETS),
-        "format": only(*_ZERO_OFFSETS),
-        "pack_dtype": only("int32"),
-        "data_type": only("int"),
+        **dict.fromkeys(("checkpoint_format", "format"), only(*_ZERO_OFFSETS)),
         "dynamic": DYNAMIC,
         "modules_in_block_to_quantize": only([], {}),
         "is_marlin_format": only(False),
-        **dict.fromkeys(UNREAD, ANY),
     }
 )
 
@@ -122,10 +103,7 @@ class Gptq:
 
 def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     """The method of a GPTQ `quantization_config`. Raises ModelError for what is not supported."""
-    fields = read_fields(config, _RULES)
-    for name in ("bits", "group_size"):
-        if name not in fields:
-            raise ModelError(f"{WHERE}: a gptq checkpoint must say its {name}.")
+    fields = read_fields(config, _RULES, needed=("bits", "group_size"))
     if fields.get("desc_act") and fields["group_size"] != -1:
         raise ModelError(
             f"{WHERE}: desc_act=True, groups ordered by activation, is not supported; supported: desc_act=False, or "

@@ -10,20 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.json_fields import TEXT
 from nanovllm.errors import ModelError
 from nanovllm.formats.quantization import packed_method as packing
-from nanovllm.formats.quantization.config_fields import ANY, NAMES, Modules, read_fields
+from nanovllm.formats.quantization.config_fields import NAMES, Modules, read_fields
 from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.ops.packed_weights import MXFP4_GROUP
 
-_RULES = MappingProxyType({"quant_method": TEXT, "modules_to_not_convert": NAMES, "dequantize": ANY})
 _NAN = 255  # of a scale
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
@@ -58,6 +55,6 @@ def read_mxfp4(config: Mapping[str, Any], dtype: str) -> PackedMethod:
 
     It applies to experts only, as in Transformers, of which modules_to_not_convert may name some.
     """
-    names = read_fields(config, _RULES).get("modules_to_not_convert", ())
+    names = read_fields(config, {"modules_to_not_convert": NAMES}).get("modules_to_not_convert", ())
     ignored = tuple(name if _PLAIN_NAME.fullmatch(name) else rf"re:{name}(\.|$)" for name in names)
     return PackedMethod("mxfp4", Mxfp4(), Modules(ignored, targets=(r"re:.*\.experts\.",)))
