@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from nanovllm.errors import RequestError
-from nanovllm.features.structured_outputs.checks import SchemaCheck
-from nanovllm.features.structured_outputs.grammars import LIMITS
-from nanovllm.features.structured_outputs.prepared import prepare_schema
+from nanovllm.features.structured_outputs.grammars import matcher_of, prepared
 
 llguidance = pytest.importorskip("llguidance", reason="the package llguidance is not installed")
 LONGEST = 400  # bytes of an output
@@ -19,27 +17,13 @@ BYTES = llguidance.LLTokenizer("byte")
 ENDS = b'"}]0e'  # bytes that bring an output to its end
 
 
-def compiled(schema: Any, whitespace: str | None = None) -> tuple[Any, SchemaCheck]:
+def compiled(schema: Any, whitespace: str | None = None) -> tuple[Any, Callable[[str], str | None]]:
     """The matcher of a schema before its first byte, and what judges outputs. Raises RequestError."""
-    options: dict[str, Any] = {"whitespace_flexible": whitespace is not None}
+    text, judge = prepared(schema if isinstance(schema, str) else json.dumps(schema), False)
+    options: dict[str, Any] = {"whitespace_flexible": whitespace is not None, "coerce_one_of": True}
     if whitespace is not None:
         options["whitespace_pattern"] = whitespace
-    ready = prepare_schema(schema if isinstance(schema, str) else json.dumps(schema), False, options)
-    if ready.kind == "lark":
-        return matcher_of("lark", ready.text), ready.check
-    return start_of(llguidance.LLMatcher.grammar_from_json_schema(ready.text, defaults=options)), ready.check
-
-
-def matcher_of(kind: str, text: str) -> Any:
-    """The matcher of a grammar in Lark's or GBNF's notation, or of a regular expression."""
-    return start_of(llguidance.grammar_from(kind, text))
-
-
-def start_of(grammar: str) -> Any:
-    made = llguidance.LLMatcher(BYTES, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-    if made.is_error():
-        raise RequestError(made.get_error())
-    return made
+    return matcher_of(BYTES, "json", text, options), judge
 
 
 def drawn(start: Any, rng: random.Random) -> bytes | None:

@@ -14,9 +14,9 @@ import httpx
 from waiting import PATIENCE, eventually
 
 from nanovllm import LLM
+from nanovllm.apps.server.admission import Admission
 from nanovllm.apps.server.app import build_app
 from nanovllm.apps.server.async_llm import AsyncLLM
-from nanovllm.apps.server.limits import Admission
 from nanovllm.apps.server.run import Server, open_socket
 from nanovllm.apps.server.settings import ServerSettings
 

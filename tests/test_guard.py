@@ -20,7 +20,6 @@ from nanovllm import LLM
 from nanovllm.engine import guard as guard_module
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.errors import EngineError
-from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
 
 VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
@@ -237,12 +236,3 @@ def test_a_fork_is_refused_and_may_close_and_read(llm: LLM) -> None:
             assert "make an LLM in the fork" in said
     assert in_fork(lambda: llm.max_model_len) == str(llm.max_model_len)
     assert token_ids(llm, PROMPTS[:1], greedy(3)) == before
-
-
-def test_a_fork_leaves_the_process_that_reads_grammars() -> None:
-    grammars = GrammarProcess()
-    grammars.read("regex", "a", {}, {})
-    process = grammars._running
-    assert in_fork(grammars.close) == "None" and process is not None and process.poll() is None
-    grammars.close()
-    assert process.poll() is not None

@@ -23,9 +23,9 @@ from server_helpers import (
 )
 from waiting import PATIENCE
 
+from nanovllm.apps.server.admission import Admission
 from nanovllm.apps.server.app import build_app
 from nanovllm.apps.server.async_llm import LONG_TEXT, AsyncLLM
-from nanovllm.apps.server.limits import Admission
 
 HELLO = [{"role": "user", "content": "hello"}]
 

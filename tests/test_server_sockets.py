@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -13,7 +13,6 @@ from server_helpers import CACHE, NAME, TOOL, held_steps, listening, nothing_lef
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.server import run
 from nanovllm.apps.server.async_llm import AsyncLLM
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -103,38 +102,6 @@ def test_broken_requests_are_answered_or_closed(port: int) -> None:
     assert b" 200 " in raw(port, whole), "the server goes on"
 
 
-def test_targets_in_absolute_form(port: int) -> None:
-    """As proxies send them; the target's host counts, not the header's."""
-    for target, status in (
-        ("http://localhost/v1/models?x=1", b" 200 "),
-        ("HTTP://user@127.0.0.1:80/v1/models/tiny", b" 200 "),
-        ("http://localhost", b" 200 "),
-        ("https://localhost/v1/nothing", b" 404 "),
-        ("ftp://localhost/v1/models", b" 404 "),
-    ):
-        answer = raw(port, head("Connection: close", method="GET", path=target))
-        assert status in answer.partition(b"\r\n")[0], (target, answer)
-    assert b"there is no /v1/nothing" in raw(port, head("Connection: close", method="GET", path="http://a/v1/nothing"))
-
-
-def test_the_host_of_an_absolute_target_is_checked(engine: AsyncLLM) -> None:
-    with listening(engine) as (_, port):
-        for target, status in (("http://localhost/version", b" 200 "), ("http://other.example/version", b" 403 ")):
-            answer = raw(port, head("Connection: close", method="GET", path=target))
-            assert status in answer.partition(b"\r\n")[0]
-
-
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd"])
-def test_compressed_bodies_are_refused_as_such(port: int, coding: str) -> None:
-    body = gzip.compress(b'{"prompt": "a"}')
-    fields = ("Content-Type: application/json", f"Content-Encoding: {coding}", f"Content-Length: {len(body)}")
-    answer = raw(port, head("Connection: close", *fields) + body)
-    assert answer.startswith(b"HTTP/1.1 415 ") and b"accept-encoding: identity" in answer.lower()
-    assert f"Content-Encoding: '{coding}'".encode() in answer
-    plain = post('{"prompt": "a", "max_tokens": 1}', more="Connection: close\r\nContent-Encoding: identity\r\n")
-    assert b" 200 " in raw(port, plain)
-
-
 def test_connections_send_at_once(engine: AsyncLLM) -> None:
     """A header and its body are two writes: the second would wait for the client's acknowledgement of the first."""
     with listening(engine) as (server, port), socket.create_connection(("127.0.0.1", port)):
@@ -149,46 +116,14 @@ def head(*fields: str, method: str = "POST", path: str = "/v1/completions") -> b
     return "\r\n".join(lines).encode()
 
 
-def test_an_announced_length_is_refused_at_once_and_the_client_may_send_on(engine: AsyncLLM) -> None:
-    length = 40_000_000
-    with listening(engine) as (_, port), socket.create_connection(("127.0.0.1", port), 60) as connection:
-        connection.sendall(head("Content-Type: application/json", f"Content-Length: {length}") + b"{")
-        refusal = connection.recv(65536)
-        assert refusal.startswith(b"HTTP/1.1 413 ")
-        connection.sendall(b" " * (length - 1) + head("Connection: close", method="GET", path="/health"))
-        rest = b"".join(iter(lambda: connection.recv(65536), b""))
-        assert b"body_too_large" in refusal + rest and b" 200 " in rest
-
-
-def test_two_lengths_of_a_body_are_refused(port: int) -> None:
-    both = head("Content-Type: application/json", "Content-Length: 5", "Transfer-Encoding: chunked")
-    answer = raw(port, both + b"0\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ") and b"both Content-Length and Transfer-Encoding" in answer
-    assert answer.count(b"HTTP/1.1") == 1, "what follows is not read as a request"
-
-
-@pytest.mark.parametrize("data", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
-def test_slow_headers_are_cut_off(data: bytes, engine: AsyncLLM) -> None:
-    with listening(engine, header_timeout=0.3, idle_timeout=3600) as (server, port):
-        assert raw(port, data) == b""
-        assert eventually(lambda: not server.server_state.connections)
-
-
-def test_slow_bodies_are_cut_off(engine: AsyncLLM) -> None:
-    with listening(engine, header_timeout=3600, idle_timeout=0.3) as (server, port):
-        assert b" 408 " in raw(port, post('{"prompt": "a"}')[:-3])
-        assert eventually(lambda: not server.server_state.connections)
-
-
-def test_connections_beyond_the_limit_are_refused_politely(engine: AsyncLLM) -> None:
+def test_connections_beyond_the_limit_get_503(engine: AsyncLLM) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with listening(engine, max_connections=3) as (server, port):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         assert eventually(lambda: len(server.server_state.connections) == 3)
-        refused = raw(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert refused.startswith(b"HTTP/1.1 503") and b"Retry-After" in refused and b"too_many_connections" in refused
+        assert raw(port, health).startswith(b"HTTP/1.1 503")
         for connection in held:
             connection.close()
-        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert eventually(lambda: b" 200 " in raw(port, health))
 
 
@@ -218,17 +153,16 @@ def until_closed(connection: socket.socket) -> bytes:
     return answer
 
 
-def test_draining_answers_what_runs_and_refuses_the_rest(model: str) -> None:
+def test_stopping_answers_what_runs(model: str) -> None:
     with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as running:
             with held_steps(engine):
                 running.sendall(post('{"prompt": "a", "max_tokens": 150, "ignore_eos": true}'))
                 assert eventually(lambda: bool(engine._streams))
                 server.handle_exit(15, None)
-                assert b" 503 " in raw(port, post('{"prompt": "b"}'))
+                assert eventually(lambda: not any(each.is_serving() for each in server.servers))
             answer = until_closed(running)
         assert b" 200 " in answer and b'"completion_tokens":150' in answer
-        assert eventually(lambda: server.should_exit)
 
 
 def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
@@ -242,40 +176,14 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
         assert nothing_left(engine)
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_every_stream_with_an_error(
-    model: str,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And cuts off the client that never reads, whose answer waits to be sent."""
-    monkeypatch.setattr(run, "FORCED_CLOSE_SECONDS", 10.0)  # it is waited for as long
+def test_a_second_signal_cuts_all_connections_off(model: str) -> None:
     body = '{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
-    unread = body.replace('"a"', f'"{"a" * 900}"').replace("1000", '100, "echo": true, "logprobs": 20')
-    streams = [socket.socket() for _ in range(3)]
-    silent = socket.socket()
-    silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
-        caplog.clear()
-        for listener in server.servers[0].sockets:  # whose connections inherit it
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-        with held_steps(engine):
-            for connection, sent in ((silent, unread), *((stream, body) for stream in streams)):
-                connection.settimeout(60)
-                connection.connect(("127.0.0.1", port))
-                connection.sendall(post(sent))
-            waiting = socket.create_connection(("127.0.0.1", port), timeout=60)
-            waiting.sendall(post(body.replace(', "stream": true', "")))
-            assert eventually(lambda: len(engine._streams) == 5)
-            assert eventually(lambda: any(each.flow.write_paused for each in server.server_state.connections))
+        with held_steps(engine), socket.create_connection(("127.0.0.1", port), timeout=60) as running:
+            running.sendall(post(body))
+            assert eventually(lambda: bool(engine._streams))
             server.handle_exit(15, None)
             server.handle_exit(15, None)
-            answers = [until_closed(connection) for connection in (*streams, waiting)]
-        assert eventually(lambda: not server.server_state.tasks and not server.server_state.connections)
-    assert not until_closed(silent).endswith(b"0\r\n\r\n"), "the end of a whole answer"
-    for answer in answers[:3]:
-        assert b'"error":' in answer and b"the server was stopped" in answer and b"[DONE]" not in answer
-    assert b" 503 " in answers[3] and b"the server was stopped" in answers[3]
-    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
-    assert logged == ["stopping at once: 5 prompts are cut off"] and "Traceback" not in "".join(capfd.readouterr())
+            with suppress(ConnectionError):
+                assert b"[DONE]" not in until_closed(running)
+        assert nothing_left(engine)

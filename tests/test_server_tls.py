@@ -51,9 +51,9 @@ def test_files_that_cannot_be_used_are_refused_before_a_model_is_loaded(files: P
         encrypted,
         {**encrypted, "ssl_keyfile_password": "wrong"},
     ):
-        with pytest.raises(ConfigError, match="cannot be used together: give a certificate and its own"):
+        with pytest.raises(ConfigError, match=r"TLS cannot use ssl_certfile=.* give a certificate and its own"):
             settings(**given(files, **wrong))
-    with pytest.raises(ConfigError, match="must hold CA certificates"):
+    with pytest.raises(ConfigError, match="CA certificates as PEM or none"):
         settings(**given(files, ssl_ca_certs="client.key"))
     for name in ("ssl_ca_certs", "ssl_keyfile_password"):
         with pytest.raises(ConfigError, match=f"{name} has no effect without TLS"):

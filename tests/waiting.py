@@ -15,7 +15,7 @@ PATIENT = {  # seconds after which the engine and the server give up on a disk, 
     "nanovllm.features.kv_disk.under_way": ("PATIENCE_SECONDS",),
     "nanovllm.features.kv_disk.writing": ("CLOSE_SECONDS", "STALL_SECONDS"),
     "nanovllm.features.distributed.executor": ("CAUSE_SECONDS", "CLOSE_SECONDS"),
-    "nanovllm.apps.server.run": ("ANSWER_SECONDS", "FORCED_CLOSE_SECONDS"),
+    "nanovllm.apps.server.run": ("ANSWER_SECONDS", "CLOSE_SECONDS"),
 }
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from fuzz.schema_cases import TEXTS, WHOLE, Maker
-from schema_masks import LONGEST, allows, compiled, drawn, matcher_of
+from schema_masks import BYTES, LONGEST, allows, compiled, drawn
 
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs import schemas
-from nanovllm.features.structured_outputs.grammars import WHITESPACE
+from nanovllm.features.structured_outputs.grammars import WHITESPACE, matcher_of
 
 pytestmark = pytest.mark.slow
 TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
@@ -47,7 +47,7 @@ def test_outputs_of_schemas_are_valid() -> None:
         text = json.dumps(schema)
         counts["schemas"] += 1
         try:
-            start, check = compiled(text, WHITESPACE if seed % 2 else None)
+            start, judge = compiled(text, WHITESPACE if seed % 2 else None)
         except RequestError as error:
             refused[refusal(error)] += 1
             continue
@@ -58,7 +58,7 @@ def test_outputs_of_schemas_are_valid() -> None:
                 counts["outputs without an end"] += 1
                 continue
             counts["outputs judged"] += 1
-            error = check.error(output.decode())
+            error = judge(output.decode())
             if error is not None:
                 wrong.append((seed, text, output, error))
     print(dict(counts), refused.most_common())
@@ -100,7 +100,7 @@ def test_valid_values_are_allowed() -> None:
         if UNJUDGED.search(text):
             continue
         try:
-            start, check = compiled(text)
+            start, judge = compiled(text)
         except RequestError:
             continue
         counts["schemas"] += 1
@@ -112,7 +112,7 @@ def test_valid_values_are_allowed() -> None:
                     written = schemas.write_json(value)
                 except ArithmeticError:
                     continue
-                if len(written) < LONGEST and check.error(written) is None:
+                if len(written) < LONGEST and judge(written) is None:
                     counts["valid values"] += 1
                     if not allows(start, written):
                         wrong.append((seed, text, written))
@@ -165,7 +165,7 @@ def test_outputs_of_patterns_and_grammars_match() -> None:
         kinds = (("regex", pattern), ("grammar", f"start: {lark}"), ("grammar", f"root ::= {gbnf}"))
         for kind, text in kinds:
             try:
-                start = matcher_of(kind, text)
+                start = matcher_of(BYTES, kind, text, {})
             except RequestError as error:
                 counts[f"refused: {refusal(error)}"] += 1
                 continue

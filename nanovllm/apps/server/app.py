@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
@@ -20,13 +19,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm import AsyncLLM, __version__
+from nanovllm.apps.server.admission import Admission, Gate, check_model
 from nanovllm.apps.server.chat import create_chat_completion
 from nanovllm.apps.server.completions import create_completion
 from nanovllm.apps.server.kv_events import KVCacheEvents
-from nanovllm.apps.server.limits import Admission, Gate, check_model
 from nanovllm.apps.server.metrics import ServerMetrics
 from nanovllm.apps.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.apps.server.requests import chat_prompt, encode
@@ -38,43 +36,26 @@ from nanovllm.errors import RequestError, as_request_error, quoted
 
 Endpoint = Callable[[Serving, Request], Awaitable[Response]]
 MAX_LISTENERS = 32
-ABSOLUTE = re.compile(r"https?://(?:[^/@]*@)?(?P<host>[^/@]*)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 PAGE = Path(__file__).with_name("page.html")
 
 
 def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission | None = None) -> Starlette:
-    """The server as an ASGI application. admission: counts the prompts; its owner can drain the server."""
+    """The server as an ASGI application. admission: counts the prompts; made here if it is None."""
     admission = Admission(engine, settings.max_queue) if admission is None else admission
     # Without a limit of the request or the checkpoint, an answer may have the rest of the model's length.
     limit = engine.llm.engine.sampling_defaults.get("max_tokens")
     defaults = replace(engine.llm.get_default_sampling_params(), max_tokens=limit)
     metrics = ServerMetrics(engine.llm, settings.model_name)
-    kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
+    kv_events = KVCacheEvents(engine, is_over=lambda: admission.is_closing or engine.error is not None)
     formats = Formats(engine.llm.engine.tokenizer, settings.tool_call_parser)
     serving = Serving(engine, settings, admission, metrics, kv_events, defaults, formats)
-    middleware = [Middleware(AbsoluteTargets), Middleware(Gate, settings=settings, admission=admission)]
+    middleware = [Middleware(Gate, settings=settings)]
     if settings.allowed_origins:
         origins = settings.allowed_origins
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(1, cors)
+        middleware.insert(0, cors)
     handlers = {HTTPException: respond_to_wrong_path}
     return Starlette(routes=_routes(serving), middleware=middleware, exception_handlers=handlers)
-
-
-class AbsoluteTargets:
-    """ASGI middleware: takes `GET http://host/path`, as HTTP/1.1 requires, like `GET /path` with that host as Host."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = ABSOLUTE.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        if found is not None:
-            headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-            path = found["path"] or "/"
-            scope = {**scope, "path": path, "raw_path": quote(path).encode()}
-            scope["headers"] = [*headers, (b"host", found["host"].encode())]
-        await self._app(scope, receive, send)
 
 
 def _routes(serving: Serving) -> list[BaseRoute]:
@@ -95,11 +76,9 @@ def _routes(serving: Serving) -> list[BaseRoute]:
 
 
 async def health(serving: Serving, request: Request) -> Response:
-    """Whether requests are served: 503 while the server drains and after the engine has ended"""
+    """Whether requests are served: 503 after the engine has ended"""
     if serving.engine.error is not None:
         return JSONResponse({"status": "error", "message": "the engine has ended"}, 503)
-    if serving.admission.draining:
-        return JSONResponse({"status": "draining"}, 503)
     return JSONResponse({"status": "ok"})
 
 

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from nanovllm import AsyncLLM
+from nanovllm.apps.server.admission import Admission, check_model, read_body
 from nanovllm.apps.server.async_llm import RequestStream
 from nanovllm.apps.server.kv_events import KVCacheEvents
-from nanovllm.apps.server.limits import Admission, check_model, read_body
 from nanovllm.apps.server.metrics import ServerMetrics
 from nanovllm.apps.server.protocol import Body, SamplingFields
 from nanovllm.apps.server.responses import (
@@ -71,7 +71,7 @@ class Serving:
 
     async def read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         """The checked body. Raises ApiError that names the field."""
-        raw = await read_body(request, self.settings)
+        raw = await read_body(request, self.settings.max_body_bytes)
         try:
             body = kind.read(raw)
         except ValidationError as error:

@@ -46,10 +46,7 @@ class ServerSettings:
     max_prompts: int = argument(256, COUNT, "prompts of a request")
     max_queue: int = argument(1024, COUNT, "prompts that wait for the engine; more are refused with status 429")
     max_connections: int = argument(1024, COUNT, "open connections; more are refused with status 503")
-    header_timeout: float = argument(10.0, SECONDS, "seconds until a request's header is complete")
-    idle_timeout: float = argument(
-        30.0, SECONDS, "seconds between parts of a body, and between requests of a connection"
-    )
+    idle_timeout: float = argument(30.0, SECONDS, "seconds between two requests of a connection")
     shutdown_timeout: float = argument(
         60.0,
         number("must be a number of seconds of at least 0", lambda seconds: seconds >= 0),
@@ -81,15 +78,14 @@ class ServerSettings:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(certificate, key, lambda: self.ssl_keyfile_password or "")
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
         except (OSError, ValueError):  # OpenSSL's own words say little
             raise ConfigError(
-                f"ssl_certfile={quoted(certificate)} and ssl_keyfile={quoted(key)} cannot be used together: "
-                "give a certificate and its own private key as PEM, and ssl_keyfile_password for an encrypted key"
+                f"TLS cannot use ssl_certfile={quoted(certificate)}, ssl_keyfile={quoted(key)} and "
+                f"ssl_ca_certs={quoted(self.ssl_ca_certs)}: give a certificate and its own private key as PEM, "
+                "ssl_keyfile_password for an encrypted key, and CA certificates as PEM or none"
             ) from None
-        try:
-            context.load_verify_locations(self.ssl_ca_certs) if self.ssl_ca_certs is not None else None
-        except (OSError, ValueError):
-            raise ConfigError(f"ssl_ca_certs={quoted(self.ssl_ca_certs)}: must hold CA certificates as PEM") from None
 
     @property
     def names(self) -> tuple[str, ...]:

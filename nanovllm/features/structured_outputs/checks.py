@@ -48,12 +48,6 @@ class SchemaCheck:
         made = validators.extend(self.dialect, functions, type_checker=checker)
         self._validator = made(schema, registry=Registry())  # nothing is fetched
 
-    def check_schema(self, part: Any) -> None:
-        """Raise RequestError for a part that is no schema of the dialect."""
-        error = _schema_error(self.dialect, part)
-        if error is not None:
-            raise RequestError(f"it is no valid JSON schema: {error}")
-
     def error(self, text: str) -> str | None:
         """What is wrong with an output; None if it matches, or if it is too large to say."""
         try:
@@ -66,20 +60,14 @@ class SchemaCheck:
         # Of two members with the same name some readers take the first.
         return self._error(last) or (self._error(first) if first != last else None)
 
-    def is_valid(self, instance: Any, schema: Any) -> bool:
-        """Whether an instance matches a part of the schema."""
-        return self._error(instance, self._validator.evolve(schema=schema)) is None
-
-    def _error(self, instance: Any, validator: Any = None) -> str | None:
+    def _error(self, instance: Any) -> str | None:
         with self._lock:
             self._left = MOST_WORK
             try:
-                error = next(iter((validator or self._validator).iter_errors(instance)), None)
+                error = next(iter(self._validator.iter_errors(instance)), None)
             except (_TooLongError, RecursionError):
                 return None
-            if error is None:
-                return None
-            return _sentence(error)
+            return None if error is None else _sentence(error)
 
     def _counted(self, function: Any) -> Callable[..., Iterator[Any]]:
         def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:

@@ -12,20 +12,28 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.data.batch import PackedMask
 from nanovllm.errors import RequestError, one_line, quoted, told
-from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-MOST_BYTES = 1 << 20  # of a grammar's text
 WHITESPACE = r"[ \t\n\r]{1,64}"  # without a bound, small models go on with it for ever
 MOST_KEPT = 32  # compiled grammars, the least recently used is dropped first
 MOST_THREADS = 4
-# llguidance's own bounds of one mask stay as they are: about 20 ms. Its automata may have 250,000 states of 2 kB.
-LIMITS: Mapping[str, Any] = MappingProxyType({"max_lexer_states": 20_000, "verbose_errors": False})
+MOST_SHOWN = 400  # characters of the library's reason
+# The library bounds a mask by these limits. It does not bound the time of compiling, which grows with the square of a
+# grammar's size, nor its recursion, which takes 8 kB of stack for each reference in a chain. The size of the text does:
+# compiling takes a few seconds at most, in a thread that holds no lock of the interpreter.
+LIMITS: Mapping[str, Any] = MappingProxyType(
+    {"initial_lexer_fuel": 200_000, "max_lexer_states": 20_000, "verbose_errors": False}
+)
+MOST_BYTES: Mapping[str, int] = MappingProxyType({"json": 1 << 17, "regex": 1 << 15, "grammar": 1 << 15})
+MOST_CHOICE_BYTES = 1 << 20  # of choices, which are flat
+MOST_PARTS = 3000  # objects of a schema: the time grows with the square of the properties of one
+STACK_BYTES = 256 << 20  # of address space; memory is taken as it is used
+T = TypeVar("T")
 
 
 class LLGuidanceCompiler:
@@ -35,7 +43,6 @@ class LLGuidanceCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._process = GrammarProcess()
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="token masks")
         self._library_tokenizer: Any = None  # llguidance's, made for the first grammar
         self._matchers: OrderedDict[tuple[str, str, str], CompiledGrammar] = OrderedDict()
@@ -68,8 +75,8 @@ class LLGuidanceCompiler:
                     "pip install 'nanovllm[structured]'"
                 )
         kind, text, options = _source(params)
-        if len(text.encode()) > MOST_BYTES:
-            raise RequestError(f"{kind} has {len(text.encode()):,} bytes: give at most {MOST_BYTES:,}")
+        if kind == "json" and (parts := text.count("{")) > MOST_PARTS:
+            raise RequestError(f"json has {parts:,} objects: give at most {MOST_PARTS:,}")
         key = (kind, text, json.dumps(options))
         if (kept := self._kept(key)) is not None:
             return kept
@@ -78,16 +85,9 @@ class LLGuidanceCompiler:
                 return self._kept(key) or self._compiled(key, options)
         except RequestError as error:
             value = getattr(params, kind)
-            reason = str(error)
-            if "coerce_one_of" in reason:
-                reason = (
-                    "options of a oneOf may match the same value: use anyOf, or give each a required property with "
-                    "another const"
-                )
-            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {reason}") from None
+            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {error}") from None
 
     def close(self) -> None:
-        self._process.close()
         self._pool.shutdown(wait=False)
 
     def _kept(self, key: tuple[str, str, str]) -> CompiledGrammar | None:
@@ -97,26 +97,15 @@ class LLGuidanceCompiler:
             return self._matchers.get(key)
 
     def _compiled(self, key: tuple[str, str, str], options: dict[str, Any]) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        from nanovllm.features.structured_outputs.prepared import prepare_schema
-
         kind, text, _ = key
         tokenizer = self._read_tokenizer()
         judge: Callable[[str], str | None] = _no_judge
         if kind == "json":
-            prepared = prepare_schema(text, options.pop("disable_additional_properties"), options)
-            kind = prepared.kind
-            text = prepared.text
-            judge = prepared.check.error
+            text, judge = prepared(text, options.pop("disable_additional_properties"))
         elif kind == "choice":
-            choices = frozenset(json.loads(text))
-            judge = partial(_choice_error, choices)
-        grammar = self._process.read("json" if kind == "json_object" else kind, text, options, LIMITS)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        if matcher.is_error():
-            raise RequestError(one_line(matcher.get_error(), 400))
-        compiled = CompiledGrammar(matcher, judge)
+            judge = partial(_choice_error, frozenset(json.loads(text)))
+        _check_size(kind, text, options)
+        compiled = CompiledGrammar(_with_deep_stack(partial(matcher_of, tokenizer, kind, text, options)), judge)
         with self._lock:
             self._matchers[key] = compiled
             if len(self._matchers) > MOST_KEPT:
@@ -149,7 +138,7 @@ class LLGuidanceCompiler:
 
 def _source(params: StructuredOutputsParams) -> tuple[str, str, dict[str, Any]]:
     """Kind, text and options of the grammar."""
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace, "coerce_one_of": True}
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     if params.json is not None:
@@ -163,6 +152,77 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str, dict[str, Any]]:
         return "regex", params.regex, {}
     assert params.grammar is not None
     return "grammar", params.grammar, {}
+
+
+def _check_size(kind: str, text: str, options: Mapping[str, Any]) -> None:
+    size = len(text.encode()) + len(options.get("whitespace_pattern", ""))
+    most = MOST_BYTES.get(kind, MOST_CHOICE_BYTES)
+    if size > most:
+        raise RequestError(f"it has {size:,} bytes: give at most {most:,}")
+
+
+def prepared(text: str, close_all: bool) -> tuple[str, Callable[[str], str | None]]:
+    """A schema as the library gets it, and what judges outputs. Raises RequestError."""
+    from nanovllm.features.structured_outputs.checks import SchemaCheck
+    from nanovllm.features.structured_outputs.schemas import for_grammar, read_json
+
+    try:
+        return for_grammar(text, close_all), SchemaCheck(read_json(text)).error
+    except RecursionError:
+        raise RequestError("it is nested too deeply") from None
+    except ArithmeticError:
+        raise RequestError("it has a number with too large an exponent") from None
+
+
+def _with_deep_stack(function: Callable[[], T]) -> T:
+    """The result of the function, which runs in a thread of its own, with a stack for deep grammars.
+
+    The library recurses, and a stack that overflows ends the process.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as pool:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            made = pool.submit(function)  # which starts the thread
+        except RuntimeError as error:
+            raise RequestError(f"no thread can be started to read it: {told(error)}") from None
+        finally:
+            threading.stack_size(before)
+        return made.result()
+
+
+def matcher_of(tokenizer: Any, kind: str, text: str, options: Mapping[str, Any]) -> Any:
+    """llguidance's matcher before the first token, whose mask has been made once. Raises RequestError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        grammar = _grammar(kind, text, options)
+    except ValueError as error:
+        raise RequestError(one_line(str(error), MOST_SHOWN)) from None
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    first = matcher.deep_copy()
+    if not matcher.is_error():
+        first.compute_bitmask()
+    if not first.is_error():
+        return matcher
+    reason = first.get_error().replace("<non-verbose/>", "")
+    raise RequestError("it matches nothing" if "NoExtension" in reason else one_line(reason, MOST_SHOWN))
+
+
+def _grammar(kind: str, text: str, options: Mapping[str, Any]) -> str:
+    """The text as llguidance's grammar. Raises ValueError."""
+    import llguidance
+
+    library: Any = llguidance  # its stubs list what may be given by literals
+
+    if kind in ("json", "json_object"):
+        return str(library.LLMatcher.grammar_from_json_schema(text, defaults=dict(options)))
+    if kind == "choice":
+        # One terminal: its automaton takes thousands of choices, where a parser would follow each of them.
+        texts = json.loads(text)
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in texts if choice)
+        lark = f"start: CHOICE{'?' if '' in texts else ''}\nCHOICE: {choices}" if choices else "start:"
+        return str(library.LLMatcher.grammar_from_lark(lark))
+    return str(library.grammar_from(kind, text))
 
 
 def _bits(token_ids: Collection[int]) -> int:
@@ -252,7 +312,7 @@ class MatcherState:
                 matcher.consume_tokens(token_ids)
             packed = matcher.compute_bitmask()
             if matcher.is_error():
-                raise RequestError(one_line(matcher.get_error().replace("<non-verbose/>", ""), 400))
+                raise RequestError(one_line(matcher.get_error().replace("<non-verbose/>", ""), MOST_SHOWN))
         except Exception as error:
             reason = str(error) if isinstance(error, RequestError) else told(error)
             return PackedMask(error=f"the structured output cannot go on: {reason}")

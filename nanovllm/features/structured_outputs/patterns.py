@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
 
 TOKEN = re.compile(r"\\(?:c[A-Za-z]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
 CONTROL = {"\\0": "\\x00"}
@@ -57,22 +55,3 @@ def is_plain(pattern: str) -> bool:
 def for_python(pattern: str) -> str:
     """A pattern that `is_plain`, for Python: there `$` also stands before a last line break."""
     return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda found: r"\Z" if found[0] == "$" else found[0], pattern)
-
-
-def other_names(names: Iterable[str]) -> str:
-    """A pattern for all texts but these."""
-    tree: dict[str, Any] = {}  # of trees; "" marks the end of a name
-    for name in names:
-        branch = tree
-        for character in name:
-            branch = branch.setdefault(character, {})
-        branch[""] = {}
-    return f"^{_others(tree)}$"
-
-
-def _others(tree: dict[str, Any]) -> str:
-    following = [character for character in tree if character]
-    listed = "".join(f"\\x{{{ord(character):x}}}" for character in following)
-    parts = [f"{NEGATED}{listed}][\\s\\S]*" if listed else "[\\s\\S]+"]
-    parts += [f"\\x{{{ord(character):x}}}{_others(tree[character])}" for character in following]
-    return f"(?:{'|'.join(parts)}){'' if '' in tree else '?'}"
