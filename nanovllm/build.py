@@ -192,9 +192,9 @@ def _start_runner(config: EngineConfig, spec: DecoderSpec) -> ModelRunner | Tens
 
     if config.kv_cache_dir is None:
         return TensorParallelExecutor(config, spec, build_runner)
-    from nanovllm.features.kv_disk.engine import make_part
+    from nanovllm.features.kv_disk.part import StorePart
 
-    return TensorParallelExecutor(config, spec, build_runner, make_part)
+    return TensorParallelExecutor(config, spec, build_runner, StorePart)
 
 
 def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
@@ -220,10 +220,12 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
     """The KV blocks on disk that the arguments ask for."""
     if config.kv_cache_dir is None:
         return None
-    from nanovllm.features.kv_disk.engine import OwnPart, open_store
+    from nanovllm.features.kv_disk.part import OwnPart
+    from nanovllm.features.kv_disk.store import open_store
 
     parts = OwnPart(config, runner) if isinstance(runner, ModelRunner) else runner
-    return open_store(config, parts, runner.sizing.layout.groups)
+    has_states = runner.sizing.memory.states is not None
+    return open_store(config, parts, runner.sizing.layout.groups, has_states)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

@@ -142,22 +142,17 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine goes by what it measures, so that nothing in a test depends on the machine's load.
 
-    Bandwidths are given and stay as they are, what is on disk is read, and the costs of drafts are a guess.
+    Bandwidths are given and stay as they are, and the costs of drafts are a guess.
     """
     if "nanovllm.build" not in sys.modules:  # loaded, if the test makes engines
         return
     from nanovllm.features.cpu_attention import balance, host_blocks
     from nanovllm.features.cpu_attention.shares import Bandwidths
-    from nanovllm.features.kv_disk import policy, store
     from nanovllm.features.speculation import draft_model, drafter, lengths
 
     class Unmoved(balance.BalancedShare):
         def observe(self, step: balance.StepTimes) -> None:
             pass
-
-    class AlwaysRead(policy.ReadOrCompute):
-        def reads(self, tokens: int, num_bytes: int) -> bool:
-            return True
 
     class Guessed(lengths.PassCosts):
         def add(self, rows: int, seconds: float) -> None:
@@ -166,7 +161,6 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Bandwidths(link=10e9, host=20e9, device=20e9)
     monkeypatch.setattr(host_blocks, "measure_bandwidths", lambda *_: given)
     monkeypatch.setattr(host_blocks, "BalancedShare", Unmoved)
-    monkeypatch.setattr(store, "ReadOrCompute", AlwaysRead)
     for module in (drafter, draft_model):
         monkeypatch.setattr(module, "PassCosts", Guessed)
 

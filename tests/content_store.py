@@ -45,7 +45,7 @@ class ContentStore:
         ends = range(seq.num_cacheable // self.unit * self.unit, begin, -self.unit)
         return next((end for end in ends if all(each in self.stored for each in self.needed(seq, begin, end))), begin)
 
-    def is_looking(self, seq: TokenSequence, begin: int, waits: bool) -> bool:
+    def is_looking(self, seq: TokenSequence, begin: int) -> bool:
         return False
 
     def load(
@@ -67,7 +67,7 @@ class ContentStore:
         self.loads.append(load)
         return load
 
-    def await_loading(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.go_on()
 
     def go_on(self) -> None:
@@ -79,9 +79,6 @@ class ContentStore:
             load.cancel()
 
     def release(self, seq: TokenSequence) -> None:
-        return
-
-    def measured(self, prompt_tokens: float, seconds: float) -> None:
         return
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,19 @@ def run(model: Path, directory: Path | None, prompt: Any = None, **arguments: An
         return ask(llm, prompt)
 
 
+def step_until_loading(llm: LLM) -> None:
+    """Its first step may still look for what is stored."""
+    while llm.metrics().loading_requests == 0:
+        assert llm.engine.step() == []
+
+
 def numbers(output: RequestOutput) -> Any:
-    found = output.outputs[0]
-    return found.token_ids, [{token: each.logprob for token, each in row.items()} for row in found.logprobs or ()]
+    completion = output.outputs[0]
+    rows = [{token: entry.logprob for token, entry in row.items()} for row in completion.logprobs or ()]
+    return completion.token_ids, rows
 
 
-def segments(directory: Path) -> list[Path]:
+def stored_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*/*.kv"))
 
 
@@ -65,12 +72,16 @@ def written_fixture() -> Any:
 
 @contextmanager
 def unanswered(path: Path) -> Iterator[None]:
-    """Who opens the file waits until the context ends: it is a pipe meanwhile."""
+    """Who opens the file reads it when the context ends: it is a pipe meanwhile."""
     aside = path.with_name("aside")
     path.rename(aside)
     os.mkfifo(path)
     try:
         yield
     finally:
-        os.close(os.open(path, os.O_RDWR))
+        with suppress(OSError):  # nobody reads it, or no more
+            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(pipe, True)
+            with open(pipe, "wb") as file:
+                file.write(aside.read_bytes())
         aside.rename(path)

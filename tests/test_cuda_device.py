@@ -23,7 +23,7 @@ from nanovllm.device import PitchedCopy, create_device, cuda
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CONNECTIONS, CudaClock, CudaDevice, CudaStream, check_cuda, use_all_connections
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.features.kv_disk.segments import SegmentReader
+from nanovllm.features.kv_disk import files
 from nanovllm.features.kv_disk.units import UnitCopier
 
 BLOCK = 16
@@ -353,9 +353,9 @@ def test_kv_is_read_from_disk_while_a_graph_is_recorded(tmp_path: Path, monkeypa
     copied = threading.Event()
     with LLM(tmp_path / "model", **engine) as llm:
         expected = token_ids(llm, [prompt], greedy(20))
-    read = SegmentReader.read
+    read = files.read
     copy_in = UnitCopier.copy_in
-    monkeypatch.setattr(SegmentReader, "read", lambda *args: records.wait(PATIENCE) and read(*args))
+    monkeypatch.setattr(files, "read", lambda *args: records.wait(PATIENCE) and read(*args))
     monkeypatch.setattr(UnitCopier, "copy_in", lambda *args: (copy_in(*args), copied.set()))
     with LLM(tmp_path / "model", **engine) as llm:
         llm.engine.add_request("stored", None, greedy(20), prompt)

@@ -30,7 +30,8 @@ from kv_disk_helpers import (
     engine,
     numbers,
     run,
-    segments,
+    step_until_loading,
+    stored_files,
     written_fixture,
 )
 from lora_helpers import make_adapter
@@ -39,17 +40,13 @@ from test_ordering import order_calls, without_call
 from waiting import eventually
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine import state_manager
 from nanovllm.errors import EngineError
-from nanovllm.features.kv_disk import engine as engine_module
-from nanovllm.features.kv_disk import kept_in, loading, store
-from nanovllm.features.kv_disk.engine import library_versions
-from nanovllm.features.kv_disk.identity import code_files
-from nanovllm.features.kv_disk.policy import TRY_AGAIN, ReadOrCompute
-from nanovllm.features.kv_disk.segments import SegmentReader
-from nanovllm.features.kv_disk.store import DiskStore
+from nanovllm.features.kv_disk import files, kept_in
+from nanovllm.features.kv_disk.identity import code_files, facts_of, library_versions
+from nanovllm.features.kv_disk.part import StorePart
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.kvcache import pools
 from nanovllm.outputs import RequestOutput
@@ -68,7 +65,7 @@ def test_a_later_engine_finds_the_prompt_whatever_its_blocks_and_budget(model: P
             found = run(model, directory, **reading)
             assert found.metrics.cached_tokens == found.metrics.cached_tokens_disk == 768
             assert numbers(found) == expected
-    assert {path.stat().st_mode & 0o777 for path in segments(tmp_path / "0")} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in stored_files(tmp_path / "0")} == {0o600}
 
 
 @pytest.mark.parametrize("others", [{"kv_cache_dtype": "int8"}, {"kvcache_block_size": 16, "num_gpu_blocks": 100}])
@@ -117,7 +114,7 @@ def test_libraries_of_a_gpu_are_in_the_key(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    facts = engine_module._facts(EngineConfig(model=str(tmp_path)), described)  # type: ignore[arg-type]
+    facts = facts_of(EngineConfig(model=str(tmp_path)), described)  # type: ignore[arg-type]
     assert facts["libraries"] == (torch.version.cuda, library_versions())
     assert facts["attention"][0].startswith("cuDNN"), "bits depend on the library"
 
@@ -264,7 +261,7 @@ def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
     prompts = [random_prompt(600, VOCAB, seed) for seed in (5, 6)]
     with engine(model, tmp_path) as one, engine(model, tmp_path) as other:
         first = [ask(one, prompts[0]), ask(other, prompts[1])]
-        assert eventually(lambda: [each.tokens for each in kept_in(tmp_path)] == [2 * 512])
+        assert eventually(lambda: [kept.tokens for kept in kept_in(tmp_path)] == [2 * 512])
         second = [ask(other, prompts[0]), ask(one, prompts[1])]
     assert [each.metrics.cached_tokens_disk for each in second] == [512, 512]
     assert [numbers(each) for each in second] == [numbers(each) for each in first]
@@ -272,16 +269,16 @@ def test_two_engines_share_a_directory(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def gate(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets records be read once it is set; they are those of `written`, in tmp_path / "kv"."""
+    """Lets files be read once it is set; they are those of `written`, in tmp_path / "kv"."""
     shutil.copytree(written[0], tmp_path / "kv")
     gate = threading.Event()
-    read = SegmentReader.read
+    read = files.read
 
-    def held(self: SegmentReader, *arguments: Any) -> str | None:
+    def held(*arguments: Any) -> None:
         gate.wait()
-        return read(self, *arguments)
+        read(*arguments)
 
-    monkeypatch.setattr(SegmentReader, "read", held)
+    monkeypatch.setattr(files, "read", held)
     yield gate
     gate.set()
 
@@ -319,20 +316,20 @@ def test_other_requests_run_while_one_loads(
 def test_running_requests_do_not_wait_for_a_look_at_the_directory(
     model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new request does, for what others have written meanwhile."""
+    """A new request does."""
     ended: dict[str, RequestOutput] = {}
     gate = threading.Event()
-    scan = SegmentReader.scan
+    look = StorePart._look
 
-    def held(self: SegmentReader, *arguments: Any) -> Any:
+    def held(self: StorePart, *arguments: Any) -> None:
         assert gate.wait(60)
-        return scan(self, *arguments)
+        look(self, *arguments)
 
     with engine(model, tmp_path) as llm:
         llm.engine.add_request("runs", None, SamplingParams(max_tokens=500, ignore_eos=True), [5, 6, 7])
         llm.engine.step()
         shutil.copytree(written[0], tmp_path, dirs_exist_ok=True)
-        monkeypatch.setattr(SegmentReader, "scan", held)
+        monkeypatch.setattr(StorePart, "_look", held)
         llm.engine.add_request("stored", None, PARAMS, PROMPT)
         for _ in range(3):
             assert [output.request_id for output in llm.engine.step()] == ["runs"]
@@ -343,32 +340,13 @@ def test_running_requests_do_not_wait_for_a_look_at_the_directory(
     assert (ended["stored"].metrics.cached_tokens_disk, numbers(ended["stored"])) == (768, written[1])
 
 
-def test_a_look_at_the_directory_does_not_wait_for_records_that_are_read(
-    model: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request that comes while another one loads more records than there are threads."""
-    monkeypatch.setattr(loading, "THREADS", 2)
-    with engine(model, tmp_path / "kv") as llm:
-        llm.engine.add_request("stored", None, PARAMS, PROMPT)
-        llm.engine.step()
-        llm.engine.add_request("other", None, PARAMS, random_prompt(300, VOCAB, 9))
-        ended: list[str] = []
-
-        def step() -> bool:
-            ended.extend(output.request_id for output in llm.engine.step() if output.finished)
-            return bool(ended)
-
-        assert eventually(step) and ended == ["other"] and llm.metrics().loading_requests == 1
-        gate.set()
-
-
 def test_a_loading_request_is_aborted(
     model: Path, written: tuple[Path, Any], tmp_path: Path, gate: threading.Event
 ) -> None:
     """At once, also if the disk does not answer; its blocks are free, and it can be asked for again."""
     with engine(model, tmp_path / "kv") as llm:
         llm.engine.add_request("stored", None, PARAMS, PROMPT)
-        assert llm.engine.step() == [] and llm.metrics().loading_requests == 1
+        step_until_loading(llm)
         output = llm.engine.abort_request("stored")
         assert output is not None and output.finished
         metrics = llm.metrics()
@@ -376,33 +354,6 @@ def test_a_loading_request_is_aborted(
         gate.set()
         found = ask(llm)
     assert (found.metrics.cached_tokens_disk, numbers(found)) == (768, written[1])
-
-
-def test_what_is_computed_faster_is_not_read(
-    model: Path, written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the rates that were measured; now and then it is read all the same, and both rates stay known."""
-    choice = ReadOrCompute()
-    assert choice.reads(1, 10**9), "nothing is known"
-    choice.reading.add(100, 1.0)
-    choice.prefill.add(50, 1.0)
-    assert choice.reads(768, 1536) and not choice.reads(768, 1537)
-    assert [choice.reads(768, 1537) for _ in range(TRY_AGAIN)].count(True) == 1
-    for _ in range(20):  # faster by now
-        choice.reading.add(400, 1.0)
-    assert choice.reads(768, 4 * 1536 - 100)
-
-    shutil.copytree(written[0], tmp_path / "kv")
-    monkeypatch.setattr(store, "ReadOrCompute", ReadOrCompute)
-    monkeypatch.setattr(DiskStore, "measured", lambda self, *_: self.choice.prefill.add(1e12, 1.0))
-    with engine(model, tmp_path / "kv") as llm:
-        found = []
-        for _ in range(2):  # the rate of reading is known then, and that of prefill too
-            found.append(ask(llm))
-            llm.reset_prefix_cache()
-        assert llm.metrics().prefix_cache_hit_tokens_on_disk == 768
-    assert [each.metrics.cached_tokens_disk for each in found] == [768, 0]
-    assert [numbers(each) for each in found] == [written[1]] * 2
 
 
 def test_hits_are_counted_by_tier(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
@@ -420,24 +371,12 @@ def test_hits_are_counted_by_tier(model: Path, written: tuple[Path, Any], tmp_pa
     assert counted == (sum(host for _, host, _ in by_tier), 768)
 
 
-def wait_until_written(llm: LLM, records: int) -> None:
-    """The writer works behind the steps, and a request finds what it has reported."""
-    store = llm.engine.scheduler.block_manager.stored.store
-    assert isinstance(store, DiskStore)
-
-    def are_found() -> bool:
-        store.hear()
-        return len(store._index) == records
-
-    assert eventually(are_found)
-
-
 def reading_again(model: Path, directory: Path, way: int) -> RequestOutput:
     """A short prompt is written, forgotten, and read into blocks that others had meanwhile."""
     prompts = [random_prompt(300, VOCAB, seed) for seed in (1, 2, 3)]
     with engine(model, directory, **{**WAYS[way], "num_gpu_blocks": 5}) as llm:
         expected = llm.generate(prompts, PARAMS, use_tqdm=False)
-        wait_until_written(llm, 3)
+        assert eventually(lambda: len(stored_files(directory)) == 3)
         llm.reset_prefix_cache()
         found = ask(llm, prompts[0])
     assert numbers(found) == numbers(expected[0])

@@ -11,9 +11,8 @@ import pytest
 PATIENCE = 60.0  # seconds after which a test gives up, on a busy machine too
 PATIENT = {  # seconds after which the engine and the server give up on a disk, a rank or a client
     "nanovllm.config_rules": ("DIR_SECONDS",),
-    "nanovllm.features.kv_disk.store": ("SCAN_SECONDS", "CLOSE_SECONDS"),
-    "nanovllm.features.kv_disk.under_way": ("PATIENCE_SECONDS",),
-    "nanovllm.features.kv_disk.writing": ("CLOSE_SECONDS", "STALL_SECONDS"),
+    "nanovllm.features.kv_disk.store": ("LATE_SECONDS", "OPEN_SECONDS"),
+    "nanovllm.features.kv_disk.part": ("CLOSE_SECONDS",),
     "nanovllm.features.distributed.executor": ("CAUSE_SECONDS", "CLOSE_SECONDS"),
     "nanovllm.apps.server.run": ("ANSWER_SECONDS", "CLOSE_SECONDS"),
 }

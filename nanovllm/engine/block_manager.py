@@ -91,9 +91,13 @@ class BlockManager:
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
+    def close(self) -> None:
+        """Let the block store keep what it was offered. Safe to call twice."""
+        self.stored.close()
+
     def reset(self) -> None:
         """Forget all blocks, used and cached. Callers must clear the block tables of all sequences."""
-        self.stored.store.cancel_all()
+        self.stored.cancel_all()
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
         self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
@@ -489,7 +493,7 @@ class BlockManager:
         places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
         interval = states.snapshot_interval(seq.end)
         unit = self.prefix_cache.hash_block_size
-        stored_unit = self.stored.store.unit
+        stored_unit = self.stored.unit
         seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk, stored_unit)
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:

@@ -26,7 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-LOADING_SECONDS = 0.05  # that a step waits where all requests are loading
+LOADING_SECONDS = 0.05  # that a step waits where all requests wait for the block store
 
 
 class Clock:
@@ -415,8 +415,7 @@ class LLMEngine:
 
     def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(self._clock.now())
-        if not batch.sequences and self.scheduler.loading:
-            self.scheduler.block_manager.stored.store.await_loading(LOADING_SECONDS)
+        if not batch.sequences and self.scheduler.wait_for_store(LOADING_SECONDS):
             batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
@@ -430,9 +429,6 @@ class LLMEngine:
         drafter = self._features.drafter
         if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
             drafter.measured(batch.num_tokens, seconds)
-        prompt_tokens = batch.prompt_tokens(self.limits.num_layers)
-        if 2 * prompt_tokens > batch.num_tokens:
-            self.scheduler.block_manager.stored.store.measured(prompt_tokens, seconds)
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             outputs = self._requests[request.request_id]
@@ -468,9 +464,8 @@ class LLMEngine:
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
             features = self._features
-            store = self.scheduler.block_manager.stored.store
             with ExitStack() as closing:  # all of them, even if one fails; the last one first, which the executor fills
-                for part in (features.grammars, self.executor, features.drafter, store):
+                for part in (features.grammars, self.executor, features.drafter, self.scheduler.block_manager):
                     if part is not None:
                         closing.callback(part.close)
 

@@ -105,6 +105,7 @@ class Scheduler:
         self.loading: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
+        self._awaits_look = False  # a waiting request of the last step does, for which the block store is looking
         self._passed_until: tuple[float, ...] | None = None  # order of the last request that was passed over in turn
         self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
 
@@ -146,6 +147,7 @@ class Scheduler:
             self._schedule_prefills(prefills, budget)
         if self.swapped:
             self._resume_swapped(budget)
+        self._awaits_look = False
         if self.waiting:
             self._admit_waiting(budget, now)
         budget.add_long_prefill()
@@ -217,6 +219,13 @@ class Scheduler:
             if request.error is not None:
                 self.abort(request, now, "error")
         return list(sampled)
+
+    def wait_for_store(self, seconds: float) -> bool:
+        """Wait until the block store has something new, at most so long. False if no request waits for it."""
+        if not (self.loading or self._awaits_look):
+            return False
+        self.block_manager.stored.wait(seconds)
+        return True
 
     # ---- the stages of a step
 
@@ -300,10 +309,9 @@ class Scheduler:
 
         Some are passed over: while a long prefill runs, those that one step cannot complete; those whose adapter cannot
         be loaded yet; those that will find in the prefix cache what a running request computes next; and those for
-        which the block store is looking, which a step waits for only if there was none before. The first of the others
-        that does not fit ends the admission, so that later ones do not take its blocks.
+        which the block store is looking. The first of the others that does not fit ends the admission, so that later
+        ones do not take its blocks.
         """
-        is_idle = not (self.running or self.loading)
         # by the hash block computed next
         manager = self.block_manager
         computing = dict[bytes | None, Request]()
@@ -321,7 +329,8 @@ class Scheduler:
                 continue
             if not self._can_admit(request, budget):
                 return
-            if self._awaits_look(request, is_idle):
+            if manager.stored.is_looking(request.computing[0]):
+                self._awaits_look = True
                 passed_over.append(request)
                 continue
             self._admit(request, budget, now)
@@ -437,12 +446,6 @@ class Scheduler:
         """
         missing = self.block_manager.missing_hash(request.computing[0])
         return missing is not None and missing in computing and computing[missing].order < request.order
-
-    def _awaits_look(self, request: Request, waits: bool) -> bool:
-        """Whether the block store is looking for what a waiting request lacks. waits: first wait for that."""
-        seq = request.computing[0]
-        manager = self.block_manager
-        return manager.stored.store.is_looking(seq, manager.num_cached_tokens(seq), waits)
 
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the tokens of a waiting request that are neither cached nor stored."""

@@ -19,19 +19,16 @@ from nanovllm.engine.state_manager import StateManager
 
 
 class BlockStore(Protocol):
-    """Keeps what was computed beyond this engine. Tables have physical ids. See `features/kv_disk`.
+    """Keeps what was computed beyond this engine. Tables have physical ids. See `features/kv_disk`."""
 
-    unit: at multiples of so many tokens a sequence can go on. state_slot: of a model with recurrent layers.
-    """
+    unit: int  # at multiples of so many tokens a sequence can go on
 
-    unit: int
+    def is_looking(self, seq: Sequence, begin: int) -> bool:
+        """Whether the store still looks for what a waiting sequence has not computed after its first `begin` tokens."""
+        ...
 
     def reach(self, seq: Sequence, begin: int) -> int:
         """Up to which token `load` would read, of a sequence that has `begin` tokens; `begin` if that does not help."""
-        ...
-
-    def is_looking(self, seq: Sequence, begin: int, waits: bool) -> bool:
-        """Whether `reach` may soon say more of a sequence that has `begin` tokens. waits: first wait for that."""
         ...
 
     def load(
@@ -44,19 +41,14 @@ class BlockStore(Protocol):
         state_slot: int | None = None,
         state_moves: Seq[StateMove] = (),
     ) -> Loading:
-        """Carry out the moves, and begin to read tokens into the tables, and the state after them into its slot."""
+        """Carry out the moves, and begin to read tokens into the tables, and the state after them into its slot.
+
+        state_slot, state_moves: of a model with recurrent layers.
+        """
         ...
 
-    def measured(self, prompt_tokens: float, seconds: float) -> None:
-        """A step that computed prompts, and little else, took so long."""
-        ...
-
-    def await_loading(self, seconds: float) -> None:
-        """Wait until a read ends, at most so long."""
-        ...
-
-    def cancel_all(self) -> None:
-        """Cancel every read."""
+    def wait(self, seconds: float) -> None:
+        """Wait until something was found or read, at most so long."""
         ...
 
     def keep(self, seq: Sequence, begin: int, tables: Seq[Seq[int]], state_slot: int | None = None) -> None:
@@ -67,35 +59,38 @@ class BlockStore(Protocol):
         """The sequence gives up its blocks."""
         ...
 
+    def cancel_all(self) -> None:
+        """End every load: when this returns, nothing is written into blocks any more."""
+        ...
+
     def close(self) -> None:
         """Keep what was handed over, and end. Safe to call twice."""
         ...
 
 
 class NoBlockStore:
-    """Implements `BlockStore`: keeps nothing. unit: of a store that is empty, in whose place it stands."""
+    """Implements `BlockStore`: keeps nothing."""
 
     def __init__(self, unit: int = sys.maxsize) -> None:
+        """unit: of a store that is empty, in whose place it stands."""
         self.unit = unit
+
+    def is_looking(self, seq: Sequence, begin: int) -> bool:
+        return False
 
     def reach(self, seq: Sequence, begin: int) -> int:
         return begin
 
-    def is_looking(self, *_: object) -> bool:
-        return False
-
     def load(self, *_: object) -> Loading:
         raise NotImplementedError("nothing is stored")
 
-    def measured(self, prompt_tokens: float, seconds: float) -> None: ...
-
-    def await_loading(self, seconds: float) -> None: ...
-
-    def cancel_all(self) -> None: ...
+    def wait(self, seconds: float) -> None: ...
 
     def keep(self, *_: object) -> None: ...
 
     def release(self, seq: Sequence) -> None: ...
+
+    def cancel_all(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -105,6 +100,8 @@ class HeldBlocks(Protocol):
 
     prefix_cache: PrefixCache
     states: StateManager | None
+
+    def num_cached_tokens(self, seq: Sequence) -> int: ...
 
     def hold_beyond(self, seq: Sequence, end: int) -> bool: ...
 
@@ -122,7 +119,15 @@ class StoredBlocks:
         self.store = store
         self._manager = manager
 
+    @property
+    def unit(self) -> int:
+        return self.store.unit
+
     # ---- reading
+
+    def is_looking(self, seq: Sequence) -> bool:
+        """Whether the store still looks for what the prefix cache does not have of a waiting sequence."""
+        return self.store.is_looking(seq, self._manager.num_cached_tokens(seq))
 
     def num_tokens(self, seq: Sequence, begin: int) -> int:
         """Tokens that a waiting sequence could read after its first `begin`."""
@@ -131,7 +136,7 @@ class StoredBlocks:
     def hold(self, seq: Sequence) -> None:
         """Give a sequence that is admitted blocks for what the store has of it, if there are enough of them."""
         begin = seq.num_computed
-        end = self.store.reach(seq, seq.num_computed)
+        end = self.store.reach(seq, begin)
         seq.num_stored = end - begin if end > begin and self._manager.hold_beyond(seq, end) else 0
 
     def begin_loading(self, seq: Sequence) -> None:
@@ -171,11 +176,23 @@ class StoredBlocks:
             seq.loading = None
         self.store.release(seq)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until the store has found or read something, at most so long."""
+        self.store.wait(seconds)
+
+    def cancel_all(self) -> None:
+        """End every load."""
+        self.store.cancel_all()
+
+    def close(self) -> None:
+        """Keep what was offered, and end. Safe to call twice."""
+        self.store.close()
+
     # ---- what was computed
 
     def first_offered(self, group: KVGroup, end: int) -> int:
         """Index of the first of a group's blocks with the units that a prompt of `end` tokens reads to go on."""
-        unit = self.store.unit
+        unit = self.unit
         size = group.block_size
         if (last := (end - 1) // unit * unit) == 0:
             return group.num_blocks(end)
@@ -183,12 +200,12 @@ class StoredBlocks:
 
     def offer(self, seq: Sequence, previously_computed: int) -> None:
         """Offer the store what was computed since then, before windows are released."""
-        if previously_computed // self.store.unit < seq.num_computed // self.store.unit:
+        if previously_computed // self.unit < seq.num_computed // self.unit:
             self._keep(seq, previously_computed)
 
     def offer_state(self, seq: Sequence) -> None:
         """Offer the store the recurrent state, now that all drafts of the step were right."""
-        if seq.block_tables and seq.num_computed % self.store.unit == 0:
+        if seq.block_tables and seq.num_computed % self.unit == 0:
             self._keep(seq, seq.num_computed)
 
     def _keep(self, seq: Sequence, previously_computed: int) -> None:
@@ -202,4 +219,4 @@ class StoredBlocks:
 
     def last_snapshot(self, seq: Sequence) -> int:
         """Where the state of a prompt is stored last; 0 if it is too short."""
-        return (seq.end - 1) // self.store.unit * self.store.unit
+        return (seq.end - 1) // self.unit * self.unit

@@ -31,13 +31,12 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "rm":
         print(f"{kv_disk.remove(args.path):,} bytes deleted")
         return 0
-    found = kv_disk.kept_in(args.path) if args.action == "ls" else kv_disk.verify(args.path)
-    for each in found:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.last_used)) if each.last_used else "never"
-        damaged = f", {each.damaged:,} of them damaged" if each.damaged else ""
-        size = f"{each.tokens:,} tokens, {each.size:,} bytes{damaged}"
-        rank = f", rank {each.rank} of {each.ranks}" if each.ranks > 1 else ""
-        print(f"{each.model}{rank}: {size}, last used {used} ({each.path.name[:16]})")
-    if not found:
+    models = kv_disk.kept_in(args.path, verify=args.action == "verify")
+    for model in models:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used)) if model.last_used else "never"
+        damaged = f", {model.damaged:,} of them damaged" if model.damaged else ""
+        size = f"{model.tokens:,} tokens, {model.size:,} bytes{damaged}"
+        print(f"{model.model}: {size}, last used {used} ({model.path.name[:16]})")
+    if not models:
         print("no KV blocks")
-    return 1 if any(each.damaged for each in found) else 0
+    return 1 if any(model.damaged for model in models) else 0

@@ -143,12 +143,8 @@ class TensorParallelExecutor:
 
     # ---- what a feature does in every rank
 
-    @property
-    def num_parts(self) -> int:
-        return self._size
-
-    def tell(self, command: Any) -> None:
-        """Let the feature's part of every rank carry out a command, after all so far and before the next step."""
+    def tell(self, command: Callable[[Any], None]) -> None:
+        """Call the feature's part of every rank, after all so far and before the next step. The call can be pickled."""
         if self._interrupted:  # a rank may wait for another message
             self._untold.append(command)
         elif self._error is None:
@@ -209,10 +205,12 @@ class TensorParallelExecutor:
 
     def _wait_until_ready(self) -> None:
         num_ready = 0
+        self.part_facts = [b""] * self._size
         while num_ready < self._size:
             for rank, message in self._arrived():
                 assert isinstance(message, Ready)
                 num_ready += 1
+                self.part_facts[rank.index] = message.part_facts
                 if rank.index == 0:
                     self.spec = message.spec
                     self.dtype = message.dtype

@@ -47,17 +47,15 @@ MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner
 class RankPart(Protocol):
     """What a feature does in every rank. It reports to the engine from any thread."""
 
-    def handle(self, command: Any) -> None:
-        """Carry out what the engine tells all ranks. Called between steps, by their thread."""
-        ...
+    facts: bytes  # what the engine has to know of it before the first step
 
     def close(self) -> None:
         """End all work. Safe to call twice."""
         ...
 
 
-# From the rank's number, whether it is the first of its machine, and what takes reports. Can be pickled.
-MakePart = Callable[[EngineConfig, ModelRunner, int, bool, Callable[[Any], None]], RankPart]
+# From the rank's number and what takes reports. Can be pickled.
+MakePart = Callable[[EngineConfig, ModelRunner, int, Callable[[Any], None]], RankPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,9 @@ class Execute:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A command for the rank's part."""
+    """A call of the rank's part."""
 
-    command: Any
+    command: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,7 @@ class Ready:
     plan: KVPlan
     num_swap_blocks: int
     stats: KVStats
+    part_facts: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +302,20 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     part = None
     if setup.make_part is not None:
         threading.Thread(target=_send_reports, args=(channel, reports), name="reports", daemon=True).start()
-        part = setup.make_part(config, runner, setup.rank, setup.local_rank == 0, reports.put)
-    facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
-    channel.send(Ready(*facts, runner.kv_stats()))
+        part = setup.make_part(config, runner, setup.rank, reports.put)
+    ready = Ready(
+        spec=runner.spec,
+        dtype=runner.dtype,
+        sizing=runner.sizing,
+        plan=runner.plan,
+        num_swap_blocks=runner.num_swap_blocks,
+        stats=runner.kv_stats(),
+        part_facts=b"" if part is None else part.facts,
+    )
+    channel.send(ready)
     while (message := channel.receive()) is not None:
         if isinstance(message, Tell):
-            assert part is not None, "only a feature that has parts tells them something"
-            part.handle(message.command)
+            message.command(part)
             continue
         batch = BatchUnpickler(message.batch, channel).load()
         if setup.rank == 0:

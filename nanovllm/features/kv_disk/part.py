@@ -1,266 +1,319 @@
-"""The store's part in the process of one rank: tensors and files. It carries out commands, and reports what happens.
+"""The store's part in the process of a rank, where its tensors are and its files: it looks, reads and writes.
 
-Only threads of its own wait for the disk, and `close`, for a while.
+The engine calls it between steps (`Command`), and hears from it what has happened (`Report`). Only threads of the part
+wait for the disk. A file is read into a buffer and then copied into its blocks, so a call that hangs holds no blocks.
 """
 
 from __future__ import annotations
 
-import logging
-import shutil
+import os
+import queue
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from nanovllm.data.memory_checks import gib
+from nanovllm.config import EngineConfig
+from nanovllm.data.batch import BlockMove, StateMove
+from nanovllm.device import Event
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import told
-from nanovllm.features.kv_disk import messages
-from nanovllm.features.kv_disk.identity import FileDigests, code_files, digest, digest_of_fields, model_files
-from nanovllm.features.kv_disk.loading import DiskThreads, Reads, Record, RunningRead
-from nanovllm.features.kv_disk.messages import Command, Report, StatePlace
-from nanovllm.features.kv_disk.records import Name
-from nanovllm.features.kv_disk.segments import SegmentReader, SegmentWriter, all_segments
-from nanovllm.features.kv_disk.units import UnitCopier
-from nanovllm.features.kv_disk.writing import WriterThread
+from nanovllm.features.kv_disk import files
+from nanovllm.features.kv_disk.files import DamagedFile, Space
+from nanovllm.features.kv_disk.identity import digest_of_facts, facts_of
+from nanovllm.features.kv_disk.units import Place, StatePlace, UnitCopier, UnitPlace, bytes_of
 
-logger = logging.getLogger(__name__)
-
-PULSE_SECONDS = 1.0  # between two reports that some work goes on
+READERS = 4  # threads, each with one file under way, of some MiB
+QUEUE_BYTES = 256 << 20  # copied out of the KV cache and not written yet: more is left out
+PAUSE_SECONDS = 60.0  # without writing, after a file could not be written
+CLOSE_SECONDS = 1.0  # for a file that is being written at the end, and for threads that read
+NICENESS = 19  # of the thread that writes: on a busy CPU it takes the time that steps leave
 
 
-@dataclass(frozen=True)
-class PartSetup:
-    """What a part is of.
-
-    facts: all that bits depend on besides files and tokens. model_path: None leaves the files to another rank of the
-    machine. space: bytes that the directory may take; None: half of what is free and taken.
-    """
-
-    root: Path
-    model_name: str
-    model_path: Path | None
-    facts: Mapping[str, Any]
-    space: int | None
-    rank: int
-    num_ranks: int
+# ---- what a part reports, from any thread
 
 
-class Pulse:
-    """Reports now and then that some work goes on."""
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Which of the names of a `look` the rank has."""
 
-    def __init__(self, work: int, report: Callable[[Report], None]) -> None:
-        self._work = work
-        self._report = report
-        self._last = time.monotonic()
+    work: int
+    names: frozenset[str]
 
-    def __call__(self) -> None:
-        if time.monotonic() - self._last > PULSE_SECONDS:
-            self._last = time.monotonic()
-            self._report(messages.Progressed(self._work))
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A file of a `load` is in its blocks, or not: then `wrong` says why."""
+
+    work: int
+    name: str
+    wrong: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """What people should know, once. what: the same words each time it happens."""
+
+    what: str
+    why: str
+
+
+Report = Looked | Read | Warned
+
+
+# ---- threads
+
+
+class DiskThreads:
+    """Threads that wait for the disk, up to `most` of them. They start with the first work for them."""
+
+    def __init__(self, name: str, most: int, begin_thread: Callable[[], None] = lambda: None) -> None:
+        """begin_thread: called in each thread."""
+        self._name = name
+        self._most = most
+        self._begin_thread = begin_thread
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Let a thread do work that raises nothing."""
+        self._queue.put(work)
+        if len(self._threads) < self._most:
+            # A daemon: a disk that does not answer must not keep the process from ending.
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def end(self) -> None:
+        """Let the threads end after the work so far."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until they have ended, at most so long. Returns whether they have."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        self._begin_thread()
+        while (work := self._queue.get()) is not None:
+            work()
+
+
+def _yield_to_steps() -> None:
+    with suppress(OSError):  # where a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class _Load:
+    """What one sequence reads."""
+
+    def __init__(self, num_files: int) -> None:
+        self.num_left = num_files
+        self.is_wanted = True
+        self.lock = threading.Lock()  # held while blocks are written
+
+    def end(self) -> None:
+        """When this returns, nothing is written into blocks any more. Waits for a copy in memory, not for the disk."""
+        with self.lock:
+            self.is_wanted = False
+
+
+# ---- the part
 
 
 class StorePart:
-    """Commands come from the thread that runs the steps, between them; `report` is called by any thread.
+    """Looks, reads and writes for one rank. `name` is that of a unit or a state, the same in all ranks."""
 
-    Names in commands and reports are those of the engine, which are the same for all ranks. On disk every rank has its
-    own, so that a segment in the wrong directory is one with unknown records.
-    """
-
-    def __init__(self, setup: PartSetup, copier: UnitCopier, report: Callable[[Report], None]) -> None:
-        self._setup = setup
-        self._copier = copier
+    def __init__(self, config: EngineConfig, runner: ModelRunner, rank: int, report: Callable[[Report], None]) -> None:
+        assert config.kv_cache_dir is not None
+        self.facts = digest_of_facts(facts_of(config, runner))  # what decides this rank's bits
+        self._root = Path(config.kv_cache_dir)
+        self._directory = self._root  # until `open`
+        self._model_name = config.model_name
+        self._rank = rank
         self._report = report
-        self._states = len(copier.pools.layout.groups)  # the group of records of states
-        self._reads = Reads(self._read, copier)
-        self._directory = DiskThreads("kv-disk-directory", 1)  # a look does not wait for records that are being read
-        self._running: dict[int, RunningRead] = {}
-        self._held: dict[int, tuple[Name, Tensor]] = {}  # states, by sequence
-        self._space = 0
-        self._mask = 0
-        self._reader = SegmentReader(setup.root)  # until it has a directory
-        self._writer: WriterThread | None = None
-        self._submit(messages.OPENING, self._open)
+        self._copier = UnitCopier(runner.device, runner.kv_cache.pools)
+        self._space = Space(self._root, config.num_bytes("kv_cache_dir_space"), config.tensor_parallel_size)
+        self._looks = DiskThreads("kv-disk-look", 1)
+        self._readers = DiskThreads("kv-disk-reader", READERS, self._copier.begin_thread)
+        self._writer = DiskThreads("kv-disk-writer", 1, _yield_to_steps)
+        self._loads: dict[int, _Load] = {}
+        self._held: dict[int, tuple[str, Tensor]] = {}  # states by sequence, see `keep`
+        self._queued = 0  # bytes that the writer has not written
+        self._lock = threading.Lock()
+        self._resumes_at = 0.0  # when it writes again
 
-    def handle(self, command: Command) -> None:
-        match command:
-            case messages.Begin():
-                self._begin(command)
-            case messages.Look(work):
-                self._submit(work, self._look)
-            case messages.Read():
-                self._start(command)
-            case messages.Cancel(work):
-                if (read := self._running.get(work)) is not None:
-                    read.cancel()
-            case messages.CancelAll():
-                self._cancel_all()
-            case messages.Keep():
-                self._keep(command)
-            case messages.WriteHeld(sequence):
-                if (held := self._held.pop(sequence, None)) is not None and self._has_room:
-                    self._put(*held)
-            case messages.Close():
-                self.close()
+    def open(self, identity: bytes) -> None:
+        """identity: what decides the bits of all ranks."""
+        self._directory = self._root / identity.hex()
 
-    def close(self) -> None:
-        """End reading, write what was handed over, and end the threads. Safe to call twice."""
-        self._cancel_all()
-        self._directory.close()
-        self._reads.close()
-        left = 0 if self._writer is None else self._writer.close()
-        if left:
-            self._report(messages.Warned(f"{left} bytes are not written", "the disk is too slow"))
-        self._report(messages.Closed())
-
-    # ---- the directory, in a thread of its own
-
-    def _submit(self, work: int, do: Callable[[Pulse], None]) -> None:
-        """Let that thread do it, and report the end."""
-
-        def run() -> None:
-            wrong = None
-            try:
-                do(Pulse(work, self._report))
-            except Exception as error:  # of the disk, most likely
-                wrong = str(error) if isinstance(error, OSError) else told(error)
-            self._report(messages.Ended(work, wrong))
-
-        self._directory.submit(run)
-
-    def _open(self, goes_on: Pulse) -> None:
-        """Describe this rank. The first engine of a model reads all its weights for their digest."""
-        setup = self._setup
-        copier = self._copier
-        setup.root.mkdir(0o700, parents=True, exist_ok=True)
-        files = None
-        digests = FileDigests(setup.root, goes_on)
-        if setup.model_path is not None:
-            files = digest(digests.of(model_files(setup.model_path)), digests.of(code_files()))
-        self._space = _space(setup.root, setup.space)
-        unit_bytes = [copier.num_bytes(group) for group in range(self._states)]
-        self._report(messages.Described(digest_of_fields(setup.facts), files, unit_bytes, copier.state_bytes))
-
-    def _begin(self, command: messages.Begin) -> None:
-        setup = self._setup
-        own = digest(command.identity, setup.rank.to_bytes(4, "little"))
-        directory = setup.root / own.hex()
-        self._mask = int.from_bytes(own, "little")
-        self._reader = SegmentReader(directory)
-        self._writer = WriterThread(
-            SegmentWriter(directory, self._space, setup.num_ranks),
-            self._reader,
-            {"model": setup.model_name, "rank": setup.rank, "ranks": setup.num_ranks},
-            lambda written: self._report(messages.Found(self._renamed(written))),
-            lambda error: self._report(messages.WritesNoMore(str(error))),
-        )
-
-        def begin(goes_on: Pulse) -> None:
-            directory.mkdir(0o700, parents=True, exist_ok=True)
-            self._look(goes_on)
-
-        self._submit(command.work, begin)
-
-    def _look(self, goes_on: Pulse) -> None:
-        try:
-            added, gone, unreadable = self._reader.scan(goes_on)
-        except OSError as error:
-            added = []
-            gone = []
-            unreadable = [error]
-        for each in unreadable:
-            where = each.filename or self._reader.directory
-            self._report(messages.Warned("the directory cannot be read, or not all of it", f"{where}: {each.strerror}"))
-        if added or gone:
-            self._report(messages.Found(self._renamed(added), self._renamed(gone)))
-
-    def _own(self, name: Name) -> Name:
-        """The name on disk of a record, or the engine's name of one on disk."""
-        key, group = name
-        return (int.from_bytes(key, "little") ^ self._mask).to_bytes(len(key), "little"), group
-
-    def _renamed(self, names: Sequence[Name]) -> list[Name]:
-        return [self._own(name) for name in names]
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}-{self._rank}{files.SUFFIX}"
 
     # ---- reading
 
-    def _start(self, command: messages.Read) -> None:
-        settled = self._copier.begin(command.moves, command.state_moves)
-        records = []
-        for key, place in command.records:
-            group = self._states if isinstance(place, StatePlace) else place.group
-            records.append(Record((key, group), place, settled))
-        pulse = Pulse(command.work, self._report)
-        at_end = partial(self._end_read, command.work)
-        read = self._running[command.work] = RunningRead(records, self._reads, pulse, at_end)
-        self._reads.start(read)
+    def look(self, work: int, names: Sequence[str]) -> None:
+        """Report which of the names are there."""
+        self._looks.submit(partial(self._look, work, names))
 
-    def _read(self, name: Name, into: memoryview) -> str | None:
-        return self._reader.read(self._own(name), into)
+    def _look(self, work: int, names: Sequence[str]) -> None:
+        present = set[str]()
+        try:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._path(name).stat()
+                    present.add(name)
+        except OSError as error:
+            self._report(Warned("the directory cannot be read", str(error)))
+        self._report(Looked(work, frozenset(present)))
 
-    def _end_read(self, work: int, read: RunningRead) -> None:
-        """Called by a reader's thread. A record that cannot be read is not found again."""
-        self._running.pop(work, None)
-        why = None
-        if read.wrong is not None:
-            record, why = read.wrong
-            self._reader.discard(self._own(record.name))
-            self._report(messages.Found(gone=[record.name]))
-        self._report(messages.Ended(work, why, self._reads.busy()))
-        if why is None:
-            self._reader.used(self._own(record.name) for record in read.records)
+    def load(
+        self,
+        work: int,
+        places: Sequence[tuple[str, Place]],
+        moves: Sequence[BlockMove],
+        state_moves: Sequence[StateMove],
+    ) -> None:
+        """Carry out the moves, begin to read what has these names into its places, and report each."""
+        settled = self._copier.begin(moves, state_moves)
+        load = self._loads[work] = _Load(len(places))
+        for name, place in places:
+            self._readers.submit(partial(self._read, work, load, name, place, settled))
 
-    def _cancel_all(self) -> None:
-        for read in list(self._running.values()):
-            read.cancel()
+    def _read(self, work: int, load: _Load, name: str, place: Place, settled: Event) -> None:
+        wrong = None
+        try:
+            if load.is_wanted:
+                self._read_file(load, self._path(name), place, settled)
+        except FileNotFoundError:
+            wrong = "it was deleted meanwhile"
+        except Exception as error:
+            wrong = str(error) if isinstance(error, OSError | DamagedFile) else told(error)
+            self._report(Warned("a file cannot be read, and its tokens are computed", wrong))
+        if wrong is not None:
+            load.end()  # the rest is of no use
+        with load.lock:
+            load.num_left -= 1
+            if load.num_left == 0:
+                self._loads.pop(work, None)
+        self._report(Read(work, name, wrong))
+
+    def _read_file(self, load: _Load, path: Path, place: Place, settled: Event) -> None:
+        buffer = self._copier.new_buffer(place)
+        try:
+            files.read(path, bytes_of(buffer))
+        except DamagedFile:
+            with suppress(OSError):  # a read-only file system: the next one finds it damaged too
+                path.unlink()
+            raise
+        with load.lock:
+            if load.is_wanted:
+                self._copier.copy_in(buffer, place, settled)
+        with suppress(OSError):  # a file system that cannot be written: it is deleted earlier
+            os.utime(path)
+
+    def cancel(self, work: int) -> None:
+        """Write nothing more of a load into its blocks."""
+        if (load := self._loads.get(work)) is not None:
+            load.end()
+
+    def cancel_all(self) -> None:
+        """Cancel every load, and forget the states that are held."""
+        for load in list(self._loads.values()):
+            load.end()
         self._held.clear()
 
     # ---- writing
 
-    def _keep(self, command: messages.Keep) -> None:
-        settled = None
-        for key, place in command.units:
-            name = (key, place.group)
-            if self._is_wanted(name):
-                settled = settled or self._copier.begin()
-                self._put(name, self._copier.copy_out(place, settled))
-        if command.state is not None:
-            self._keep_state(command.state)
+    def keep(
+        self, units: Sequence[tuple[str, UnitPlace]], state: tuple[str, StatePlace] | None, held_for: int | None
+    ) -> None:
+        """Copy what has been computed, as far as there is room, and write it behind the steps.
 
-    def _keep_state(self, state: messages.KeptState) -> None:
-        name = (state.key, self._states)
-        if not self._is_wanted(name):
+        held_for: the state is written when this sequence ends, unless a later one of it comes before; None: at once.
+        """
+        if not self._has_room:
             return
-        content = self._copier.copy_out(state.place, self._copier.begin())
-        if state.held_for is None:
-            self._put(name, content)
-        else:
-            self._held[state.held_for] = (name, content)
+        settled = self._copier.begin()
+        for name, place in units:
+            if self._has_room:
+                self._put(name, self._copier.copy_out(place, settled))
+        if state is not None and self._has_room:
+            name, slot = state
+            content = self._copier.copy_out(slot, settled)
+            if held_for is None:
+                self._put(name, content)
+            else:
+                self._held[held_for] = (name, content)
+
+    def write_held(self, sequence: int) -> None:
+        """Write the state that is held for a sequence."""
+        if (held := self._held.pop(sequence, None)) is not None:
+            self._put(*held)
 
     @property
     def _has_room(self) -> bool:
-        return self._writer is not None and self._writer.has_room
+        return self._queued < QUEUE_BYTES and time.monotonic() >= self._resumes_at
 
-    def _is_wanted(self, name: Name) -> bool:
-        """Whether a record is to be written. What is there is reported: the engine seems not to know."""
-        if self._own(name) in self._reader:
-            self._report(messages.Found([name]))
-            return False
-        return self._has_room
+    def _put(self, name: str, content: Tensor) -> None:
+        with self._lock:
+            self._queued += content.nbytes
+        self._writer.submit(partial(self._write, name, content))
 
-    def _put(self, name: Name, content: Tensor) -> None:
-        assert self._writer is not None, "`Begin` comes first"
-        self._writer.put(self._own(name), content)
+    def _write(self, name: str, content: Tensor) -> None:
+        try:
+            path = self._path(name)
+            if time.monotonic() >= self._resumes_at and not path.exists():
+                self._root.mkdir(0o700, parents=True, exist_ok=True)
+                if self._space.make_room(content.nbytes + files.HEADER.size):
+                    files.write(path, bytes_of(content))
+                if not (about := self._directory / files.MODEL).exists():
+                    files.replace(about, self._model_name.encode())
+        except Exception as error:
+            self._resumes_at = time.monotonic() + PAUSE_SECONDS
+            wrong = str(error) if isinstance(error, OSError) else told(error)
+            self._report(Warned(f"nothing is written for {PAUSE_SECONDS:g} s", wrong))
+        with self._lock:
+            self._queued -= content.nbytes
+
+    def close(self) -> None:
+        """End reading, and write what was handed over, as long as the disk gets on with it. Safe to call twice."""
+        self.cancel_all()
+        for threads in (self._looks, self._readers, self._writer):
+            threads.end()
+        before = -1
+        while not self._writer.join(CLOSE_SECONDS) and self._queued != before:
+            before = self._queued
+        if self._queued:
+            self._report(Warned(f"{self._queued} bytes are not written", "the disk is too slow"))
+        for threads in (self._looks, self._readers):
+            threads.join(CLOSE_SECONDS)
 
 
-def _space(root: Path, asked: int | None) -> int:
-    """Bytes that the directory may take; asked: None for half of what is free and taken already."""
-    if asked is not None:
-        return asked
-    taken = sum(found.st_size for _, found in all_segments(root))
-    space = (shutil.disk_usage(root).free + taken) // 2
-    logger.info("kv_cache_dir_space: %s, half of what is free in %s", gib(space), root)
-    return space
+class OwnPart:
+    """Implements `store.Parts` for the one rank that runs in the engine's process."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._part = StorePart(config, runner, 0, self._reports.put)
+        self.part_facts = [self._part.facts]
+
+    def tell(self, command: Callable[[StorePart], None]) -> None:
+        command(self._part)
+
+    def reports(self, seconds: float) -> Iterator[tuple[int, Report]]:
+        with suppress(queue.Empty):
+            while True:
+                yield 0, self._reports.get(timeout=seconds)
+                seconds = 0.0
+
+    def close(self) -> None:
+        self._part.close()

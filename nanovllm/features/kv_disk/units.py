@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,16 +12,35 @@ from torch import Tensor
 from nanovllm.data.batch import BlockMove, StateMove
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.device import CopyKind, Device, Event, PitchedCopy, Stream
-from nanovllm.features.kv_disk.messages import StatePlace, UnitPlace
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.pools import KVPools
 from nanovllm.kvcache.states import MOVE_KINDS
 
 
+@dataclass(frozen=True, slots=True)
+class UnitPlace:
+    """Where the tokens of a unit are, from position `begin` on."""
+
+    unit: int
+    group: int
+    begin: int
+    blocks: Sequence[int]  # physical ids, from the block of the token at `begin` on
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """The slot of a recurrent state."""
+
+    slot: int
+
+
+Place = UnitPlace | StatePlace
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of bytes, which it keeps alive."""
-    found: Any = tensor.view(-1).numpy()
-    return memoryview(found)
+    array: Any = tensor.view(-1).numpy()
+    return memoryview(array)
 
 
 @dataclass(frozen=True)
@@ -42,17 +59,15 @@ class UnitCopier:
         if self.device.torch_device.type == "cuda":
             torch.cuda.set_device(self.device.torch_device)
 
-    def new_buffer(self, place: UnitPlace | StatePlace) -> Tensor:
+    def new_buffer(self, place: Place) -> Tensor:
         """Memory that copies reach directly; torch keeps what was pinned for the next buffer."""
-        shape = (self.state_bytes,) if isinstance(place, StatePlace) else self._shape(place.group)
+        if isinstance(place, StatePlace):
+            assert self.pools.states is not None
+            shape: tuple[int, ...] = (sum(part.nbytes for part in self.pools.states.parts(0)),)
+        else:
+            layout = self.pools.layout.of_groups[place.group]
+            shape = (layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.torch_device.type == "cuda")
-
-    def num_bytes(self, group: int) -> int:
-        return math.prod(self._shape(group))
-
-    def _shape(self, group: int) -> tuple[int, ...]:
-        layout = self.pools.layout.of_groups[group]
-        return (layout.num_layers, 2, layout.num_kv_heads, UNIT, layout.row_bytes)
 
     def begin(self, moves: Sequence[BlockMove] = (), state_moves: Sequence[StateMove] = ()) -> Event:
         """Carry out moves that were planned before. Between steps, by the thread that runs them."""
@@ -61,7 +76,7 @@ class UnitCopier:
                 self.pools.move_blocks(moves, state_moves)
         return self.pools.order.before_store_copies()
 
-    def copy_out(self, place: UnitPlace | StatePlace, settled: Event) -> Tensor:
+    def copy_out(self, place: Place, settled: Event) -> Tensor:
         """A new buffer with a state, or with the tokens of a unit and zeros before the place's first one."""
         buffer = self.new_buffer(place)
         if isinstance(place, StatePlace):
@@ -74,7 +89,7 @@ class UnitCopier:
                 self._copy(buffer, place.group, *span, stream, out=True)
         return buffer
 
-    def copy_in(self, buffer: Tensor, place: UnitPlace | StatePlace, settled: Event) -> None:
+    def copy_in(self, buffer: Tensor, place: Place, settled: Event) -> None:
         """Write a state into its slot, or the tokens of a unit into the blocks, but for holes."""
         if isinstance(place, StatePlace):
             self._copy_state(buffer, place.slot, settled, out=False)
@@ -113,21 +128,15 @@ class UnitCopier:
         """Of copies between a buffer and a block or state on the host or the device."""
         return MOVE_KINDS[is_host][True] if out else MOVE_KINDS[True][is_host]
 
-    # ---- states of recurrent layers
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """Of the state of all layers; 0 without recurrent ones."""
-        return 0 if self.pools.states is None else sum(part.nbytes for part in self.pools.states.parts(0))
-
     def _copy_state(self, buffer: Tensor, slot: int, settled: Event, out: bool) -> None:
         assert self.pools.states is not None
         parts = self.pools.states.parts(slot)
         kind = self._kind(slot >= self.pools.states.num_device_slots, out)
         sizes = [part.nbytes for part in parts]
-        each = zip(parts, buffer.split(sizes), sizes, strict=True)
+        pieces = zip(parts, buffer.split(sizes), sizes, strict=True)
+        copies = [PitchedCopy(part, piece, size, size, size, 1, kind) for part, piece, size in pieces]
         with self.pools.order.store_copies(settled) as stream:
-            self._submit((PitchedCopy(part, of, size, size, size, 1, kind) for part, of, size in each), stream, out)
+            self._submit(copies, stream, out)
 
     def spans(self, place: UnitPlace) -> Iterator[tuple[int, int, int, int]]:
         """(physical id, first token in the block, first token in the unit, number of tokens) of the unit's blocks."""
