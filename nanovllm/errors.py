@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 MOST_QUOTED = 200  # characters of a value in a message
 MOST_TOLD = 500  # characters of another library's error in a message
@@ -15,34 +13,18 @@ NEAR = 0.7  # similarity (difflib's ratio) from which on a valid name is a likel
 LEAST_BEGINNING = 5  # characters of an unknown name with which the meant name is likely to begin
 
 
-class RefusedError(ValueError):
-    """Something that cannot be served. changes: sets of engine arguments, each of which would make it possible."""
-
-    def __init__(self, message: str, changes: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.changes = tuple(changes)
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What to do about a prompt that is too long: the end of a sentence, and `changes` as of RefusedError."""
-
-    text: str
-    changes: Sequence[Mapping[str, Any]] = ()
-
-
-class ConfigError(RefusedError):
+class ConfigError(ValueError):
     """An engine argument that cannot be honoured."""
 
 
-class RequestError(RefusedError):
+class RequestError(ValueError):
     """A prompt or a sampling parameter that cannot be served. Nothing was added to the engine.
 
     field: the path of what is wrong with messages, such as "messages.2.content.0".
     """
 
-    def __init__(self, message: str, changes: Sequence[Mapping[str, Any]] = (), field: str | None = None) -> None:
-        super().__init__(message, changes)
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
         self.field = field
 
 

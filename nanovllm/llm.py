@@ -316,7 +316,7 @@ class LLM:
                 except RequestError as error:
                     if len(parts) == 1:
                         raise
-                    raise RequestError(f"prompts[{index}]: {error}", error.changes) from None
+                    raise RequestError(f"prompts[{index}]: {error}") from None
             return requests
 
     def _complete(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:

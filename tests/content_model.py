@@ -28,7 +28,6 @@ from nanovllm.data.batch import (
     TokenLogprobs,
 )
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE, KVGroups
-from nanovllm.errors import Advice
 
 VOCAB = 50
 
@@ -151,8 +150,8 @@ class ContentExecutor:
         self.num_part_moves = 0  # moves of a part of a block
         self.fail_next = False
 
-    def advise(self, num_tokens: int) -> Advice:
-        return Advice("shorten the prompt or raise max_model_len")
+    def advise(self, num_tokens: int) -> str:
+        return "shorten the prompt or raise max_model_len"
 
     def check_health(self) -> None:
         pass

@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from nanovllm.features.planner.measure import ProbeSizes
-
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE_FIELDS = {"date", "device", "cpu", "threads", "python", "torch", "nanovllm", "commit"}
 TINY = ["--prompt-len", "20", "--output-len", "3"]
 SCRIPTS: dict[str, tuple[str, list[str]]] = {  # the key of its results, and options
     "benchmarks.two_trees": ("results", [str(ROOT), *TINY, "--rounds", "2"]),
-    "benchmarks.plan_accuracy": (
-        "results",
-        ["--prompt-len", "100", "--output-len", "5", "--repeats", "2", "--warmup", "1", "--dtype", "bfloat16",
-         "--num-layers", "2", "--block-size", "16"],
-    ),
     "benchmarks.ranks": ("one_rank_step_s", [*TINY, "--dtype", "float32", "--device", "cpu"]),
 }  # fmt: skip
 
@@ -36,8 +29,6 @@ def test_a_script_runs_and_writes_figures(script: str, tmp_path: Path, monkeypat
     peaks = importlib.import_module("benchmarks.peaks")
     for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
         monkeypatch.setattr(peaks, name, value)
-    sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
-    monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
 
     make_checkpoint(tmp_path, vocab=101, layers=3, hidden=64, max_positions=512)
     key, options = SCRIPTS[script]

@@ -26,7 +26,6 @@ TORCH_FREE = (
     "nanovllm.apps.cli.generate",
     "nanovllm.apps.cli.main",
     "nanovllm.apps.cli.plan",
-    "nanovllm.features.planner.report",
     "nanovllm.features.planner.units",
     "nanovllm.config",
     "nanovllm.data.json_fields",
@@ -54,7 +53,6 @@ TORCH_FREE = (
 )
 NEEDS_TORCH = {
     "nanovllm.engine.model_runner",
-    "nanovllm.memory.meta_results",
     "nanovllm.memory.profiling",
 }
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint
-from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_cases import QUICK
 from transformers import CONFIG_MAPPING
 
-from nanovllm import EngineArgs
 from nanovllm.errors import ModelError
-from nanovllm.memory import profiling
 from nanovllm.models import families
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.family import Family, complete_config
-from nanovllm.models.hf_config import load_decoder_spec
 
 # ---- defaults of configs
 
@@ -85,20 +78,3 @@ def test_every_family_has_its_defaults() -> None:
         others = {"architectures", "model_type", "rope_parameters", "dtype", "num_local_experts"}
         fields = {name for name in theirs.to_dict() if family.reads(name)} - others
         assert fields <= vars(own).keys(), family.model_type
-
-
-# ---- the bytes of a step
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", fast_only([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
-def test_a_step_takes_the_bytes_that_torch_counts(
-    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sizes of operators here are those of torch's own functions for meta tensors."""
-    make_checkpoint(tmp_path, family, vocab=3000)
-    decoder = Decoder(load_decoder_spec(tmp_path), dtype, torch.device("cpu"))
-    config = EngineArgs(model=str(tmp_path), max_num_batched_tokens=300).create_engine_config()
-    own = profiling.activation_peak(decoder, config)
-    monkeypatch.setattr(profiling, "meta_result", lambda func, args, kwargs: None)
-    assert own == profiling.activation_peak(decoder, config)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from nanovllm.errors import ConfigError
 
 LARGE = 4 << 20  # bytes; allocations of at least this size are checked individually
 
 
-def check_fits(
-    what: str, num_bytes: int, free: int, where: str, remedy: str, changes: Sequence[Mapping[str, Any]] = ()
-) -> None:
+def check_fits(what: str, num_bytes: int, free: int, where: str, remedy: str) -> None:
     """Raise ConfigError if `num_bytes` are more than `free` bytes.
 
-    what: begins the message, such as "num_gpu_blocks=8: that is". where: such as "the host has". remedy: what to do;
-    changes: see `errors.RefusedError`.
+    what: begins the message, such as "num_gpu_blocks=8: that is". where: such as "the host has". remedy: what to do.
     """
     if num_bytes > free:
-        raise ConfigError(f"{what} {gib(num_bytes)} and {where} {gib(max(free, 0))} free; {remedy}", changes)
+        raise ConfigError(f"{what} {gib(num_bytes)} and {where} {gib(max(free, 0))} free; {remedy}")
 
 
 def gib(num_bytes: int) -> str:

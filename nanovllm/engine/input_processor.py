@@ -15,7 +15,7 @@ from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import Advice, RequestError, as_request_error, quoted
+from nanovllm.errors import RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams, derived_seed
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
@@ -32,7 +32,7 @@ class InputProcessor:
     vocab_size: int
     sampling: SamplingFacts
     seed: int
-    advise: Callable[[int], Advice]
+    advise: Callable[[int], str]
     adapters: Adapters | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -104,9 +104,8 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
-            advice = self.advise(len(token_ids))
             lengths = f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}"
-            raise RequestError(f"{lengths}: {advice.text}", advice.changes)
+            raise RequestError(f"{lengths}: {self.advise(len(token_ids))}")
         vocab_size = self.vocab_size
         # A loop over a million ids would keep the running requests waiting.
         if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:

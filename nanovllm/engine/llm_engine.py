@@ -20,7 +20,7 @@ from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
 from nanovllm.engine.scheduler import Drafter, Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
+from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
@@ -51,8 +51,8 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch) -> StepResult: ...
 
-    def advise(self, num_tokens: int) -> Advice:
-        """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""
+    def advise(self, num_tokens: int) -> str:
+        """What to do about a prompt of `num_tokens` tokens, which is too long, as the end of a sentence."""
         ...
 
     def check_health(self) -> None:

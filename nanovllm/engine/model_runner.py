@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.data.batch import Adapter, Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.device import Busy, Device
-from nanovllm.errors import Advice, EngineError, told
+from nanovllm.errors import EngineError, told
 from nanovllm.kvcache.base import KVCacheBase, KVStats, StepTraffic
 from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.layers.linear import RowAdapters
@@ -277,8 +277,8 @@ class ModelRunner:
         if self._closed:
             raise EngineError("the engine is closed: make a new LLM")
 
-    def advise(self, num_tokens: int) -> Advice:
-        """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""
+    def advise(self, num_tokens: int) -> str:
+        """See `Executor`."""
         return self.sizing.advice(num_tokens)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from nanovllm.models.spec import DecoderSpec
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 CPU_HOST_SEQUENCES = 4  # of full length for which the CPU's host tier has blocks by default
 LOGIT_BYTES = 4
+MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
 
@@ -89,29 +90,26 @@ class KVPlan:
         return self.split.resident_blocks + self.num_cpu_blocks
 
 
-class PositionsError(ConfigError):
-    """max_model_len is beyond the model's positions."""
-
-
 class NoMemoryError(ConfigError):
     """The memory holds no KV cache at all."""
 
 
-class CacheTooSmallError(ConfigError):
-    """The blocks of `plan` hold no sequence of the requested length."""
-
-    def __init__(self, message: str, plan: KVPlan) -> None:
-        super().__init__(message)
-        self.plan = plan
-
-
 def plan_kv_cache(
-    config: EngineConfig, layout: KVLayout, model_max_len: int, memory: MemoryFacts, watermark: float
+    config: EngineConfig,
+    layout: KVLayout,
+    model_max_len: int,
+    memory: MemoryFacts,
+    watermark: float,
+    yarn_positions: int | None = None,
 ) -> KVPlan:
-    """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
+    """Size both tiers. Raises ConfigError, with numbers and the arguments that matter, if that is impossible."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
-        raise PositionsError(f"max_model_len={wanted_len}: the model's positions end at {model_max_len}")
+        longer = longer_positions(wanted_len, yarn_positions)
+        raise ConfigError(
+            f"max_model_len={wanted_len}: the model's positions end at {model_max_len}; lower max_model_len to "
+            f"that{longer}"
+        )
     reserved = _layerwise_memory(config, layout, memory, wanted_len)
     plan = _plan_tiers(config, layout, memory, wanted_len, watermark, reserved)
     if reserved != NO_LAYERWISE and plan.max_model_len < (config.max_model_len or 1):  # rather fit the prompt
@@ -156,13 +154,6 @@ def _plan_tiers(
         used = divide_memory(layout, token_bytes, reserved_bytes, longest, config.max_num_batched_tokens)
     working_bytes = memory.activation_peak + used.num_bytes(layout, token_bytes)
     return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, used, working_bytes)
-
-
-def uses_utilization(config: EngineConfig) -> bool:
-    """Whether gpu_memory_utilization decides about the blocks of either tier."""
-    device = config.num_gpu_blocks == -1 and config.kv_cache_memory_bytes is None
-    host = config.enable_cpu_offload and config.num_cpu_blocks == -1 and config.kv_offloading_size is None
-    return device or host
 
 
 def _useful_blocks(
@@ -220,20 +211,6 @@ def cache_budget(config: EngineConfig, memory: MemoryFacts) -> int:
     return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
 
 
-def device_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, int]:
-    """The engine argument that gives the device so many blocks, in the unit that `config` has."""
-    if config.kv_cache_memory_bytes is None:
-        return {"num_gpu_blocks": blocks}
-    return {"kv_cache_memory_bytes": blocks * layout.block_bytes}
-
-
-def host_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, float]:
-    """The engine argument that gives the host of each rank so many blocks, in the unit that `config` has."""
-    if config.kv_offloading_size is None:
-        return {"num_cpu_blocks": blocks}
-    return {"kv_offloading_size": blocks * layout.block_bytes * config.tensor_parallel_size / 2**30}
-
-
 def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """The host blocks of a rank that are asked for; -1 if they are sized from memory."""
     num_bytes = config.num_bytes("kv_offloading_size")
@@ -246,8 +223,7 @@ def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
         least = -(-layout.block_bytes * ranks * 10**6 // 2**30) / 10**6
         raise ConfigError(
             f"kv_offloading_size={config.kv_offloading_size}: {num_bytes:,} bytes hold no KV block of "
-            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{each}; raise it to at least {least}",
-            [{"kv_offloading_size": least}],
+            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{each}; raise it to at least {least}"
         )
     return blocks
 
@@ -268,8 +244,7 @@ def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: i
             raise ConfigError(
                 f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: the device needs at least {fewest} KV blocks "
                 f"of {layout.block_size} tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower "
-                "kvcache_block_size",
-                [{"kv_cache_memory_bytes": least}],
+                "kvcache_block_size"
             )
         return blocks
     if config.enable_cpu_offload and -1 != config.num_gpu_blocks < fewest:
@@ -288,7 +263,7 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
     """
     named = _named_device_blocks(config, layout, buffer_bytes)
     if named != -1:
-        _check_blocks_fit(device_size, config, named, layout, memory.device_free, "the device has")
+        _check_blocks_fit(_device_argument(config), config, named, layout, memory.device_free, "the device has")
         return named
     held = memory.device_total - memory.device_free
     budget = cache_budget(config, memory)
@@ -312,44 +287,80 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
     named = _named_host_blocks(config, layout)
     if named != -1:
         if not memory.host_may_grow:
-            _check_blocks_fit(host_size, config, named, layout, free, "the host has")
+            _check_blocks_fit(_host_argument(config), config, named, layout, free, "the host has")
         return named
     return max(0, min(int(free * config.gpu_memory_utilization) // layout.block_bytes, useful))
 
 
-def _check_blocks_fit(
-    size: Callable[[EngineConfig, KVLayout, int], Mapping[str, float]],
-    config: EngineConfig,
-    blocks: int,
-    layout: KVLayout,
-    free: int,
-    where: str,
-) -> None:
-    """size: `device_size` or `host_size`."""
+def _check_blocks_fit(name: str, config: EngineConfig, blocks: int, layout: KVLayout, free: int, where: str) -> None:
+    """name: the argument that asks for the blocks."""
     most = max(free, 0) // layout.block_bytes
-    (name,) = smaller = size(config, layout, most)
     longest = layout.groups.longest_sequence(most, config.chunk)
     tokens = f"{longest} tokens" if longest < ANY_LENGTH else "sequences of any length"
     remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {tokens}"
-    possible = most >= MIN_GPU_BLOCKS if size is device_size else most > 0 or name == "num_cpu_blocks"
     what = f"{name}={getattr(config, name)}: its KV cache takes"
-    check_fits(what, blocks * layout.block_bytes, free, where, remedy, [smaller] if possible else [])
+    check_fits(what, blocks * layout.block_bytes, free, where, remedy)
 
 
 def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:
+    left = plan.num_sequence_blocks
     if plan.max_model_len < 1:
-        names = [*device_size(config, layout, 0), *host_size(config, layout, 0)]
+        names = (_device_argument(config), _host_argument(config))
         given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-        left = plan.num_sequence_blocks
         least = layout.groups.most_blocks(1, config.chunk)
         leaves = f"{left}, and a sequence needs {least}" if left else "none for a sequence"
-        raise CacheTooSmallError(f"{given}: the ring takes all KV blocks and leaves {leaves}", plan)
-    if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
-        raise CacheTooSmallError(
-            f"max_model_len={config.max_model_len}: the KV cache holds {plan.num_sequence_blocks} blocks of "
-            f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
-            plan,
+        raise ConfigError(
+            f"{given}: the ring takes all KV blocks of {layout.block_size} tokens and leaves {leaves}; "
+            f"{larger_cache(config)}"
         )
+    if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: the KV cache holds {left} blocks of {layout.block_size} tokens, "
+            f"which is {plan.max_model_len} tokens for the longest sequence; lower max_model_len to that, or "
+            f"{larger_cache(config)}"
+        )
+
+
+# ---- what messages advise
+
+
+def _device_argument(config: EngineConfig) -> str:
+    """The engine argument that names the size of the device's KV cache, in the unit that `config` has."""
+    return "num_gpu_blocks" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+
+
+def _host_argument(config: EngineConfig) -> str:
+    """The same of the host's KV cache."""
+    return "num_cpu_blocks" if config.kv_offloading_size is None else "kv_offloading_size"
+
+
+def larger_cache(config: EngineConfig) -> str:
+    """The engine arguments that decide how many tokens the KV cache holds."""
+    device_from_memory = config.num_gpu_blocks == -1 and config.kv_cache_memory_bytes is None
+    device = "gpu_memory_utilization" if device_from_memory else _device_argument(config)
+    smaller = "kv_cache_dtype='int8' halves what a token takes"
+    if not config.enable_cpu_offload:
+        return f"set enable_cpu_offload=True, or raise {device}; {smaller}"
+    host_from_memory = config.num_cpu_blocks == -1 and config.kv_offloading_size is None
+    host = "gpu_memory_utilization" if host_from_memory else _host_argument(config)
+    names = host if host == device else f"{host} or {device}"
+    return f"raise {names}; {smaller}"
+
+
+def longer_positions(tokens: int, trained: int | None) -> str:
+    """The end of a sentence: the argument that extends the positions to `tokens` with YaRN, if it can.
+
+    trained: `DecoderSpec.yarn_positions`.
+    """
+    if trained is None or tokens > MOST_YARN * trained:
+        return ": the model's authors document no RoPE scaling that reaches further"
+    rope = {
+        "rope_type": "yarn",
+        "factor": float(-(-tokens // trained)),
+        "original_max_position_embeddings": trained,
+    }
+    argument = f"hf_overrides={ {'rope_parameters': rope}!r}"
+    return f", or extend them at some cost of accuracy, of short prompts too: {argument}"
 
 
 # ---- a step

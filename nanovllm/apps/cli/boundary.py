@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from nanovllm.apps.cli.arguments import as_flags
-from nanovllm.errors import ConfigError, EngineError, ModelError, RefusedError, RequestError, one_line, told
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 
 
 class Interrupt:
@@ -88,18 +87,11 @@ class Boundary:
             return None, self.sentence(error)
 
     def sentence(self, error: BaseException) -> str:
-        """One line about the error, which follows its traceback if `verbose`.
-
-        If engine arguments would make it possible, a second line has them as flags, to be added to the command; if
-        these lower max_model_len, a third line has others, after "or".
-        """
+        """One line about the error, which follows its traceback if `verbose`."""
         if self._verbose:
             say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OWN_ERRORS):
-            changes = error.changes if isinstance(error, RefusedError) else ()
-            # Who asked for a length is also told how to get it, not only how to give it up.
-            others = map(as_flags, changes[1:2] if changes and set(changes[0]) == {"max_model_len"} else ())
-            return "\nor ".join(["\n".join([one_line(str(error), LONGEST), *map(as_flags, changes[:1])]), *others])
+            return one_line(str(error), LONGEST)
         if isinstance(error, OSError) and error.strerror:
             file = "" if error.filename is None else f"{os.fsdecode(error.filename)!r}: "
             return one_line(f"{file}{error.strerror}", LONGEST)

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from nanovllm.apps.cli.arguments import (
     as_flags,
     check_offload_flags,
     engine_arguments,
-    number_up_to,
     positive_tokens,
 )
-from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, unknown_name_message
 
 # Published models by name, whose config is part of the package.
@@ -31,15 +28,16 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     *("dtype", "hf_overrides", "kv_cache_dtype", "kvcache_block_size", "max_model_len", "max_num_batched_tokens"),
     *("max_num_seqs", "num_gpu_blocks", "kv_cache_memory_bytes", "num_cpu_blocks", "kv_offloading_size"),
     *("cpu_attention", "gpu_memory_utilization", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-    *("tensor_parallel_size", "speculative_config"),
+    "tensor_parallel_size",
 )
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
     says = (
-        f"Says {summary}, from a model's config alone. If the prompt does not fit, it says what would have to happen, "
-        "and gives the numbers as if it had. Exit status 0: it fits; 1: it does not; 2: the command was refused."
+        f"Says {summary}, from a model's config alone. If the prompt does not fit, it says what is in the way, and "
+        "gives the numbers of the longest that fits. Exit status 0: it fits; 1: it does not; 2: the command was "
+        "refused."
     )
     parser = add_command(subparsers, "plan", summary, says)
     parser.set_defaults(run=run)
@@ -50,14 +48,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
-    told = "share of right drafts that --speculative-config is planned with (default: %(default)s)"
-    add(
-        "--acceptance",
-        type=number_up_to(1, "a share from 0 to 1, such as 0.7"),
-        metavar="SHARE",
-        default=planner.ACCEPTANCE,
-        help=told,
-    )
     add("--json", action="store_true", help="everything as one JSON object")
     add_engine_group(parser, ENGINE_OPTIONS).add_argument(
         "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: if the prompt needs it"
@@ -65,10 +55,9 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     _add_machine_options(
         parser.add_argument_group(
             "machine",
-            "With --gpu-mem, the plan is for another machine, and rates that are not given are unknown. Without it, "
-            "the plan is for this machine, and rates that are not given are measured in a few seconds. --gpu names a "
-            "card whose data sheet gives --gpu-mem, --compute, --device-bandwidth and --link; those that are given "
-            "themselves come first. Sizes: 80GB, 80G and 80 are 80 * 10^9 bytes, 80GiB is 80 * 2^30.",
+            "With --gpu-mem, the plan is for another machine, and without it for this one. Times need rates: --gpu "
+            "names a card whose data sheet gives --gpu-mem, --compute, --device-bandwidth and --link; those that are "
+            "given themselves come first. Sizes: 80GB, 80G and 80 are 80 * 10^9 bytes, 80GiB is 80 * 2^30.",
         )
     )
     return parser
@@ -86,7 +75,6 @@ def _add_machine_options(group: Any) -> None:
 
     num_bytes = planner.parse_bytes
     rate = planner.parse_byte_rate
-    seconds = planner.parse_seconds
     add("--gpu", planner.find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
     add("--gpu-mem", num_bytes, "80GB", "memory of the device")
     add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache")
@@ -94,13 +82,9 @@ def _add_machine_options(group: Any) -> None:
     add("--link", lambda text: planner.find_link(text) or rate(text), "50GB/s", link)
     add("--compute", planner.parse_compute_rate, "400TFLOPS", "of matrix products and attention")
     add("--interconnect", rate, "400GB/s", "bytes that a tensor-parallel rank receives from the others")
-    add("--all-reduce", seconds, "10us", "time of a sum of few bytes over the ranks")
+    add("--all-reduce", planner.parse_seconds, "10us", "time of a sum of few bytes over the ranks")
     add("--device-bandwidth", rate, "3TB/s", "of reading device memory")
     add("--host-bandwidth", rate, "100GB/s", "of CPU attention in host memory")
-    add("--disk-bandwidth", rate, "2GB/s", "of reading KV blocks from kv_cache_dir; not measured")
-    add("--layer-overhead", seconds, "20us", "fixed cost of a layer in a step")
-    measured = "this machine's rates"
-    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help=measured)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,25 +94,34 @@ def run(args: argparse.Namespace) -> int:
         for name in ("gpu_mem", "compute", "device_bandwidth", "link"):
             if getattr(args, name) is None:
                 setattr(args, name, getattr(card, name))
-    name = args.model
     given = engine_arguments(args)
     check_offload_flags(args.enable_cpu_offload, given)
-    wanted = (args.prompt_len, args.output_len, args.enable_cpu_offload, args.gpu_mem, args.host_mem)
-    more = {"rates": _rates(args), "measure": args.measure, "acceptance": args.acceptance}
-    asked = planner.PlanRequest(_config_of(name), given, *wanted, **more)
-    outlook = planner.outlook_of(asked, _machine(args), CONFIGS)
+    asked = planner.PlanRequest(
+        _config_of(args.model),
+        given,
+        args.prompt_len,
+        args.output_len,
+        args.enable_cpu_offload,
+        args.gpu_mem,
+        args.host_mem,
+        _rates(args),
+    )
+    machine = _machine(args)
+    try:
+        plan = planner.plan_of(asked)
+    except planner.NoMemoryError as error:
+        says = f"{args.model} does not fit on {machine}: {error}"
+        print(json.dumps({"fits": False, "advice": says}) if args.json else says)
+        return 1
+    fits = args.prompt_len is None or plan.fits(args.prompt_len)
     if args.json:
-        print(json.dumps(planner.plan_json(outlook, args.output_len), indent=2, allow_nan=False))
-        return 0 if outlook.fits else 1
-    print(planner.page(outlook, name, args.output_len, as_flags))
-    if args.gpu_mem is None:
-        print(planner.cpu_kernels_line(), end="")
-    if outlook.can_run:
-        plan = outlook.plan
-        room = max(1, outlook.plan.kv.max_model_len - outlook.prompt_len)
-        arguments = {**outlook.arguments, **planner.running_arguments(plan, outlook.prompt_len, args.output_len)}
-        print(f"\nTo run it{'' if outlook.fits else ' so'}\n  {_command(name, arguments, min(args.output_len, room))}")
-    return 0 if outlook.fits else 1
+        print(json.dumps(planner.plan_json(plan, args.prompt_len, args.output_len), indent=2, allow_nan=False))
+        return 0 if fits else 1
+    print(planner.page(plan, args.model, machine, args.prompt_len, args.output_len))
+    if fits:
+        offload = {"enable_cpu_offload": True} if plan.sizing.config.enable_cpu_offload else {}
+        print(f"\nTo run it\n  {_command(args.model, given | offload, args.output_len)}")
+    return 0 if fits else 1
 
 
 def _config_of(name: str) -> str:
@@ -152,19 +145,19 @@ def _machine(args: argparse.Namespace) -> str:
 
 
 def _command(model: str, arguments: dict[str, Any], output_len: int) -> str:
-    """The command line that runs a prompt with these engine arguments, without those that are defaults."""
+    """The command line that runs a prompt with these engine arguments."""
     if model.lower() in CONFIGS or (Path(model).is_file() and Path(model).suffix == ".json"):
         model = str(Path(model).parent) if Path(model).name == "config.json" else "MODEL_DIR"
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    changed = {name: value for name, value in arguments.items() if value != defaults[name]}
     words = f"nanovllm generate --model {shlex.quote(model)} --file PROMPT.txt --max-tokens {output_len}"
-    return f"{words} {as_flags(changed)}".rstrip()
+    return f"{words} {as_flags(arguments)}".rstrip()
 
 
-def _rates(args: argparse.Namespace) -> dict[str, Any]:
-    """The rates that are given, by their names in `Rates`."""
-    given = {name: getattr(args, option[2:].replace("-", "_")) for name, (option, _) in planner.RATES.items()}
-    given |= {"all_reduce_seconds": args.all_reduce, "layer_seconds": args.layer_overhead}
-    if args.link is not None:
-        given["link"] = planner.Link(args.link, args.link)
-    return {name: rate for name, rate in given.items() if rate is not None}
+def _rates(args: argparse.Namespace) -> planner.Rates:
+    return planner.Rates(
+        args.compute,
+        args.device_bandwidth,
+        args.host_bandwidth,
+        args.link,
+        args.interconnect,
+        args.all_reduce or 0.0,
+    )

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.errors import EngineError, RefusedError, one_line
+from nanovllm.errors import ConfigError, EngineError, RequestError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def as_api_error(error: Exception) -> ApiError:
     """The answer to any exception. Only messages that are written for users are shown."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RefusedError):
+    if isinstance(error, ConfigError | RequestError):
         named = PARAMETER.search(str(error))
         return invalid(str(error), named[1] if named else None)
     if isinstance(error, EngineError):

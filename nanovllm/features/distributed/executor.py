@@ -23,7 +23,7 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Batch, LogitsProcessors, StepResult
 from nanovllm.device import Busy
-from nanovllm.errors import Advice, EngineError
+from nanovllm.errors import EngineError
 from nanovllm.features.distributed import launch
 from nanovllm.features.distributed.group import CollectiveError
 from nanovllm.features.distributed.launch import Rank
@@ -112,7 +112,7 @@ class TensorParallelExecutor:
             for _ in self._arrived(0.0):
                 pass
 
-    def advise(self, num_tokens: int) -> Advice:
+    def advise(self, num_tokens: int) -> str:
         return self.sizing.advice(num_tokens)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
@@ -288,8 +288,6 @@ class TensorParallelExecutor:
             return self._ended(f"rank {index} has failed: {found.message}", found)
         self._ended(found.message, found)
         error = found.kind(found.message)
-        if found.changes:
-            error.changes = tuple(found.changes)  # type: ignore[attr-defined]
         error.__cause__ = RankTraceback(found.traceback)
         return error
 

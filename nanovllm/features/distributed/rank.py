@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,7 +28,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.batch import LogitsProcessors, StepResult
 from nanovllm.device import Busy, create_device
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.errors import ConfigError, EngineError, ModelError, RefusedError, told
+from nanovllm.errors import ConfigError, EngineError, ModelError, told
 from nanovllm.features.distributed.group import CollectiveError, ProcessGroup
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.parallel import RankGroup
@@ -178,15 +178,13 @@ class Failure:
 
     kind: type[Exception]  # one of the engine's own
     message: str
-    changes: Sequence[Any]
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         own = next((kind for kind in (CollectiveError, ConfigError, ModelError) if isinstance(error, kind)), None)
         text = "".join(traceback.format_exception(error))
-        changes = error.changes if isinstance(error, RefusedError) else ()
-        return cls(own or EngineError, str(error) if own else told(error), changes, text)
+        return cls(own or EngineError, str(error) if own else told(error), text)
 
 
 class Channel:

@@ -9,31 +9,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from nanovllm.features.planner.predict import Link
 
 PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}  # PCI-SIG: 8, 16 and 32 GT/s on 16 lanes, 128 of 130 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Bytes, operations per second, and bytes per second of device memory and of the link each way."""
-
     name: str
-    gpu_mem: int
-    compute: float
-    device_bandwidth: float
-    link: float
-
-    @property
-    def rates(self) -> Mapping[str, Any]:
-        """The fields of `Rates` that the data sheet gives."""
-        computing = dict.fromkeys(("compute", "attention"), self.compute)
-        reading = dict.fromkeys(("weight_bandwidth", "head_bandwidth", "device_bandwidth"), self.device_bandwidth)
-        return {**computing, **reading, "link": Link(self.link, self.link)}
+    gpu_mem: int  # bytes
+    compute: float  # operations per second
+    device_bandwidth: float  # bytes per second
+    link: float  # bytes per second, each way
 
 
 def _card(name: str, gigabytes: int, teraflops: float, gigabytes_per_second: float, pcie: int) -> Card:
@@ -73,12 +60,6 @@ CARDS = (
     _card("RTX 3080", 10, 59.5, 760, 4),
 )
 SHORT = {"a100": "A100 40GB", "h100sxm": "H100", "h10080gb": "H100", "a100sxm80gb": "A100 80GB", "v100": "V100 32GB"}
-
-
-def cards_above(num_bytes: int) -> Iterator[Card]:
-    """Of each size of memory above `num_bytes` the fastest card, the smallest first."""
-    for size in sorted({card.gpu_mem for card in CARDS if card.gpu_mem > num_bytes}):
-        yield max((card for card in CARDS if card.gpu_mem == size), key=lambda card: card.compute)
 
 
 def find_card(name: str) -> Card:

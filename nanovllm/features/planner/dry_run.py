@@ -7,62 +7,46 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
-from nanovllm.config import EngineConfig
 from nanovllm.data.batch import BlockMove, LayerwisePrefill, Sample, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import HOLE, KVGroup
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
-from nanovllm.engine.stored_blocks import NoBlockStore
-from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.memory.budget import TransferCount, blocks_of_share
+from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layout import KVLayout
-from nanovllm.memory.sizing import KVPlan, StateSlots
+from nanovllm.memory.sizing import KVPlan
 from nanovllm.sampling_params import SamplingParams
 
+NOTHING_MOVED = TransferCount()
 Share = Callable[[int, int, int], float]  # see `StepModel.share_of`
 
 
-@dataclass(frozen=True, slots=True)
-class StepMoves:
-    """What a step copies and leaves to the CPU, and the blocks that pass through the ring, summed over layers."""
-
-    transfers: TransferCount
-    block_reads: int
-
-    def __add__(self, other: StepMoves) -> StepMoves:
-        return StepMoves(self.transfers + other.transfers, self.block_reads + other.block_reads)
-
-
-NO_MOVES = StepMoves(TransferCount(), 0)
-
-
-def dry_run(
-    config: EngineConfig, layout: KVLayout, kv: KVPlan, states: StateSlots | None, prompt_len: int, output_len: int
-) -> Iterator[ScheduledStep]:
-    """The steps of a request alone in the engine, with nothing cached and nothing stored."""
+def dry_run(sizing: KVSizing, kv: KVPlan, prompt_len: int, output_len: int) -> Iterator[ScheduledStep]:
+    """The steps of a request alone in the engine, with nothing cached, and without a `kv_cache_dir`."""
+    config = sizing.config
+    groups = sizing.layout.groups
+    states = sizing.memory.states
     limits = SchedulerLimits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         kv.max_model_len,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        num_layers=layout.num_layers,
+        num_layers=sizing.layout.num_layers,
         layerwise_memory=kv.layerwise_memory,
         edge=1 if states is None else recurrent_edge(config, states.running),
     )
     tiers = kv.split.resident_blocks, kv.num_cpu_blocks
     slots = None if states is None else (states.device, states.host)
-    caching = config.enable_prefix_caching
-    store = None if config.kv_cache_dir is None else NoBlockStore(UNIT)
-    manager = BlockManager(*tiers, layout.groups, caching, num_state_slots=slots, chunk=limits.chunk, store=store)
+    manager = BlockManager(*tiers, groups, config.enable_prefix_caching, num_state_slots=slots, chunk=limits.chunk)
     scheduler = Scheduler(limits, manager)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     scheduler.add(Request("plan", [0] * prompt_len, params, number=0, seq_ids=count(), seed=0, arrival_time=0.0))
     while scheduler.has_unfinished():
         batch = scheduler.schedule(0.0)
         (seq,) = batch.sequences
-        of_states = TransferCount() if states is None else states.transfers(batch.state_moves)
+        of_states = NOTHING_MOVED if states is None else states.transfers(batch.state_moves)
         if states is not None and seq.layerwise is not None and seq.layerwise.first_layer_chunk == 0:
             kept = len(seq.layerwise.layerwise.snapshots)
             of_states += TransferCount(d2h_copies=kept, d2h_bytes=kept * states.slot_bytes)
@@ -76,7 +60,7 @@ class ScheduledStep:
 
     seq: ScheduledSequence
     moves: Sequence[BlockMove]
-    of_states: TransferCount = NO_MOVES.transfers  # copies of recurrent states
+    of_states: TransferCount = NOTHING_MOVED  # copies of recurrent states
     used_blocks: int = 0  # that the sequence has in this step
 
     @property
@@ -98,27 +82,28 @@ class ScheduledStep:
 
     def seen(self, layout: KVLayout, resident_blocks: int) -> tuple[int, int]:
         """Bytes of K and V that its layers see, and how much of them is on the device."""
-        total = on_device = 0
+        total = 0
+        on_device = 0
         for index, group in enumerate(layout.groups):
             for read in self._reads(group, self.seq.block_tables[index], resident_blocks):
                 num_bytes = layout.of_groups[index].token_bytes * read.num_blocks * (read.stored + read.new)
-                total = total + num_bytes
-                on_device = on_device + (0 if read.on_host else num_bytes)
+                total += num_bytes
+                on_device += 0 if read.on_host else num_bytes
         return total, on_device
 
-    def moved(self, layout: KVLayout, resident_blocks: int, share: Share | None) -> StepMoves:
-        """What the step copies. A layer-by-layer prefill counts as a whole in its first step.
+    def moved(self, layout: KVLayout, resident_blocks: int, share: Share | None) -> TransferCount:
+        """What the step copies and leaves to the CPU. A layer-by-layer prefill counts as a whole in its first step.
 
         share: how much of its host blocks a layer leaves to the CPU; None for nothing.
         """
-        found = StepMoves(self._block_moves(layout, resident_blocks) + self.of_states, 0)
+        moved = self._block_moves(layout, resident_blocks) + self.of_states
         part = self.seq.layerwise
         if part is not None and part.first_layer_chunk > 0:
-            return found
+            return moved
         for index, group in enumerate(layout.groups):
             reads = self._reads(group, self.seq.block_tables[index], resident_blocks)
-            found += _of_layers(layout.of_groups[index], reads, share)
-        return found
+            moved += _of_layers(layout.of_groups[index], reads, share)
+        return moved
 
     def _reads(self, group: KVGroup, table: Sequence[int], resident_blocks: int) -> list[BlockReads]:
         """The blocks that a layer of the group uses, but those in the layer buffer alone."""
@@ -130,13 +115,13 @@ class ScheduledStep:
         last = group.num_blocks(end)
         whole = [block for block in table[first:full] if block != HOLE]
         on_host = sum(block >= resident_blocks for block in whole)
-        found = [BlockReads(on_host, size, 0, True), BlockReads(len(whole) - on_host, size, 0, False)]
+        reads = [BlockReads(on_host, size, 0, True), BlockReads(len(whole) - on_host, size, 0, False)]
         for index in range(max(first, full), last):
             if table[index] != HOLE:
                 stored = max(0, begin - index * size)
                 new = min(size, end - index * size) - stored
-                found.append(BlockReads(1, stored, new, table[index] >= resident_blocks))
-        return found
+                reads.append(BlockReads(1, stored, new, table[index] >= resident_blocks))
+        return reads
 
     def _block_moves(self, layout: KVLayout, resident_blocks: int) -> TransferCount:
         total = TransferCount()
@@ -161,7 +146,7 @@ class BlockReads(NamedTuple):
     on_host: bool
 
 
-def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | None) -> StepMoves:
+def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | None) -> TransferCount:
     """What the layers of a KV group copy for these reads, and those that read their K and V.
 
     layout: of `KVLayout.of_groups`. A layer without K and V of its own loads, and stores nothing.
@@ -177,7 +162,7 @@ def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | Non
         spared = blocks_of_share(whole, share(loaded * token, resident * token, size * token))
     layers = layout.num_layers
     readers = layout.num_readers
-    moved = TransferCount(
+    return TransferCount(
         h2d_copies=readers * (sum(read.num_blocks for read in on_host if read.stored) - spared),
         h2d_bytes=readers * (loaded - spared * size) * token,
         d2h_copies=layers * sum(read.num_blocks for read in on_host if read.new),
@@ -185,4 +170,3 @@ def _of_layers(layout: KVLayout, reads: Sequence[BlockReads], share: Share | Non
         cpu_attention_blocks=readers * spared,
         cpu_attention_bytes=readers * spared * size * token,
     )
-    return StepMoves(moved, readers * (sum(read.num_blocks for read in on_host) - spared))
