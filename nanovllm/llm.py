@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from nanovllm.build import build_engine
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
@@ -22,7 +24,7 @@ from nanovllm.engine.llm_engine import EngineMetrics, LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
 from nanovllm.errors import EngineError, RequestError, as_request_error
-from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
+from nanovllm.features.progress_bar import MakeBar, Meter, ProgressBar
 from nanovllm.kvcache.base import KVStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -111,7 +113,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -119,7 +121,8 @@ class LLM:
 
         prompts: one or several; each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the
         dicts optionally with a "cache_salt" (see `LLMEngine.add_request`). sampling_params: one for all prompts or one
-        for each; None takes `get_default_sampling_params`. lora_request: the adapter of all or of each, None for the
+        for each; None takes `get_default_sampling_params`. use_tqdm: whether to show progress; or what makes the bar,
+        called as tqdm is. lora_request: the adapter of all or of each, None for the
         model alone; needs enable_lora=True. priority: one for all or for each; lower values run first.
 
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
@@ -135,7 +138,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | MakeBar = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
@@ -319,20 +322,19 @@ class LLM:
                     raise RequestError(f"prompts[{index}]: {error}") from None
             return requests
 
-    def _complete(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, requests: Sequence[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         """The final outputs of the requests, in order."""
         check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
-        meter = Meter(len(requests))
-        display = ProgressDisplay(StatusLine(bool(use_tqdm)), meter, self.engine.progress, self.watch_steps)
-        with display, closing(EngineClient(self.engine)) as client:
+        make = use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else None
+        bar = ProgressBar(make, len(requests), Meter(), self)
+        with bar, closing(EngineClient(self.engine)) as client:
             for request in requests:
                 client.add(request)
             while client.pending:
                 outputs = client.step()
                 finished.update((output.request_id, output) for output in outputs)
-                display.update(outputs)
-        display.show_totals()
+                bar.update(outputs)
         return [finished[request.request_id] for request in requests]
 
     def _steps(self, requests: Sequence[Request]) -> Generator[list[RequestOutput], None, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.apps.batch.inputs import open_inputs
+from nanovllm.apps.batch.inputs import Inputs, open_inputs
 from nanovllm.apps.batch.openai_rows import OF_CHATS, OF_COMPLETIONS, READ, SAME, WITHOUT_EFFECT
-from nanovllm.apps.batch.router import prefix_hashes
 from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest
 from nanovllm.apps.server.tool_calls import forced_schema as server_schema
@@ -53,11 +53,34 @@ def test_bad_rows(case: str) -> None:
         request(columns)
 
 
-def test_all_rows_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n \nnull')
+def row_sources(inputs: Inputs, most_rows: int, done: bytes = b"") -> list[tuple[int, str]]:
+    """Of all rows that are not done, read in slices."""
+    slices = [replace(part, done=done[part.index :][: part.count]) for part in inputs.slices(most_rows)]
+    return [(row.index, row.source) for part in slices for row in inputs.rows(part, USED_COLUMNS)]
+
+
+def test_every_row_of_json_lines_is_in_one_slice(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n \nnull\n{}')
+    (tmp_path / "b.jsonl").write_bytes(b"{}\n")
     inputs = open_inputs([str(tmp_path)])
-    found = [row.index for row in inputs.rows(lambda index: False, USED_COLUMNS)]
-    assert found == list(range(inputs.count())) == [0, 1]
+    expected = [(0, "a.jsonl line 2"), (1, "a.jsonl line 4"), (2, "a.jsonl line 5"), (3, "b.jsonl line 1")]
+    for most_rows in (1, 2, 3, 100):
+        assert row_sources(inputs, most_rows) == expected
+        assert row_sources(inputs, most_rows, bytes([0, 1, 1, 0])) == [expected[0], expected[3]]
+
+
+def test_every_row_of_tables_is_in_one_slice(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"prompt": [str(i) for i in range(150)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=70)
+    pq.write_table(table.slice(0, 1), tmp_path / "b.parquet")
+    inputs = open_inputs([str(tmp_path)])
+    expected = [(i, f"a.parquet row {i + 1}") for i in range(150)] + [(150, "b.parquet row 1")]
+    done = bytes(i % 3 == 1 for i in range(151))
+    for most_rows in (7, 64, 1000):
+        assert row_sources(inputs, most_rows) == expected
+        assert row_sources(inputs, most_rows, done) == [row for row in expected if row[0] % 3 != 1]
 
 
 VALUES = st.recursive(
@@ -73,8 +96,7 @@ NAMES = st.sampled_from(sorted(USED_COLUMNS))
 @given(columns=st.dictionaries(NAMES, VALUES, max_size=3), messages=MESSAGES | VALUES)
 def test_any_row_makes_a_request_or_an_error(columns: dict[str, Any], messages: Any) -> None:
     with suppress(RequestError):
-        found = request(columns if "prompt" in columns else {**columns, "messages": messages})
-        assert prefix_hashes(found.prefix_parts()) is not None
+        assert request(columns if "prompt" in columns else {**columns, "messages": messages}).index == 3
 
 
 # ---- OpenAI's batch files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ def run(replica: Replica, **columns: Any) -> RowResult:
         columns["body"] |= sampling
     else:
         columns["sampling_params"] = sampling
-    results = replica.add([RowFormat().request(Row(0, "row", columns, columns))])
-    while replica.has_work:
-        results += replica.step()
-    (result,) = results
+    ((_, result),) = chain.from_iterable(replica.answers([Row(0, "row", columns, columns)], RowFormat()))
     return result
 
 

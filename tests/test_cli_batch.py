@@ -122,7 +122,7 @@ def test_a_job_goes_on_after_an_interrupt(
 ) -> None:
     source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"{i} {DOCUMENT}"} for i in range(12)))
     assert batch(model, source, tmp_path / "whole") == 0
-    step = Replica.step
+    step = Replica._step
     steps = iter(range(1000))
 
     def interrupted(replica: Replica) -> Any:
@@ -130,7 +130,7 @@ def test_a_job_goes_on_after_an_interrupt(
             raise KeyboardInterrupt
         return step(replica)
 
-    monkeypatch.setattr(Replica, "step", interrupted)
+    monkeypatch.setattr(Replica, "_step", interrupted)
     assert batch(model, source, tmp_path / "out", "--max-num-seqs", "2") == 130
     first = results(tmp_path / "out")
     assert 0 < len(first) < 12
@@ -189,7 +189,7 @@ REFUSED = {
     "another ending": (["--input", "notes.txt"], "the name must end in .jsonl, .ndjson, .parquet"),
     "two formats": (["--input", "a.jsonl", "b.parquet"], "run one job for each format"),
     "an empty directory": (["--input", "empty"], "is a directory without .jsonl or .parquet files"),
-    "timeout": (["--input", "a.jsonl", "--worker-timeout", "9"], "--worker-timeout is for replicas on a cluster"),
+    "resources": (["--input", "a.jsonl", "--num-cpus", "9"], "--num-cpus is for replicas on a cluster"),
     "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
     "torchrun": (
         ["--input", "a.jsonl", "--tensor-parallel-size", "2", "--distributed-executor-backend", "external_launcher"],
@@ -255,7 +255,7 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     assert predictor(columns)["generated_text"].to_pylist() == texts
-    step = Replica.step
+    step = Replica._step
     steps = iter(range(1000))
 
     def interrupted(replica: Replica) -> Any:
@@ -264,7 +264,7 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return step(replica)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Replica, "step", interrupted)
+        patch.setattr(Replica, "_step", interrupted)
         predictor(rows.slice(1))
     assert predictor(rows.slice(0, 2))["generated_text"].to_pylist() == texts[:2]  # not those of the call that failed
     with pytest.raises(EngineError, match='takes batches of batch_format="pyarrow" or "numpy", got \'list\''):

@@ -34,11 +34,10 @@ def answer(finished: subprocess.CompletedProcess[str]) -> list[int]:
 
 
 def refused(finished: subprocess.CompletedProcess[str]) -> str:
-    """The one sentence on standard error, which flags that help may follow."""
+    """The one sentence on standard error."""
     assert finished.returncode == 2, finished.stderr
-    sentence, *flags = finished.stderr.splitlines()
+    (sentence,) = finished.stderr.splitlines()
     assert sentence.startswith("nanovllm generate: error: ") and finished.stdout == ""
-    assert all(line.startswith("--") for line in flags), flags
     return sentence
 
 

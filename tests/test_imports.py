@@ -20,7 +20,7 @@ TORCH_FREE = (
     "nanovllm",
     "nanovllm.apps.batch",
     "nanovllm.apps.batch.results",
-    "nanovllm.apps.batch.run",
+    "nanovllm.apps.batch.replica",
     "nanovllm.apps.cli.batch",
     "nanovllm.apps.cli.chat",
     "nanovllm.apps.cli.generate",
@@ -211,7 +211,7 @@ def test_everything_but_its_kernels_imports_without_triton() -> None:
     assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     # Imported only where Triton runs.
     users = kernels | {"nanovllm.ops.triton_attention", "nanovllm.features.lora.grouped_adapters"} & set(MODULES)
-    users |= set() if find_spec("ray") else {"nanovllm.apps.batch.ray_replicas"}
+    users |= set() if find_spec("ray") else {"nanovllm.apps.batch.ray_data"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 
 

@@ -96,9 +96,9 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 
 def check_use_tqdm(use_tqdm: object) -> None:
-    """Raise RequestError for anything but a truth value; vLLM also takes a class of progress bars."""
-    if use_tqdm not in (True, False):
-        raise RequestError(f"use_tqdm={quoted(use_tqdm)}: must be True or False: the engine shows progress of its own")
+    """Raise RequestError for what is neither a truth value nor called as tqdm is."""
+    if not callable(use_tqdm) and use_tqdm not in (True, False):
+        raise RequestError(f"use_tqdm={quoted(use_tqdm)}: must be True, False, or what makes a bar as tqdm does")
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +28,40 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Consecutive rows of a file, such as one actor of a cluster answers."""
+
+    path: Path
+    index: int  # of the first row among all rows of the job
+    number: int  # of the first row in its file, from 1: the line, or the row of a table
+    start: int  # where they begin: bytes of the file, or rows of the row group
+    group: int  # the row group of a Parquet file
+    count: int
+    done: bytes = b""  # 1 for each row that is left out, 0 for the others
+
+    @property
+    def num_done(self) -> int:
+        return sum(self.done)
+
+    def is_done(self, i: int) -> bool:
+        """Whether row i of the slice is left out."""
+        return i < len(self.done) and self.done[i] != 0
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """The input files of a job, all of one format."""
 
     format: str
     files: tuple[Path, ...]
 
-    def count(self) -> int:
-        """The number of rows."""
-        return sum(map(_count_lines if self.format == JSONL else _count_parquet, self.files))
+    def slices(self, most_rows: int = sys.maxsize) -> Iterator[Slice]:
+        """All rows in slices of at most so many. Reads JSON lines to count them."""
+        index = 0
+        for path in self.files:
+            for part in (_line_slices if self.format == JSONL else _table_slices)(path, index, most_rows):
+                index = part.index + part.count
+                yield part
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """What tells these files from others: sizes, and hashes of their first and last MiB."""
@@ -44,20 +71,17 @@ class Inputs:
         """The columns of Parquet files; None for JSON lines."""
         return None if self.format == JSONL else _parquet(self.files[0]).schema_arrow
 
-    def rows(self, is_done: Callable[[int], bool], used_columns: Collection[str]) -> Iterator[Row]:
-        """The rows whose index is not done yet, in order. A row that cannot be read has an error.
+    def rows(self, part: Slice, used_columns: Collection[str]) -> Iterator[Row]:
+        """The rows of a slice that are not done, in order. A row that cannot be read has an error.
 
         Raises EngineError for a file that cannot be read further.
         """
-        read = _lines if self.format == JSONL else _parquet_rows
-        index = 0
-        for path in self.files:
-            try:
-                index = yield from read(path, index, is_done, used_columns)
-            except (OSError, ValueError) as error:  # pyarrow's errors are of these types
-                raise EngineError(
-                    f"{str(path)!r} cannot be read further: {told(error)}; get the file anew, and resume"
-                ) from error
+        try:
+            yield from (_json_rows if self.format == JSONL else _table_rows)(part, used_columns)
+        except (OSError, ValueError) as error:  # pyarrow's errors are of these types
+            raise EngineError(
+                f"{str(part.path)!r} cannot be read further: {told(error)}; get the file anew, and resume"
+            ) from error
 
 
 def open_inputs(paths: Sequence[str]) -> Inputs:
@@ -66,20 +90,20 @@ def open_inputs(paths: Sequence[str]) -> Inputs:
     formats = {FORMAT_OF_ENDING[file.suffix] for file in files}
     if len(formats) > 1:
         raise ConfigError("--input names JSON lines and Parquet files: run one job for each format")
-    (found,) = formats
-    if found == PARQUET:
+    (file_format,) = formats
+    if file_format == PARQUET:
         check_pyarrow()
     for file in files:
         try:
             file.open("rb").close()
-            is_like_first = found == JSONL or _parquet(file).schema_arrow.equals(_parquet(files[0]).schema_arrow)
+            is_like_first = file_format == JSONL or _parquet(file).schema_arrow.equals(_parquet(files[0]).schema_arrow)
         except OSError as error:
             raise ConfigError(f"--input {str(file)!r} cannot be read: {error.strerror or told(error)}") from None
         except ValueError as error:
             raise ConfigError(f"--input {str(file)!r} is not a Parquet file: {told(error)}") from None
         if not is_like_first:
             raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
-    return Inputs(found, tuple(files))
+    return Inputs(file_format, tuple(files))
 
 
 def check_pyarrow() -> None:
@@ -90,12 +114,12 @@ def check_pyarrow() -> None:
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in FORMAT_OF_ENDING and file.is_file())
+        files = sorted(file for file in path.iterdir() if file.suffix in FORMAT_OF_ENDING and file.is_file())
         # Names that begin so are not data, for all readers of such directories.
-        found = [file for file in found if not file.name.startswith(("_", "."))]
-        if not found:
+        files = [file for file in files if not file.name.startswith(("_", "."))]
+        if not files:
             raise ConfigError(f"--input {str(path)!r} is a directory without .jsonl or .parquet files")
-        return found
+        return files
     if not path.exists():
         raise ConfigError(f"--input {str(path)!r} does not exist")
     if not path.is_file():
@@ -118,28 +142,38 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 # ---- JSON lines
 
 
-def _count_lines(path: Path) -> int:
-    return sum(1 for _ in _numbered_lines(path))
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are rows: all but blank ones."""
+def _line_slices(path: Path, index: int, most_rows: int) -> Iterator[Slice]:
+    first = (1, 0)  # line and byte at which the next slice begins
+    offset = count = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if content.strip():
-                yield number, content
+            is_row = bool(_content(number, line))
+            if is_row and count == 0:
+                first = (number, offset)
+            count += is_row
+            offset += len(line)
+            if count == most_rows:
+                yield Slice(path, index, *first, 0, count)
+                index += count
+                count = 0
+    if count:
+        yield Slice(path, index, *first, 0, count)
 
 
-def _lines(
-    path: Path, index: int, is_done: Callable[[int], bool], used_columns: Collection[str]
-) -> Generator[Row, None, int]:
-    """Yields the rows of a file, and returns the index of the first row after it."""
-    for number, content in _numbered_lines(path):
-        if not is_done(index):
-            yield _json_row(index, f"{path.name} line {number}", content, used_columns)
-        index += 1
-    return index
+def _content(number: int, line: bytes) -> bytes:
+    """The content of a line; nothing if it is blank, and no row."""
+    line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+    return line if line.strip() else b""
+
+
+def _json_rows(part: Slice, used_columns: Collection[str]) -> Iterator[Row]:
+    with part.path.open("rb") as file:
+        file.seek(part.start)
+        lines = ((number, _content(number, line)) for number, line in enumerate(file, start=part.number))
+        lines_with_rows = ((number, content) for number, content in lines if content)
+        for i, (number, content) in enumerate(islice(lines_with_rows, part.count)):
+            if not part.is_done(i):
+                yield _json_row(part.index + i, f"{part.path.name} line {number}", content, used_columns)
 
 
 def _json_row(index: int, source: str, content: bytes, used_columns: Collection[str]) -> Row:
@@ -151,8 +185,8 @@ def _json_row(index: int, source: str, content: bytes, used_columns: Collection[
         error = "it has an escape for half a surrogate pair, which is not a character"
     except UnicodeDecodeError:
         error = "it is not UTF-8"
-    except (ValueError, RecursionError) as found:
-        error = f"it is not JSON: {told(found)}"
+    except (ValueError, RecursionError) as failure:
+        error = f"it is not JSON: {told(failure)}"
     else:
         if isinstance(value, dict):
             used = {name: value[name] for name in value if name in used_columns}
@@ -170,24 +204,31 @@ def _parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(path)
 
 
-def _count_parquet(path: Path) -> int:
-    return int(_parquet(path).metadata.num_rows)
+def _table_slices(path: Path, index: int, most_rows: int) -> Iterator[Slice]:
+    """Slices within row groups, so that a reader decodes no other group."""
+    metadata = _parquet(path).metadata
+    number = 1
+    for group in range(metadata.num_row_groups):
+        num_rows = metadata.row_group(group).num_rows
+        for start in range(0, num_rows, most_rows):
+            count = min(most_rows, num_rows - start)
+            yield Slice(path, index, number, start, group, count)
+            index += count
+            number += count
 
 
-def _parquet_rows(
-    path: Path, index: int, is_done: Callable[[int], bool], used_columns: Collection[str]
-) -> Generator[Row, None, int]:
-    """As `_lines`. A row's data is a table slice of one row, so that every column is written as it was read."""
-    first = index
-    for batch in _parquet(path).iter_batches(READ_ROWS):
-        wanted = [i for i in range(batch.num_rows) if not is_done(index + i)]
-        if wanted:
-            used = batch.select([name for name in batch.schema.names if name in used_columns])
-            for i in wanted:
-                source = f"{path.name} row {index + i - first + 1}"
-                yield Row(index + i, source, python_row(used, i), batch.slice(i, 1))
-        index += batch.num_rows
-    return index
+def _table_rows(part: Slice, used_columns: Collection[str]) -> Iterator[Row]:
+    """A row's data is a table of one row, so that every column is written as it was read."""
+    i = -part.start  # in the slice
+    for batch in _parquet(part.path).iter_batches(READ_ROWS, row_groups=[part.group]):
+        used = batch.select([name for name in batch.schema.names if name in used_columns])
+        for row in range(batch.num_rows):
+            if 0 <= i < part.count and not part.is_done(i):
+                source = f"{part.path.name} row {part.number + i}"
+                yield Row(part.index + i, source, python_row(used, row), batch.take([row]))
+            i += 1
+        if i >= part.count:
+            return
 
 
 def python_row(table: pyarrow.RecordBatch | pyarrow.Table, index: int) -> dict[str, Any]:
@@ -199,8 +240,8 @@ def _as_python(value: Any) -> Any:
     """The value of a cell; a map, which has pairs, as a dict."""
     import pyarrow
 
-    found = value.as_py()
-    return _without_nulls(dict(found) if found is not None and pyarrow.types.is_map(value.type) else found)
+    cell = value.as_py()
+    return _without_nulls(dict(cell) if cell is not None and pyarrow.types.is_map(value.type) else cell)
 
 
 def _without_nulls(value: Any) -> Any:

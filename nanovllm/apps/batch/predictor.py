@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -11,8 +10,8 @@ import xxhash
 from nanovllm.apps.batch.inputs import check_pyarrow, python_row
 from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.results import with_results
-from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
-from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
+from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest
+from nanovllm.errors import EngineError, quoted, told
 
 if TYPE_CHECKING:
     import pyarrow
@@ -49,15 +48,15 @@ class LLMPredictor:
         """sampling_params: of rows that do not give their own. chat_template: the text of one. tool_call_parser: as
         the server's. Others: as of LLM.chat and LLM."""
         check_pyarrow()
-        self._sampling = dict(sampling_params or {})
+        sampling = dict(sampling_params or {})
         chat = chat_template, chat_template_content_format, tool_call_parser
-        self._replica = Replica(ReplicaSettings(model, engine_arguments, self._sampling, *chat))
+        self._replica = Replica(ReplicaSettings(model, engine_arguments, sampling, *chat))
         config = self._replica.llm.config
         names = config.served_model_name or ()
         self._format = RowFormat(
             prompt_column=prompt_column,
             model_names=(str(model), *((names,) if isinstance(names, str) else names)),
-            has_max_tokens="max_tokens" in self._sampling,
+            has_max_tokens="max_tokens" in sampling,
         )
         self._engine_seed = config.seed
 
@@ -65,35 +64,16 @@ class LLMPredictor:
         """Answer the rows of a batch: a table, or columns by name, as batch_format="numpy" has them."""
         table = _table(batch)
         used = table.select([name for name in table.column_names if name in {*self._format.used_columns, "id"}])
-        results = sorted(
-            self._results([python_row(used, i) for i in range(table.num_rows)]), key=lambda result: result.index
-        )
+        rows = [Row(i, f"row {i}", python_row(used, i), None) for i in range(table.num_rows)]
+        ended = [pair for pairs in self._replica.answers(rows, self._format, self._seed) for pair in pairs]
+        results = sorted((result for _, result in ended), key=lambda result: result.index)
         return with_results(table, results).drop_columns(["row_index"])
 
-    def _results(self, rows: list[dict[str, Any]]) -> list[RowResult]:
-        results = []
-        requests = []
-        for index, columns in enumerate(rows):
-            try:
-                with as_request_error("the row cannot be read"):
-                    request = self._format.request(Row(index, f"row {index}", columns, None))
-                    requests.append(self._seeded(request, columns.get("id")))
-            except RequestError as error:
-                results.append(failed_result(index, str(error)))
-        try:
-            results += self._replica.add(requests)
-            while self._replica.has_work:
-                results += self._replica.step()
-        finally:
-            self._replica.drop_rows()  # of a call that fails: the next one has other rows with the same indices
-        return results
-
-    def _seeded(self, request: RowRequest, row_id: object) -> RowRequest:
-        """The request with a seed, unless it has one or all rows have."""
-        if request.params.get("seed", self._sampling.get("seed")) is not None:
-            return request
-        content = repr((row_id, [*request.prefix_parts()], self._engine_seed)).encode()
-        return replace(request, params={**request.params, "seed": xxhash.xxh3_64(content).intdigest() >> 1})
+    def _seed(self, row: Row, request: RowRequest) -> int:
+        """The seed of a row that has none, wherever it runs."""
+        prompt = (request.prompt, request.prompt_token_ids, request.messages, request.template_options)
+        content = repr((row.columns.get("id"), prompt, request.cache_salt, self._engine_seed))
+        return xxhash.xxh3_64(content.encode(errors="replace")).intdigest() >> 1
 
 
 def _table(batch: Any) -> pyarrow.Table:

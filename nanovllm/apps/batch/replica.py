@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from nanovllm import EngineClient
-from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
+from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result, row_result
 from nanovllm.apps.tool_calls.answers import AnswerReader
 from nanovllm.apps.tool_calls.detection import check_shown
 from nanovllm.apps.tool_calls.formats import PARSERS
@@ -19,6 +20,9 @@ from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import CONTENT_FORMATS, PromptParts
 
 LONGEST = 2000  # characters of an error
+WINDOW = 2  # most rows in an engine, as a multiple of max_num_seqs, so that one is always ready to run
+
+SeedOf = Callable[[Row, RowRequest], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,10 @@ class ReplicaSettings:
 
 
 class Replica:
-    """An engine and the rows that it runs. Errors of a row become its result.
+    """An engine that answers rows. An error of a row is its result.
 
-    A row without a seed gets one from the engine's seed and its index, so its answer depends on neither the replica nor
-    the other rows. It is the seed that `LLM.generate` gives to the prompt of that number.
+    A row without a seed gets the one that `LLM.generate` gives to the prompt of its number. So its answer depends on
+    neither the replica nor the other rows.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -69,54 +73,53 @@ class Replica:
         self._formats = Formats(self.llm.engine.tokenizer, settings.tool_call_parser)
         self._readers: dict[int, AnswerReader] = {}  # of conversations that run, by the index of the row
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._client.pending)
+    def answers(
+        self, rows: Iterable[Row], row_format: RowFormat, seed_of: SeedOf | None = None
+    ) -> Iterator[list[tuple[Row, RowResult]]]:
+        """Answer rows; after each step, yields those that have ended, with their results.
 
-    def add(self, requests: Sequence[RowRequest]) -> list[RowResult]:
-        """Start rows. Returns the results of those that cannot be served."""
-        failed = []
-        for request in requests:
-            try:
-                with as_request_error("unexpected error"):
-                    self._add(request)
-            except (RequestError, ConfigError, ModelError) as error:  # not of the engine itself
-                failed.append(failed_result(request.index, one_line(str(error), LONGEST)))
-        return failed
-
-    def step(self) -> list[RowResult]:
-        """Run one step. Returns the results of the rows that ended; a step that fails ends its rows.
-
-        Raises EngineError if no step can run any more, as when a tensor-parallel rank has died. Then the rows have no
-        results: another engine can run them.
+        seed_of: the seed of a row that has none; by default it follows from the engine's seed and the row's index.
+        Raises EngineError if no step can run any more, as when a tensor-parallel rank has died. Then the rows that run
+        have no results: another engine can run them.
         """
+        rows = iter(rows)
+        running: dict[int, Row] = {}
         try:
-            outputs = self._client.step()
-        except EngineError as error:
-            self.llm.engine.check_health()
-            if not error.outputs:
-                raise
-            outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
-        return [self._result(int(output.request_id), output) for output in outputs if output.finished]
+            while True:
+                ended = []
+                for row in islice(rows, WINDOW * self.llm.config.max_num_seqs - len(running)):
+                    error = self._add(row, row_format, seed_of)
+                    if error is None:
+                        running[row.index] = row
+                    else:
+                        ended.append((row, failed_result(row.index, error)))
+                if running:
+                    ended += [(running.pop(result.index), result) for result in self._step()]
+                elif not ended:
+                    return
+                for row, result in ended:
+                    if result.error is not None:
+                        result.columns["error"] = f"{row.source}: {result.error}"
+                yield ended
+        finally:
+            self._drop_rows()
 
-    def _result(self, index: int, output: RequestOutput) -> RowResult:
-        return row_result(index, output, self._readers.pop(index, None))
+    def _add(self, row: Row, row_format: RowFormat, seed_of: SeedOf | None) -> str | None:
+        """Start a row. Returns why it cannot be served."""
+        try:
+            with as_request_error("the row cannot be read"):
+                request = row_format.request(row)
+                params = replace(self._params, **request.params)
+                if params.seed is None:
+                    engine_seed = self.llm.config.seed
+                    seed = derived_seed(engine_seed, "prompt", row.index) if seed_of is None else seed_of(row, request)
+                    params = replace(params, seed=seed)
+                self._start(request, params)
+        except (RequestError, ConfigError, ModelError) as error:  # not of the engine itself
+            return one_line(str(error), LONGEST)
+        return None
 
-    def drop_rows(self) -> None:
-        """End all rows without results."""
-        self._readers.clear()
-        self._client.close()
-        self._client = EngineClient(self.llm.engine)
-
-    def close(self) -> None:
-        """Release the engine."""
-        self._client.close()
-        self.llm.close()
-
-    def _add(self, request: RowRequest) -> None:
-        params = replace(self._params, **request.params)
-        if params.seed is None:
-            params = replace(params, seed=derived_seed(self.llm.config.seed, "prompt", request.index))
+    def _start(self, request: RowRequest, params: SamplingParams) -> None:
         text = request.prompt
         token_ids = request.prompt_token_ids
         reader = None
@@ -134,6 +137,29 @@ class Replica:
         self._client.add(self.llm.engine.make_request(str(request.index), prompt, params))
         if reader is not None:
             self._readers[request.index] = reader
+
+    def _step(self) -> list[RowResult]:
+        """Run one step. Returns the results of the rows that have ended; a step that fails ends its rows."""
+        try:
+            outputs = self._client.step()
+        except EngineError as error:
+            self.llm.engine.check_health()
+            if not error.outputs:
+                raise
+            outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
+        finished = [output for output in outputs if output.finished]
+        return [row_result(int(out.request_id), out, self._readers.pop(int(out.request_id), None)) for out in finished]
+
+    def _drop_rows(self) -> None:
+        """End all rows that still run, without results."""
+        self._readers.clear()
+        self._client.close()
+        self._client = EngineClient(self.llm.engine)
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._client.close()
+        self.llm.close()
 
     def _template(self, request: RowRequest) -> ChatTemplate:
         options = dict(request.template_options)

@@ -30,8 +30,7 @@ LOCK = "_lock"
 SUCCESS = "_SUCCESS"
 PART = re.compile(r"part-(\d{6,})\.(jsonl|parquet)")
 PART_ROWS = 1000  # most rows of a part
-PART_SECONDS = 20.0  # that a result waits for its part to be written
-FIRST_PART_SECONDS = 5.0  # the same for the first part of a run, so that one sees early what comes
+PART_SECONDS = 10.0  # that a result waits for its part to be written
 
 
 class DoneRows:
@@ -44,6 +43,10 @@ class DoneRows:
 
     def __contains__(self, index: int) -> bool:
         return index < len(self._flags) and self._flags[index] != 0
+
+    def flags(self, index: int, count: int) -> bytes:
+        """For `count` rows from `index` on, 1 if a row is done."""
+        return bytes(self._flags[index : index + count]).ljust(count, b"\0")
 
     def add(self, index: int, failed: bool) -> None:
         """Raises EngineError for a row that is done already."""
@@ -79,7 +82,6 @@ class ResultDirectory:
         self._clock = clock
         self._held: list[Any] = []  # what waits for its part: lines of JSON, or rows of a table with their results
         self._held_since = 0.0
-        self._has_written = False  # a part
         self._next_part = 0
         self._lock: int | None = None
 
@@ -134,9 +136,8 @@ class ResultDirectory:
 
     def flush_if_due(self) -> None:
         """Write the results that wait if they are many, or have waited long."""
-        longest = self._part_seconds if self._has_written else min(self._part_seconds, FIRST_PART_SECONDS)
         waited = self._clock() - self._held_since
-        if len(self._held) >= self._part_rows or (self._held and waited >= longest):
+        if len(self._held) >= self._part_rows or (self._held and waited >= self._part_seconds):
             self.flush()
 
     def flush(self) -> None:
@@ -145,9 +146,8 @@ class ResultDirectory:
             return
         written = b"".join(self._held) if self._format == JSONL else self._parquet()
         self._replace(f"part-{self._next_part:06d}.{self._format}", written)
+        self._held.clear()  # first, so that an interrupt leaves none that are written again
         self._next_part += 1
-        self._has_written = True
-        self._held.clear()
 
     def finish(self) -> None:
         """Mark the job as complete, as other batch systems do: with an empty file."""

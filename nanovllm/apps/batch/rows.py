@@ -7,7 +7,7 @@ parameters are columns under their own names, or together in the column `samplin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -32,81 +32,56 @@ RESULT_COLUMNS = ("row_index", "generated_text", "finish_reason", "outputs", "pr
 
 @dataclass(slots=True)
 class Row:
-    """A row of the input.
+    """A row of the input."""
 
-    index: its number among all rows of the job, from 0. source: file and line or row, for messages. columns: those that
-    make the request. data: the row with all its columns, as the writer of the same format takes it. error: why it
-    cannot be read.
-    """
-
-    index: int
-    source: str
-    columns: dict[str, Any]
-    data: Any
-    error: str | None = None
+    index: int  # its number among all rows of the job, from 0
+    source: str  # file and line, or row of a table, for messages
+    columns: dict[str, Any]  # those that make the request
+    data: Any  # the row with all its columns, as the writer of the same format takes it
+    error: str | None = None  # why it cannot be read
 
 
 @dataclass(slots=True)
 class RowRequest:
-    """What a replica gets of a row: plain data. Exactly one of prompt, prompt_token_ids and messages is given.
-
-    params: sampling parameters that differ from those of the job. template_options: arguments of the chat template.
-    add_special_tokens: those of the tokenizer's own; None adds them to texts and not to what a template makes.
-    tool_choice, parallel_tool_calls: of a body, which say how calls are read from the answer.
-    """
+    """The request of a row. Exactly one of prompt, prompt_token_ids and messages is given."""
 
     index: int
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    params: dict[str, Any] = field(default_factory=dict)
-    template_options: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # sampling parameters that the row gives
+    template_options: dict[str, Any] = field(default_factory=dict)  # arguments of the chat template
     cache_salt: str | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # the tokenizer's; None adds them to texts, not to what a template makes
+    # Of a body: how calls are read from the answer.
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-
-    def prefix_parts(self) -> Iterator[bytes]:
-        """The content that decides which KV blocks two rows can share, from the beginning of the prompt on."""
-        yield repr((self.cache_salt, self.template_options)).encode(errors="replace")
-        if self.prompt is not None:
-            yield self.prompt.encode(errors="replace")
-        yield " ".join(map(str, self.prompt_token_ids or ())).encode(errors="replace")
-        for message in self.messages or ():
-            content = message.get("content")
-            text = content if isinstance(content, str) else json.dumps(content, default=str)
-            yield f"<{message.get('role')}>{text}".encode(errors="replace")
 
 
 @dataclass(slots=True)
 class RowResult:
-    """The columns that a row gains, without row_index, and what it took. metrics: None if it made no request."""
+    """The columns that a row gains, and what it took."""
 
     index: int
-    columns: dict[str, Any]
-    prompt_tokens: int = 0
+    columns: dict[str, Any]  # without row_index
     generated_tokens: int = 0
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = None  # None if it made no request
 
     @property
     def error(self) -> str | None:
-        found: str | None = self.columns["error"]
-        return found
+        error: str | None = self.columns["error"]
+        return error
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How a row becomes a request.
+    """How a row becomes a request."""
 
-    prompt_column: the column that is the prompt. is_chat: a prompt is a user's message. system: a message before every
-    conversation. model_names: what `body.model` may name. has_max_tokens: whether the job itself limits max_tokens.
-    """
-
-    prompt_column: str = "prompt"
-    is_chat: bool = False
-    system: str | None = None
-    model_names: tuple[str, ...] = ()
-    has_max_tokens: bool = False
+    prompt_column: str = "prompt"  # the column that is the prompt
+    is_chat: bool = False  # whether a prompt is a user's message
+    system: str | None = None  # a message before every conversation
+    model_names: tuple[str, ...] = ()  # what `body.model` may name
+    has_max_tokens: bool = False  # whether the job itself limits max_tokens
 
     @property
     def used_columns(self) -> frozenset[str]:
@@ -225,7 +200,7 @@ def row_result(index: int, output: RequestOutput, reader: AnswerReader | None = 
         },
         "error": (output.error or "the request was ended by a failure of the engine") if failed else None,
     }
-    return RowResult(index, columns, prompt, generated, output.metrics)
+    return RowResult(index, columns, generated, output.metrics)
 
 
 def _completion(completion: CompletionOutput, output: RequestOutput, reader: AnswerReader | None) -> dict[str, Any]:
@@ -249,6 +224,6 @@ def _logprobs(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[
     if positions is None:
         return None
     return [
-        None if tokens is None else [{"token_id": token, **asdict(found)} for token, found in tokens.items()]
+        None if tokens is None else [{"token_id": token, **asdict(logprob)} for token, logprob in tokens.items()]
         for tokens in positions
     ]

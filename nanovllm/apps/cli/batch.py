@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.apps.batch.inputs import Inputs, open_inputs
+from nanovllm.apps.batch.inputs import Inputs, Slice, open_inputs
 from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.results import ResultDirectory
-from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
-from nanovllm.apps.batch.run import Job, LocalReplica, Replicas
+from nanovllm.apps.batch.rows import Row, RowFormat, RowResult, failed_result
 from nanovllm.apps.cli.arguments import (
     add_chat_flags,
     add_command,
@@ -29,20 +28,21 @@ from nanovllm.apps.cli.arguments import (
     read_text,
     sampling_arguments,
 )
-from nanovllm.apps.cli.boundary import Interrupt, say
-from nanovllm.apps.cli.engine import kv_line, status_line
+from nanovllm.apps.cli.boundary import say
+from nanovllm.apps.cli.engine import kv_line, loading, progress_bar
 from nanovllm.apps.cli.main import INTERRUPTED
 from nanovllm.apps.tool_calls.formats import PARSER_HELP, PARSERS
 from nanovllm.config import EngineConfig
-from nanovllm.data.progress import WatchSteps
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
+from nanovllm.features.progress_bar import Meter, ProgressBar, of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import ENGINE_ALIASES
 
 if TYPE_CHECKING:
-    from nanovllm import KVStats
+    from nanovllm import LLM, KVStats
 
+SLICE = 4  # most rows that an actor has at a time, as a multiple of max_num_seqs
+SLICES_EACH = 8  # least slices of each actor, so that all have something to do to the end
 # Engine arguments that change no result, so a job may be resumed with others.
 WITHOUT_EFFECT = (
     *("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "gpu_memory_utilization", "num_gpu_blocks"),
@@ -86,19 +86,6 @@ def _add_cluster_flags(group: Any) -> None:
     add("--ray-address", metavar="ADDRESS", help="cluster, such as auto or 10.0.0.1:6379; local: start one here")
     add("--num-cpus", type=amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
     add("--num-gpus", type=amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
-    add(
-        "--worker-timeout",
-        type=positive,
-        metavar="SECONDS",
-        help="replace a replica's worker that has not answered for so long, and run its rows again (default: 600); "
-        "more than the longest step takes",
-    )
-    add(
-        "--prefix-routing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="bring rows that begin with the same text to the same replica, one after the other",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
     )
     output = ResultDirectory(args.output, inputs.format, inputs.schema())
     output.open(_job(inputs, settings, row_format), args.resume)
-    with Interrupt() as interrupt, status_line(args) as status, output:
-        return BatchRun(args, config, settings, row_format, inputs, output, status, interrupt).run()
+    with output:
+        return BatchRun(args, config, settings, row_format, inputs, output).run()
 
 
 def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
     if not _is_on_cluster(args):
-        for name in ("num_cpus", "num_gpus", "worker_timeout"):
+        for name in ("num_cpus", "num_gpus"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for replicas on a cluster: add --ray-address")
         return
@@ -184,7 +171,7 @@ def _job(inputs: Inputs, settings: ReplicaSettings, row_format: RowFormat) -> di
 
 @dataclass
 class BatchRun:
-    """Runs the rows that are not done, and shows one line of progress for all replicas, sentences, and the totals."""
+    """Runs the rows that are not done, and shows progress, sentences and the totals."""
 
     args: argparse.Namespace
     config: EngineConfig
@@ -192,27 +179,22 @@ class BatchRun:
     row_format: RowFormat
     inputs: Inputs
     output: ResultDirectory
-    status: StatusLine
-    interrupt: Interrupt
-    meter: Meter = field(default_factory=lambda: Meter(None))
+    meter: Meter = field(default_factory=Meter)
     first_error: str = ""
-    kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
-    # Answered rows: without text, and cut at max_tokens or max_model_len.
-    num_empty: int = 0
-    num_cut: int = 0
+    kv_stats: KVStats | None = None  # of an engine in this process
+    num_empty: int = 0  # answered rows without text
+    num_cut: int = 0  # answered rows that were cut at max_tokens or max_model_len
 
     def run(self) -> int:
         """Returns the exit status."""
         done = self.output.done
-        with self.status.during("counting rows"), self.interrupt.allowed():
-            total = self.inputs.count()
+        slices = list(self._slices())
+        total = sum(part.count for part in slices)
         if self.args.resume:
             self.say(f"{of(done.num_done, total)} rows are done")
-        if done.num_done >= total:
-            self.output.finish()
-            return self.ended()
         try:
-            self._run_rows(total - done.num_done)
+            if done.num_done < total:
+                self._run_rows(slices, total)
         except (KeyboardInterrupt, EngineError) as error:
             self.output.flush()
             what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
@@ -220,77 +202,69 @@ class BatchRun:
             if isinstance(error, EngineError):
                 raise
             return INTERRUPTED
-        return self.ended()
+        self.output.finish()
+        return self._ended()
 
-    def _run_rows(self, num_rows: int) -> None:
-        model = self.args.model
-        count = self.args.num_replicas
-        with self._replicas() as (replicas, watch_steps):
-            self.meter = Meter(num_rows)
-            prefix = f"{count} replicas, " if count > 1 else ""
-            with ProgressDisplay(self.status, self.meter, replicas.progress, watch_steps, prefix) as display:
-                has_begun = False
+    def _slices(self, most_rows: int = sys.maxsize) -> Iterator[Slice]:
+        """The input in slices of at most so many rows, with what is done of each."""
+        for part in self.inputs.slices(most_rows):
+            yield replace(part, done=self.output.done.flags(part.index, part.count))
 
-                def on_turn() -> None:
-                    nonlocal has_begun
-                    if not replicas.ready():
-                        self.status.show(f"loading {model} on {count} replicas")
-                        return
-                    if not has_begun:
-                        self.meter.restart()
-                        has_begun = True
-                    display.refresh()
+    def _rows(self, slices: Iterable[Slice]) -> Iterator[Row]:
+        return (row for part in slices for row in self.inputs.rows(part, self.row_format.used_columns))
 
-                Job(
-                    rows=self.inputs.rows(self.output.done.__contains__, self.row_format.used_columns),
-                    row_format=self.row_format,
-                    output=self.output,
-                    replicas=replicas,
-                    max_num_seqs=self.config.max_num_seqs,
-                    by_prefix=self.args.prefix_routing,
-                    on_result=self.count,
-                    on_turn=on_turn,
-                    on_loss=self.say,
-                    interruptible=self.interrupt.allowed,
-                ).run()
-
-    @contextmanager
-    def _replicas(self) -> Iterator[tuple[Replicas, WatchSteps]]:
-        """The replicas, and what sets the function that they call before every layer."""
-        args = self.args
-        if not _is_on_cluster(args):
-            with self.status.during(f"loading {args.model}"), self.interrupt.allowed():
-                replica = Replica(self.settings)
-            self.kv_stats = replica.llm.kv_stats
-            try:
-                yield LocalReplica(replica), replica.llm.watch_steps
-            finally:
-                replica.close()
+    def _run_rows(self, slices: Iterable[Slice], total: int) -> None:
+        if _is_on_cluster(self.args):
+            self._run_on_cluster(total)
             return
-        from nanovllm.apps.batch import ray_replicas
-
-        with self.status.during("joining the cluster"), self.interrupt.allowed():
-            ray_replicas.connect(args.ray_address, args.verbose)
+        with loading(self.args.model, progress_bar(self.args)):
+            replica = Replica(self.settings)
         try:
-            gpus = 0 if self.config.device == "cpu" else self.config.tensor_parallel_size
-            resources = ray_replicas.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
-            timeout = ray_replicas.WORKER_TIMEOUT if args.worker_timeout is None else args.worker_timeout
-            replicas = ray_replicas.RayReplicas(self.settings, args.num_replicas, resources, self.say, timeout)
-            try:
-                yield replicas, lambda on_layer: None
-            finally:
-                replicas.close()
+            self._write(replica.answers(self._rows(slices), self.row_format), replica.llm, total)
         finally:
-            ray_replicas.disconnect()
+            self.kv_stats = replica.llm.kv_stats()
+            replica.close()
+
+    def _run_on_cluster(self, total: int) -> None:
+        """Run slices. Rows of slices that were lost then run alone, and those that are lost again have failed."""
+        from nanovllm.apps.batch import ray_data
+
+        args = self.args
+        done = self.output.done
+        before = done.num_done
+        even_share = total // (SLICES_EACH * args.num_replicas)
+        most_rows = max(1, min(even_share, SLICE * self.config.max_num_seqs))
+        with ray_data.cluster(args.ray_address, args.verbose):
+            gpus = 0 if self.config.device == "cpu" else self.config.tensor_parallel_size
+            resources = ray_data.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
+            pool = ray_data.Pool(self.settings, self.row_format, self.inputs, args.num_replicas, resources)
+            self._write(pool.answers(self._slices(most_rows)), None, total)
+            if done.num_done == before:
+                raise EngineError("no replica on the cluster has answered a row: --verbose shows what they print")
+            self._write(pool.answers(self._slices(1)), None, total)
+        for row in self._rows(self._slices()):
+            error = f"{row.source}: every worker that ran this row was lost, also when it ran alone"
+            self._count(self.output.add(row, failed_result(row.index, error)))
+
+    def _write(self, answers: Iterator[list[tuple[Row, RowResult]]], llm: LLM | None, total: int) -> None:
+        """Write results as they come, and show how far the job is."""
+        with ProgressBar(progress_bar(self.args), total - self.output.done.num_done, self.meter, llm) as bar:
+            for ended in answers:
+                for row, result in ended:
+                    self._count(self.output.add(row, result))
+                    self.output.flush_if_due()
+                self.output.flush_if_due()
+                bar.refresh()
 
     def say(self, sentence: str) -> None:
         """A sentence, on a line of its own."""
-        self.status.clear()
         say(f"nanovllm batch: {sentence}")
 
-    def count(self, row: Row, result: RowResult) -> None:
+    def _count(self, result: RowResult) -> None:
         """Count a row that has its result."""
-        self.meter.count_tokens(result.prompt_tokens, result.generated_tokens, result.metrics)
+        self.meter.generated += result.generated_tokens
+        if result.metrics is not None:
+            self.meter.count_request(result.metrics)
         if result.error is not None:
             self.meter.failed += 1
             self.first_error = self.first_error or result.error
@@ -300,13 +274,13 @@ class BatchRun:
         self.num_empty += not any(output["text"] for output in outputs)
         self.num_cut += any(output["finish_reason"] == "length" for output in outputs)
 
-    def ended(self) -> int:
+    def _ended(self) -> int:
         """Show the totals. Returns the exit status."""
         meter = self.meter
         if meter.finished + meter.failed and not self.args.quiet:
             say(meter.summary())
             if self.kv_stats is not None:
-                say(kv_line(self.kv_stats(), meter.num_tokens))
+                say(kv_line(self.kv_stats, meter.num_tokens))
             say(
                 f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self.num_empty:,} "
                 f"empty and {self.num_cut:,} cut at --max-tokens or max_model_len; {meter.failed:,} failed"
@@ -315,5 +289,5 @@ class BatchRun:
         if not failed:
             return 0
         first = f"; the first: {self.first_error}" if self.first_error else ""
-        say(f"nanovllm batch: error: {failed:,} of {self.output.done.num_done:,} rows failed{first}")
+        self.say(f"error: {failed:,} of {self.output.done.num_done:,} rows failed{first}")
         return 1

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+from tqdm import tqdm
+
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 
 
@@ -100,9 +102,9 @@ class Boundary:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Write to standard error. A message that cannot be written is dropped."""
+    """Write to standard error, above a bar of progress. A message that cannot be written is dropped."""
     try:
-        print(text, end=end, file=sys.stderr, flush=True)
+        tqdm.write(text, file=sys.stderr, end=end)
     except (OSError, ValueError):
         discard(sys.stderr)
 

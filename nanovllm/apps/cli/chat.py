@@ -26,9 +26,9 @@ from nanovllm.apps.cli.arguments import (
     sampling_arguments,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, status_line
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, progress_bar
 from nanovllm.errors import ConfigError
-from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, drafts
+from nanovllm.features.progress_bar import MakeBar, Meter, ProgressBar, drafts
 from nanovllm.outputs import RequestMetrics, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
@@ -83,11 +83,10 @@ def run(args: argparse.Namespace) -> int:
     texts = [] if document is None else [document]
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        status = stack.enter_context(status_line(args))
-        llm = stack.enter_context(load_llm(args, status, interrupt, lambda: texts, answer_tokens))
+        llm = stack.enter_context(load_llm(args, interrupt, lambda: texts, answer_tokens))
         # The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default.
         params = SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling)
-        answers = Answers(llm, params, status, interrupt, ChosenAdapters(llm, args).default)
+        answers = Answers(llm, params, progress_bar(args), interrupt, ChosenAdapters(llm, args).default)
         content_format = args.chat_template_content_format
         chat = Conversation(
             ChatTemplate(llm.engine.tokenizer, template, content_format=content_format), args.system, document
@@ -169,11 +168,16 @@ class Answers:
     """Runs one request at a time and shows its text as it comes."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt, adapter: LoRARequest | None
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        make_bar: MakeBar | None,
+        interrupt: Interrupt,
+        adapter: LoRARequest | None,
     ) -> None:
         self._llm = llm
         self._adapter = adapter
-        self._status = status
+        self._make_bar = make_bar
         self._interrupt = interrupt
         self._params = replace(params, output_kind=RequestOutputKind.DELTA)
         self._ids = map(str, itertools.count())
@@ -198,8 +202,7 @@ class Answers:
         request = llm.engine.make_request(next(self._ids), prompt, params, lora_request=self._adapter)
         client.add(request)
         answer = Answer(request.metrics, params.max_tokens)
-        display = ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps)
-        with closing(client), display:
+        with closing(client), ProgressBar(self._make_bar, 1, Meter(), llm) as bar:
             while client.pending:
                 outputs = client.step()
                 # Only between steps: an interrupted step would drop the prefix cache.
@@ -211,11 +214,10 @@ class Answers:
                         answer.text += new.text
                         answer.num_tokens += len(new.token_ids)
                         answer.finish_reason = new.finish_reason
-                        display.is_held = True  # from the first token on, the answer is on the terminal's line
                         if is_shown and new.text:
-                            self._status.clear()
+                            bar.hold()
                             print(new.text, end="", flush=True)
-                display.refresh()
+                bar.refresh()
         if is_shown and answer.text:
             print(flush=True)
         self.num_tokens += answer.metrics.prefill_tokens + answer.num_tokens

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+from tqdm import tqdm
 
 from nanovllm import LoRARequest
 from nanovllm.apps.cli.arguments import checked_config, engine_arguments
 from nanovllm.apps.cli.boundary import Interrupt
 from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
-from nanovllm.features.progress_bar import StatusLine
+from nanovllm.features.progress_bar import MakeBar, size
 from nanovllm.rules import share, share_of
 from nanovllm.text.tokenizer import load_tokenizer
 
@@ -24,7 +29,6 @@ NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --ena
 
 def load_llm(
     args: argparse.Namespace,
-    status: StatusLine,
     interrupt: Interrupt,
     texts: Callable[[], Sequence[str]],
     max_tokens: int | None,
@@ -34,13 +38,13 @@ def load_llm(
     texts, max_tokens: reads the prompts that are known, and the length of their answers. The KV cache of the longest is
     what `kv_cache_memory_bytes` is a share of, unless the argument says of how many tokens.
     """
-    with interrupt.allowed(), status.during(f"loading {args.model}"):
+    with interrupt.allowed(), loading(args.model, progress_bar(args)):
         from nanovllm import LLM  # imports torch, which takes seconds
 
         arguments = engine_arguments(args)
-        size = arguments.get("kv_cache_memory_bytes")
-        if max_tokens and share(size) is not None and (longest := _longest(checked_config(args), texts())):
-            arguments["kv_cache_memory_bytes"] = share_of(size, longest + max_tokens)
+        memory = arguments.get("kv_cache_memory_bytes")
+        if max_tokens and share(memory) is not None and (longest := _longest(checked_config(args), texts())):
+            arguments["kv_cache_memory_bytes"] = share_of(memory, longest + max_tokens)
         return LLM(args.model, **arguments)
 
 
@@ -50,9 +54,17 @@ def _longest(config: EngineConfig, texts: Sequence[str]) -> int:
     return 0 if tokenizer is None else max(len(tokenizer.encode(text)) for text in texts)
 
 
-def status_line(args: argparse.Namespace) -> StatusLine:
-    """The line of progress that --progress and --quiet ask for."""
-    return StatusLine(False if args.quiet else args.progress)
+def progress_bar(args: argparse.Namespace) -> MakeBar | None:
+    """The bar that --progress and --quiet ask for: by default on a terminal."""
+    is_shown = sys.stderr.isatty() if args.progress is None else args.progress
+    return partial(tqdm, leave=False) if is_shown and not args.quiet else None
+
+
+@contextmanager
+def loading(model: str, make: MakeBar | None) -> Iterator[None]:
+    """Say so while a model is loaded, where progress is shown."""
+    with nullcontext() if make is None else make(desc=f"loading {model}", bar_format="{desc}"):
+        yield
 
 
 def kv_line(stats: KVStats, tokens: int) -> str:
@@ -60,19 +72,13 @@ def kv_line(stats: KVStats, tokens: int) -> str:
 
     "At most" is the step in which requests held the most blocks.
     """
-    parts = [f"at most {_size(stats.most_used_device_blocks * stats.bytes_per_block)} of KV on the device"]
+    parts = [f"at most {size(stats.most_used_device_blocks * stats.bytes_per_block)} of KV on the device"]
     moved = stats.transfers
     if moved.d2h_bytes or moved.h2d_bytes:
-        parts += [f"{_size(moved.d2h_bytes)} copied out to the host", f"{_size(moved.h2d_bytes)} copied in"]
+        parts += [f"{size(moved.d2h_bytes)} copied out to the host", f"{size(moved.h2d_bytes)} copied in"]
     if moved.cpu_attention_bytes:
-        parts.append(f"the CPU attended to {_size(moved.cpu_attention_bytes)}")
+        parts.append(f"the CPU attended to {size(moved.cpu_attention_bytes)}")
     return f"{tokens:,} tokens: {', '.join(parts)}"
-
-
-def _size(num_bytes: int) -> str:
-    """Such as `29.5 MB`, `113 MB` or `6.8 GB`."""
-    value, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
 
 
 # ---- adapters

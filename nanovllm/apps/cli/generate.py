@@ -17,6 +17,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tqdm import tqdm
+
 from nanovllm import EngineClient
 from nanovllm.apps.cli.arguments import (
     add_chat_flags,
@@ -29,7 +31,7 @@ from nanovllm.apps.cli.arguments import (
     sampling_arguments,
 )
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
-from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, status_line
+from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, progress_bar
 from nanovllm.apps.cli.main import INTERRUPTED
 from nanovllm.apps.cli.prompts import (
     FILE,
@@ -46,7 +48,7 @@ from nanovllm.apps.cli.prompts import (
     read_prompts,
 )
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
+from nanovllm.features.progress_bar import Meter, ProgressBar, of
 from nanovllm.outputs import Logprob, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
@@ -109,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
     only_jsonl = all(source.kind == JSONL for source in sources)
     check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
-    with Interrupt() as interrupt, status_line(args) as status:
-        llm = load_llm(args, status, interrupt, partial(_known_texts, sources), given.max_tokens)
+    with Interrupt() as interrupt:
+        llm = load_llm(args, interrupt, partial(_known_texts, sources), given.max_tokens)
         path = args.output
         with llm, nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8", newline="") as file:
             if llm.engine.tokenizer is None and not (args.json and only_jsonl):
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
                     f"{args.model} has no tokenizer files, so it takes token ids and gives token ids: use --jsonl and "
                     "--json, or add the files"
                 )
-            return Generation(llm, args, template, sources, file, status, interrupt).run()
+            return Generation(llm, args, template, sources, file, interrupt).run()
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -179,14 +181,12 @@ class Generation:
         template: str | None,
         sources: Sequence[Source],
         file: TextIO,
-        status: StatusLine,
         interrupt: Interrupt,
     ) -> None:
         self._llm = llm
         self._args = args
         self._template_text = template
         self._file = file
-        self._status = status
         self._interrupt = interrupt
         self._client = EngineClient(llm.engine)
         self._adapters = ChosenAdapters(llm, args)
@@ -196,7 +196,9 @@ class Generation:
         self._params = SamplingParams(**given, output_kind=kind)
         self._boundary = Boundary(args.verbose)
         self._feed = Feed(sources, self._boundary)
-        self._meter = Meter(count_prompts(sources))
+        self._num_prompts = count_prompts(sources)  # None if it is not known
+        self._meter = Meter()
+        self._bar = ProgressBar(progress_bar(args), self._num_prompts, self._meter, llm)
         self._running: dict[str, Task] = {}  # by request_id
         self._unwritten: deque[Task] = deque()
         self._num_taken = self._num_tokens = 0  # prompts taken; prompt tokens in the engine
@@ -207,17 +209,15 @@ class Generation:
 
     def run(self) -> int:
         """Run all prompts. Returns the exit status."""
-        llm = self._llm
         try:
-            with ProgressDisplay(self._status, self._meter, llm.engine.progress, llm.watch_steps) as display:
+            with self._bar as bar:
                 while self._top_up() or self._running:
                     with self._interrupt.allowed():
                         outputs = self._step()
                     for output in outputs:
                         self._take(output)
                     self._file.flush()
-                    display.is_held = self._in_line  # the status line would overwrite streamed text
-                    display.refresh()
+                    bar.refresh()
         except KeyboardInterrupt:
             return self._interrupted()
         return self._ended()
@@ -295,6 +295,7 @@ class Generation:
             return
         self._meter.count(output)
         if self._args.stream:
+            self._bar.hold()
             self._write("".join(completion.text for completion in output.outputs))
             self._in_line = self._in_line or bool(output.outputs)
         if not output.finished:
@@ -325,9 +326,8 @@ class Generation:
         if self._args.json:
             self._put(task, _json_result(task, output, error))
             return
-        is_one_of_many = self._meter.total != 1
+        is_one_of_many = self._num_prompts != 1
         if is_one_of_many:
-            self._status.clear()
             say(f"nanovllm generate: {sentence}")
         self._put(task, "\n" * (is_one_of_many or self._in_line))
         self._in_line = False
@@ -340,8 +340,8 @@ class Generation:
 
     def _write(self, text: str) -> None:
         if text:
-            self._status.clear()
-            self._file.write(text)
+            with tqdm.external_write_mode(file=self._file):  # above a bar on the same terminal
+                self._file.write(text)
 
     # ---- the end
 
@@ -371,12 +371,11 @@ class Generation:
 
     def _interrupted(self) -> int:
         """Write all finished results, also those after unfinished ones."""
-        self._status.clear()
         self._write("\n" * self._in_line + "".join(task.line or "" for task in self._unwritten))
         with suppress(BrokenPipeError):
             self._file.flush()
-        finished = of(self._meter.finished, self._meter.total)
-        known = "" if self._meter.total is not None else f" of at least {self._num_taken:,}"
+        finished = of(self._meter.finished, self._num_prompts)
+        known = "" if self._num_prompts is not None else f" of at least {self._num_taken:,}"
         say(f"nanovllm generate: interrupted: {finished}{known} prompts were finished")
         return INTERRUPTED
 
@@ -393,7 +392,7 @@ def _json_result(task: Task, output: RequestOutput | None, error: str | None = N
         result["id"] = task.item.given_id
     result["source"] = task.item.source
     if error is not None:
-        result["error"] = error.partition("\n")[0]  # without flags
+        result["error"] = error
     if output is not None:
         result |= {
             "outputs": [

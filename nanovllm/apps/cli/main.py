@@ -20,7 +20,6 @@ from nanovllm import __version__
 from nanovllm.apps.cli.arguments import resolve_model
 from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
 from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, unknown_name_message
-from nanovllm.features.progress_bar import ERASE
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
@@ -79,8 +78,7 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
     A calling program that has configured logging keeps its settings.
     """
     logger = logging.getLogger("nanovllm")
-    handler = logging.StreamHandler()
-    handler.setFormatter(_LineFormatter(verbose))
+    handler = _Handler(verbose)
     if logger.hasHandlers():
         yield
         return
@@ -95,16 +93,15 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _LineFormatter(logging.Formatter):
-    """Plain messages, with tracebacks only if `verbose`. On a terminal, each erases the status line first."""
+class _Handler(logging.Handler):
+    """Writes to standard error: plain messages, and tracebacks only if `verbose`."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__()
         self._verbose = verbose
 
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record) if self._verbose else record.getMessage()
-        return f"{ERASE}{text}" if sys.stderr.isatty() else text
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record) if self._verbose else record.getMessage())
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from nanovllm.apps.cli.arguments import (
     COUNTS,
@@ -23,10 +26,9 @@ from nanovllm.apps.cli.arguments import (
     read_text,
     server_arguments,
 )
-from nanovllm.apps.cli.boundary import Interrupt, say
-from nanovllm.apps.cli.engine import NAMED, check_lora_modules, lora_module, lora_requests
+from nanovllm.apps.cli.boundary import say
+from nanovllm.apps.cli.engine import NAMED, check_lora_modules, loading, lora_module, lora_requests
 from nanovllm.errors import ConfigError
-from nanovllm.features.progress_bar import StatusLine
 
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
@@ -78,13 +80,12 @@ def run(args: argparse.Namespace) -> int:
         api_keys=_api_keys(args.api_key, args.api_key_file),
     )
     with ExitStack() as stack:
-        with StatusLine() as status, status.during(f"loading {args.model}"):
+        with loading(args.model, partial(tqdm, leave=False, disable=None)):
             from nanovllm import AsyncLLM  # imports torch, which takes seconds
             from nanovllm.apps.server.run import BACKLOG, address, open_socket, serve
 
             opened = stack.enter_context(open_socket(settings))
-            with Interrupt() as interrupt, interrupt.allowed():
-                engine = AsyncLLM(args.model, **engine_arguments(args))
+            engine = AsyncLLM(args.model, **engine_arguments(args))
             if args.lora_modules:
                 stack.callback(engine.close)  # if one of them is refused
                 adapters = tuple(lora_requests(engine.llm, args.lora_modules).values())

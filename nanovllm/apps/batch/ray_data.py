@@ -1,0 +1,162 @@
+"""The rows of a job over a cluster: Ray Data gives slices of the input to actors, each with an engine.
+
+Ray starts lost actors again and runs their slices once more. The actors read the rows from the input files, and the
+driver writes the results.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+from ray.exceptions import RayError
+
+from nanovllm import cpu_kernel_choice, cpu_machine
+from nanovllm.apps.batch.inputs import Inputs, Slice
+from nanovllm.apps.batch.replica import Replica, ReplicaSettings
+from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
+from nanovllm.errors import ConfigError, EngineError, one_line, quoted, told
+
+OBJECT_STORE_BYTES = 256 << 20  # of a cluster that is started here: slices and results are small
+TRIES = 3  # of a slice: as often as that its actor may be lost
+LONGEST_REASON = 300  # characters
+
+
+@contextmanager
+def cluster(address: str | None, verbose: bool) -> Iterator[None]:
+    """In this context, the process has joined the cluster at an address.
+
+    None is the cluster that runs on this machine, or else one that is started here and ends with the context. Raises
+    ConfigError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
+    try:
+        if address is None and not os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(address="auto", **options)
+            except ConnectionError:  # none runs here
+                ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+        else:
+            ray.init(address=address, **options)
+    except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
+        where = "" if address is None else f" at {quoted(address)}"
+        raise ConfigError(f"the cluster of Ray{where} cannot be joined: {told(error)}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What an actor takes of the cluster."""
+
+    num_cpus: float
+    num_gpus: float
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
+
+
+def resources_each(num_replicas: int, num_cpus: float | None, num_gpus: float | None, gpus_wanted: int) -> Resources:
+    """What each replica takes: as given, else gpus_wanted GPUs if the cluster has any, else an even share of the CPUs.
+
+    Raises ConfigError if no node has room for one replica, for which Ray would wait.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if num_gpus is None:
+        num_gpus = gpus_wanted if any(node.get("GPU", 0) for node in nodes) else 0
+    if num_gpus > 1 and num_gpus % 1:
+        raise ConfigError(f"--num-gpus {num_gpus:g}: a replica takes a part of one GPU or a whole number of them")
+    if num_cpus is None:
+        num_cpus = 1 if num_gpus else cpus_each([int(node.get("CPU", 0)) for node in nodes], num_replicas)
+    wanted = Resources(num_cpus, num_gpus)
+    if not any(node.get("CPU", 0) >= num_cpus and node.get("GPU", 0) >= num_gpus for node in nodes):
+        have = "; ".join(str(Resources(node.get("CPU", 0), node.get("GPU", 0))) for node in nodes)
+        raise ConfigError(f"a replica asks for {wanted}, and no node of the cluster has them: the nodes have {have}")
+    return wanted
+
+
+def cpus_each(node_cpus: Sequence[int], num_replicas: int) -> int:
+    """The most CPUs that each of the replicas can have, all of them at once; 1 if there is no room for all."""
+    most = max(node_cpus, default=1)
+    return next((n for n in range(most, 1, -1) if sum(cpus // n for cpus in node_cpus) >= num_replicas), 1)
+
+
+class SliceReplica:
+    """What runs in an actor: one engine, which answers a slice of rows in each call."""
+
+    def __init__(
+        self, settings: ReplicaSettings, row_format: RowFormat, inputs: Inputs, machine: str, cpu_kernels: str
+    ) -> None:
+        """machine, cpu_kernels: of the driver. An actor on a processor of the same kind takes the same kernels."""
+        if machine == cpu_machine():
+            os.environ["NANOVLLM_CPU_KERNELS"] = cpu_kernels  # before this process first asks for it
+        self._replica = Replica(settings)
+        self._row_format = row_format
+        self._inputs = inputs
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch is one slice; its result is one list of rows and results. Both are pickled."""
+        (content,) = batch["item"]
+        rows = self._inputs.rows(pickle.loads(content), self._row_format.used_columns)
+        try:
+            results = [pair for pairs in self._replica.answers(rows, self._row_format) for pair in pairs]
+        except EngineError:
+            # The engine has ended, so this process has to: then Ray starts another one and runs the slice there.
+            traceback.print_exc()
+            os._exit(1)
+        return {"item": [pickle.dumps(results)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The actors of a job: `num_replicas` of them, each with these resources."""
+
+    settings: ReplicaSettings
+    row_format: RowFormat
+    inputs: Inputs
+    num_replicas: int
+    resources: Resources
+
+    def answers(self, slices: Iterable[Slice]) -> Iterator[list[tuple[Row, RowResult]]]:
+        """The results of each slice, as slices end. A slice whose actor was lost TRIES times has none.
+
+        Raises EngineError if no actor can be started.
+        """
+        items = [pickle.dumps(part) for part in slices if part.num_done < part.count]
+        if not items:
+            return
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        context.scheduling_strategy = "SPREAD"
+        context.max_errored_blocks = -1  # a slice that is lost ends no other
+        results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+            SliceReplica,
+            fn_constructor_args=(
+                self.settings,
+                self.row_format,
+                self.inputs,
+                cpu_machine(),
+                cpu_kernel_choice().setting,
+            ),
+            compute=ray.data.ActorPoolStrategy(size=min(self.num_replicas, len(items))),
+            batch_size=1,
+            num_cpus=self.resources.num_cpus,
+            num_gpus=self.resources.num_gpus,
+            max_task_retries=TRIES - 1,
+        )
+        try:
+            for row in results.iter_rows():
+                yield pickle.loads(row["item"])
+        except RayError as error:
+            raise EngineError(f"the cluster has no replica: {one_line(str(error), LONGEST_REASON)}") from error
