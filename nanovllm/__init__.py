@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from nanovllm.apps.cli.arguments import EngineArgs as EngineArgs
     from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
     from nanovllm.build import build_engine as build_engine
+    from nanovllm.client import EngineClient as EngineClient
     from nanovllm.engine.block_manager import KVBlockState as KVBlockState
-    from nanovllm.engine.client import EngineClient as EngineClient
     from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
     from nanovllm.engine.view import EngineView as EngineView
     from nanovllm.features.lora.request import LoRARequest as LoRARequest
@@ -50,7 +50,7 @@ _NAMES = {  # by module: what users and applications import from here
     "nanovllm.apps.cli.arguments": "EngineArgs",
     "nanovllm.apps.server.async_llm": "AsyncLLM",
     "nanovllm.build": "build_engine",
-    "nanovllm.engine.client": "EngineClient",
+    "nanovllm.client": "EngineClient",
     "nanovllm.engine.llm_engine": "LLMEngine",
     "nanovllm.engine.block_manager": "KVBlockState",
     "nanovllm.engine.view": "EngineView",

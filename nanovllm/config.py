@@ -34,6 +34,8 @@ from nanovllm.rules import (
     Rule,
     Share,
     argument,
+    check_fields,
+    check_together,
     num_bytes,
     number,
     one_of,
@@ -249,13 +251,10 @@ class EngineConfig:
         offloads = self.kv_offloading_size is not None or self.kv_share is not None
         if offloads and self.enable_cpu_offload is False:
             object.__setattr__(self, "enable_cpu_offload", True)  # as in vLLM
-        for field in fields(self):
-            field.metadata["rule"].check(field.name, getattr(self, field.name), ConfigError)
+        check_fields(self, ConfigError)
         if self.speculative_config is not None:
             speculative_config(self.speculative_config)
-        for name, is_wrong, rule in self._contradictions():
-            if is_wrong:
-                raise refusal(ConfigError, name, getattr(self, name), rule)
+        check_together(self, self._contradictions(), ConfigError)
 
     def _contradictions(self) -> Iterator[tuple[str, bool, str]]:
         """What is wrong with arguments that are right by themselves: (the argument, whether it is wrong, the rule)."""
@@ -309,7 +308,7 @@ class EngineConfig:
     @property
     def chunk(self) -> int:
         """Most tokens of one prompt in a step."""
-        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+        return longest_chunk(self.max_num_batched_tokens, self.long_prefill_token_threshold)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -321,6 +320,11 @@ class EngineConfig:
     def num_cpu_loras(self) -> int:
         """Adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+
+def longest_chunk(max_num_batched_tokens: int, long_prefill_token_threshold: int) -> int:
+    """Most tokens of one prompt in a step; a threshold of 0 is none."""
+    return min(max_num_batched_tokens, long_prefill_token_threshold or max_num_batched_tokens)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from nanovllm.build import build_engine
+from nanovllm.client import EngineClient
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
 from nanovllm.engine.block_manager import PrefixCacheStats
-from nanovllm.engine.client import EngineClient
-from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import EngineMetrics, LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
-from nanovllm.errors import EngineError, RequestError, as_request_error
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.features.progress_bar import MakeBar, Meter, ProgressBar
 from nanovllm.kvcache.base import KVStats
 from nanovllm.outputs import RequestOutput
@@ -48,40 +46,6 @@ if TYPE_CHECKING:
     from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.features.vllm_api.choices import ChoiceScore
     from nanovllm.features.vllm_api.metrics_reader import Metric
-
-
-class OutputStream(Iterator[RequestOutput]):
-    """The outputs of `LLM.stream`. A use that is refused because another thread uses the LLM changes nothing."""
-
-    def __init__(self, guard: EngineGuard, steps: Generator[list[RequestOutput], None, None]) -> None:
-        """steps: yields the outputs of each step."""
-        self._guard = guard
-        self._steps = steps
-        self._outputs: Iterator[RequestOutput] = itertools.chain.from_iterable(steps)
-        self._call = EngineCall("stream")
-
-    def __next__(self) -> RequestOutput:
-        output = None
-        with self._guard.resumed(self._call):
-            try:
-                output = next(self._outputs, None)
-            finally:
-                if output is None:  # the end, or an error that ends it
-                    self._guard.end(self._call)
-        if output is None:
-            raise StopIteration
-        return output
-
-    def close(self) -> None:
-        """Abort the requests that have not ended."""
-        if inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING:
-            raise EngineError("close() was called while stream() runs: use it when the next output has come")
-        self._guard.end(self._call)
-        self._steps.close()
-        self._outputs = itertools.chain()  # without what is left of the last step
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class LLM:
@@ -178,17 +142,17 @@ class LLM:
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
-    ) -> OutputStream:
+    ) -> Iterator[RequestOutput]:
         """As `generate`, but yields the outputs of every step as they come, in the form of `output_kind`.
 
         The requests start with the first `next`, and are aborted when the iterator is closed or deleted. Between two
-        outputs the thread that took the last one may use the LLM for other calls; other threads may not.
+        outputs the LLM may be used for other calls.
         """
         with self.engine.guard.operation("stream"):
             requests = self._requests(
                 lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=False
             )
-        return OutputStream(self.engine.guard, self._steps(requests))
+        return self._stream(requests)
 
     def beam_search(
         self,
@@ -337,13 +301,10 @@ class LLM:
                 bar.update(outputs)
         return [finished[request.request_id] for request in requests]
 
-    def _steps(self, requests: Sequence[Request]) -> Generator[list[RequestOutput], None, None]:
-        """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""
-        client = EngineClient(self.engine)
-        try:
+    def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+        """Add the requests and run them to their end; yields their outputs. Closing it aborts the rest."""
+        with closing(EngineClient(self.engine)) as client:
             for request in requests:
                 client.add(request)
             while client.pending:
-                yield client.step()
-        finally:
-            client.close()
+                yield from client.step()

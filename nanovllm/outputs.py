@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -39,33 +39,24 @@ class RequestMetrics:
 
     Times are in seconds since the epoch, as of `time.time()`; their differences are exact even if the system's clock
     is set meanwhile. Durations are in seconds, rates in tokens per second; None until they are known.
-    Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
-    prefill_tokens: computed prompt tokens, including those recomputed after a preemption; first_prefill_tokens: of
-    these, those computed before the first token came. cached_tokens: found in the
-    prefix cache when the request first ran: in blocks on the device and on the host (of the first KV group), and in
-    kv_cache_dir, as cached_tokens_device, _host and _disk. decode_tokens: generated tokens without the first of each
-    sequence. drafted_tokens: guessed by speculative decoding; accepted_tokens: of these, the right ones that the output
-    has.
-    preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
-    counts for the first of them.
     """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    prefill_tokens: int = 0
-    first_prefill_tokens: int = 0
-    decode_tokens: int = 0
-    cached_tokens: int = 0
-    cached_tokens_host: int = 0
-    cached_tokens_disk: int = 0
+    prefill_tokens: int = 0  # computed prompt tokens, including those recomputed after a preemption
+    first_prefill_tokens: int = 0  # of these, those computed before the first token came
+    decode_tokens: int = 0  # generated tokens without the first of each sequence
+    cached_tokens: int = 0  # found in the prefix cache when the request first ran
+    cached_tokens_host: int = 0  # of these, in blocks on the host, of the first KV group
+    cached_tokens_disk: int = 0  # of these, in kv_cache_dir
     preemptions: int = 0
-    swaps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
+    swaps: int = 0  # preemptions by swap
+    drafted_tokens: int = 0  # guessed by speculative decoding
+    accepted_tokens: int = 0  # of these, the right ones that the output has
+    h2d_bytes: int = 0  # of KV copied to the device; a block counts for the first of the sequences that share it
+    d2h_bytes: int = 0  # of KV copied to the host
 
     @property
     def cached_tokens_device(self) -> int:
@@ -83,12 +74,19 @@ class RequestMetrics:
         return _between(self.arrival_time, self.first_token_time)
 
     @property
-    def tpot(self) -> float | None:
-        """Time per generated token after the first; None if there is none."""
-        decode_time = _between(self.first_token_time, self.finished_time)
-        if decode_time is None or self.decode_tokens == 0:
-            return None
-        return decode_time / self.decode_tokens
+    def prefill_time(self) -> float | None:
+        """From the first step that computed something to the first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """From the first token to the end."""
+        return _between(self.first_token_time, self.finished_time)
+
+    @property
+    def inference_time(self) -> float | None:
+        """From the first step that computed something to the end."""
+        return _between(self.first_scheduled_time, self.finished_time)
 
     @property
     def e2e_latency(self) -> float | None:
@@ -96,9 +94,15 @@ class RequestMetrics:
         return _between(self.arrival_time, self.finished_time)
 
     @property
+    def tpot(self) -> float | None:
+        """Time per generated token after the first; None if there is none."""
+        seconds = self.decode_time
+        return None if seconds is None or self.decode_tokens == 0 else seconds / self.decode_tokens
+
+    @property
     def prefill_rate(self) -> float | None:
         """Computed prompt tokens per second, from the first step to the first token."""
-        seconds = _between(self.first_scheduled_time, self.first_token_time)
+        seconds = self.prefill_time
         return self.first_prefill_tokens / seconds if seconds else None
 
     @property
@@ -107,27 +111,16 @@ class RequestMetrics:
         return 1 / self.tpot if self.tpot else None
 
     def as_dict(self) -> dict[str, float | None]:
-        """Everything by a name with its unit, as the command line writes it: _s seconds, _tok_s tokens per second."""
+        """The fields, and what follows from them with its unit: _s seconds, _tok_s tokens per second."""
         return {
-            "arrival_time_s": self.arrival_time,
+            **asdict(self),
+            "cached_tokens_device": self.cached_tokens_device,
             "queue_time_s": self.queue_time,
             "ttft_s": self.ttft,
             "tpot_s": self.tpot,
             "e2e_latency_s": self.e2e_latency,
             "prefill_tok_s": self.prefill_rate,
             "decode_tok_s": self.decode_rate,
-            "prefill_tokens": self.prefill_tokens,
-            "decode_tokens": self.decode_tokens,
-            "cached_tokens": self.cached_tokens,
-            "cached_tokens_device": self.cached_tokens_device,
-            "cached_tokens_host": self.cached_tokens_host,
-            "cached_tokens_disk": self.cached_tokens_disk,
-            "preemptions": self.preemptions,
-            "swaps": self.swaps,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "h2d_bytes": self.h2d_bytes,
-            "d2h_bytes": self.d2h_bytes,
         }
 
 
@@ -137,28 +130,20 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence.
-
-    logprobs: for each position, the most likely tokens and the sampled one, by token id. finish_reason: "stop",
-    "length", "abort", "error" (see `RequestOutput.error`), or None while the sequence runs. stop_reason: the stop
-    string or the id from stop_token_ids that ended the sequence; None for the model's own end token.
-    """
+    """One generated sequence."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[Mapping[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None  # of each position the most likely tokens and the sampled one
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while the sequence runs
+    stop_reason: int | str | None = None  # the stop string or stop token; None for the model's own end token
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """The state of a request after a step, and its result once `finished`.
-
-    error: what went wrong, if a sequence ended with finish_reason "error". lora_request: that the request came with.
-    step_failed: the error is that of a failed step and not the request's own.
 
     Lists and metrics belong to the engine, which does not copy long prompts: do not change them.
     """
@@ -171,6 +156,6 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
-    error: str | None = None
-    lora_request: Any = None
-    step_failed: bool = False
+    error: str | None = None  # what went wrong, if a sequence ended with finish_reason "error"
+    lora_request: Any = None  # that the request came with
+    step_failed: bool = False  # the error is that of a failed step and not the request's own

@@ -1,11 +1,11 @@
-"""What the value of an argument must be: one rule for each field of `EngineConfig` and `SamplingParams`."""
+"""The rules of arguments and parameters: one for each field of a dataclass, checked once, when an object is made."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Rule:
     text: str
     most: float | None = None
 
-    def check(self, name: str, value: Any, error: type[Exception]) -> None:
+    def check(self, name: str, value: Any, error: Callable[[str], Exception]) -> None:
         """Raise `error` with the name, the value and the rule if the value breaks it."""
         if not self.holds(value):
             raise refusal(error, name, value, self.text)
@@ -31,9 +31,25 @@ class Rule:
             raise refusal(error, name, value, f"must be at most {self.most:,}")
 
 
-def refusal(error: type[Exception], name: str, value: object, text: str) -> Exception:
+def refusal(error: Callable[[str], Exception], name: str, value: object, text: str) -> Exception:
     """The error about a value."""
     return error(f"{name}={quoted(value)}: {text}")
+
+
+def check_fields(values: Any, error: Callable[[str], Exception]) -> None:
+    """Check each field of a dataclass that has a rule. Raises `error` with the field, the value and the rule."""
+    for described in fields(values):
+        if "rule" in described.metadata:
+            described.metadata["rule"].check(described.name, getattr(values, described.name), error)
+
+
+def check_together(
+    values: Any, contradictions: Iterable[tuple[str, bool, str]], error: Callable[[str], Exception]
+) -> None:
+    """Check fields that are right by themselves: (the field, whether it is wrong beside the others, the rule)."""
+    for name, is_wrong, rule in contradictions:
+        if is_wrong:
+            raise refusal(error, name, getattr(values, name), rule)
 
 
 def argument(default: Any, rule: Rule, meaning: str, off: tuple[Any, ...] = ()) -> Any:

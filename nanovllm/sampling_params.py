@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -11,8 +11,20 @@ import xxhash
 
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
-from nanovllm.rules import FLAG, Rule, argument, is_whole, number, one_of, whole
-from nanovllm.sampling_rules import GREEDY_EPS, check_lists, check_structured_outputs, check_together
+from nanovllm.rules import FLAG, Rule, argument, check_fields, check_together, is_whole, number, one_of, whole
+from nanovllm.sampling_rules import (
+    ALLOWED,
+    BIAS,
+    CHOICE,
+    GREEDY_EPS,
+    PROCESSORS,
+    SCHEMA,
+    STOP,
+    TEXT,
+    TEXTS,
+    TOKEN_IDS,
+    optional,
+)
 from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
@@ -21,34 +33,39 @@ LogitsProcessor = Callable[..., Any]
 
 PENALTY = number("must be a number from -2 to 2", lambda x: -2 <= x <= 2)
 LOGPROBS = whole(0, ", None, or -1 for the whole vocabulary", also=(None, -1), most=None)
-LIST = Rule(lambda _: True, "")  # `sampling_rules.check_lists`
 EMPTY: tuple[Any, ...] = ((), [], None)
+KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What every output of a request must match: exactly one of five kinds. Invalid values raise RequestError.
 
-    json: a JSON schema, as a dict, as text, or as a pydantic model class, of which the schema is kept. An object with
-        `properties` takes no others, unless the schema speaks of them (additionalProperties, patternProperties).
-    json_object: True for any JSON object.
-    regex: a regular expression that matches the entire output, in the syntax of Rust's regex library: without
-        look-around and backreferences, and with all of Unicode in classes such as \\w.
-    choice: a list of texts, one of which is the output.
-    grammar: a context-free grammar in Lark's or GBNF's (EBNF's) notation.
-    disable_any_whitespace: JSON without spaces and line breaks between its parts. whitespace_pattern: a regular
-        expression for what may stand between them instead of up to 64 spaces, tabs and line breaks.
-    disable_additional_properties: objects with patternProperties take no other properties either.
+    json: of a pydantic model class the schema is kept. An object with `properties` takes no others, unless the schema
+        speaks of them (additionalProperties, patternProperties).
+    regex: in the syntax of Rust's regex library: without look-around and backreferences, and with all of Unicode in
+        classes such as \\w.
+    grammar: in Lark's or GBNF's (EBNF's) notation.
     """
 
-    json: str | dict[str, Any] | type | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    json: str | dict[str, Any] | type | None = argument(
+        None, optional(SCHEMA), "a JSON schema, as a dict, as JSON text, or as a pydantic model class"
+    )
+    regex: str | None = argument(None, optional(TEXT), "a regular expression that matches the entire output")
+    choice: Sequence[str] | None = argument(None, optional(CHOICE), "texts, one of which is the output")
+    grammar: str | None = argument(None, optional(TEXT), "a context-free grammar")
+    json_object: bool | None = argument(
+        None, Rule(lambda value: value is None or value is True, "must be True or left out"), "True for any JSON object"
+    )
+    disable_any_whitespace: bool = argument(False, FLAG, "JSON without spaces and line breaks between its parts")
+    disable_additional_properties: bool = argument(
+        False, FLAG, "objects with patternProperties take no other properties either"
+    )
+    whitespace_pattern: str | None = argument(
+        None,
+        optional(TEXT),
+        "a regular expression for what stands between parts of JSON instead of up to 64 spaces, tabs and line breaks",
+    )
 
     def __new__(cls, **params: Any) -> Self:
         known = [f.name for f in fields(cls)]
@@ -62,18 +79,32 @@ class StructuredOutputsParams:
             schema: Any = self.json
             if hasattr(schema, "model_json_schema"):
                 object.__setattr__(self, "json", schema.model_json_schema())
-            check_structured_outputs(self)
+            check_fields(self, RequestError)
+            given = [name for name in KINDS if getattr(self, name) is not None]
+            if len(given) != 1:
+                kinds = " and ".join(given) or "no kind"
+                raise RequestError(f"structured outputs have {kinds}: give exactly one of {', '.join(KINDS)}")
+            check_together(self, self._contradictions(given[0]), RequestError)
             if self.choice is not None:
                 object.__setattr__(self, "choice", tuple(self.choice))
+
+    def _contradictions(self, kind: str) -> Iterator[tuple[str, bool, str]]:
+        """As of `rules.check_together`."""
+        is_json = kind in ("json", "json_object")
+        for name in ("disable_any_whitespace", "whitespace_pattern"):
+            yield name, bool(getattr(self, name)) and not is_json, "needs json or json_object"
+        yield "disable_additional_properties", self.disable_additional_properties and kind != "json", "needs json"
+        is_twice = self.disable_any_whitespace and self.whitespace_pattern is not None
+        yield "whitespace_pattern", is_twice, "needs disable_any_whitespace=False"
 
 
 @dataclass(kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and rules.
 
-    Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
-    vLLM's parameters that mean nothing here are left out. Of some parameters there is more to say than their meaning
-    below:
+    Invalid values raise RequestError: when the object is made and, of values that were assigned later, when a request
+    is made with it. Changes do not affect requests already added. Of some parameters there is more to say than their
+    meaning below:
 
     best_of: the n with the highest cumulative log-probability are returned; None means n. With use_beam_search, the
         beam width.
@@ -147,8 +178,8 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = argument(
         False, one_of(True, False, "never"), "of beam search: true, false or never"
     )
-    stop: str | Sequence[str] = argument((), LIST, "text that ends the output", off=EMPTY)
-    stop_token_ids: Sequence[int] = argument((), LIST, "token that ends the output")
+    stop: str | Sequence[str] = argument((), optional(STOP), "text that ends the output", off=EMPTY)
+    stop_token_ids: Sequence[int] = argument((), optional(TOKEN_IDS), "token that ends the output")
     include_stop_str_in_output: bool = argument(False, FLAG, "keep the stop text")
     ignore_eos: bool = argument(False, FLAG, "continue after the model's end-of-sequence token")
     max_tokens: int | None = argument(
@@ -164,12 +195,14 @@ class SamplingParams:
     skip_special_tokens: bool = argument(True, FLAG, "leave special tokens out of the text")
     logit_bias: Mapping[int, float] = argument(
         {},
-        Rule(lambda x: x is None or isinstance(x, Mapping), "must be a dict from token id to a number"),
+        optional(BIAS),
         "added to a token's logit, such as 42=-inf to ban it",
         off=({}, None),
     )
-    bad_words: Sequence[str] = argument((), LIST, "text that is never generated", off=EMPTY)
-    allowed_token_ids: Sequence[int] | None = argument(None, LIST, "the only tokens that are generated", off=(None,))
+    bad_words: Sequence[str] = argument((), optional(TEXTS), "text that is never generated", off=EMPTY)
+    allowed_token_ids: Sequence[int] | None = argument(
+        None, optional(ALLOWED), "the only tokens that are generated", off=(None,)
+    )
     structured_outputs: StructuredOutputsParams | None = argument(
         None,
         Rule(
@@ -180,7 +213,7 @@ class SamplingParams:
         off=(None,),
     )
     logits_processors: Sequence[LogitsProcessor] = argument(
-        (), LIST, "functions that change the logits of each sampled token", off=EMPTY
+        (), optional(PROCESSORS), "functions that change the logits of each sampled token", off=EMPTY
     )
     detokenize: bool = argument(True, FLAG, "give token ids as text")
     truncate_prompt_tokens: int | None = argument(
@@ -198,14 +231,55 @@ class SamplingParams:
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
 
         def __init__(self, **given: Any) -> None:
-            known = [f.name for f in fields(self)]
-            own = own_arguments("sampling parameter", given, known, SAMPLING_PARAMETERS, RequestError)
-            self.__dict__.update(_checked(_defaults() | own))
+            described = fields(self)
+            own = own_arguments(
+                "sampling parameter", given, [f.name for f in described], SAMPLING_PARAMETERS, RequestError
+            )
+            for field in described:
+                default = {} if field.default is MISSING else field.default
+                setattr(self, field.name, own.get(field.name, default))
+            self.__post_init__()
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name not in self.__dict__:
-                raise RequestError(unknown_name_message("sampling parameter", name, self.__dict__))
-            self.__dict__.update(_checked(self.__dict__ | {name: value}))
+    def __post_init__(self) -> None:
+        """Check the values, and keep tuples for lists, which callers may reuse."""
+        with as_request_error("the sampling parameters cannot be read"):
+            if isinstance(self.structured_outputs, Mapping):  # as JSON has it
+                self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+            check_fields(self, RequestError)
+            check_together(self, self._contradictions(), RequestError)
+            self.seed = None if self.seed == -1 else self.seed
+            self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())  # None: an empty list
+            self.stop_token_ids = tuple(self.stop_token_ids or ())
+            self.bad_words = tuple(self.bad_words or ())
+            self.logits_processors = tuple(self.logits_processors or ())
+            self.allowed_token_ids = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            self.logit_bias = {int(token): float(bias) for token, bias in (self.logit_bias or {}).items()}
+
+    def _contradictions(self) -> Iterator[tuple[str, bool, str]]:
+        """What is wrong with values that are right by themselves, as of `rules.check_together`."""
+        several = self.num_sequences > 1
+        name = "n" if self.n > 1 else "best_of"
+        scores = self.max_tokens == 0
+        best_of = self.best_of is not None and self.best_of < self.n
+        yield "best_of", best_of, f"must be None or a whole number of at least n={self.n}"
+        most = self.max_tokens
+        yield "min_tokens", most is not None and self.min_tokens > most, f"must be at most max_tokens={quoted(most)}"
+        stops = bool(self.stop) and not self.detokenize
+        yield "detokenize", stops, "must be True with stop, which is found in the text"
+        alone = "must be at least 1, or 0 with prompt_logprobs, which scores the prompt alone"
+        yield "max_tokens", scores and self.prompt_logprobs is None, alone
+        yield name, scores and several, "must be 1 with max_tokens=0, which generates nothing"
+        if not self.use_beam_search:
+            same = "must be 1 with greedy sampling, whose sequences would all be the same"
+            yield name, self.is_greedy and several, same
+            yield "early_stopping", self.early_stopping is not False, "needs use_beam_search=True"
+            yield "length_penalty", self.length_penalty != 1.0, "needs use_beam_search=True"
+            return
+        yield "use_beam_search", not several, "needs n or best_of of at least 2, the beam width"
+        for field in fields(self):
+            if off := field.metadata["off"]:
+                rule = f"must be {off[0]!r} with use_beam_search, which ranks tokens by the raw logits"
+                yield field.name, getattr(self, field.name) not in off, rule
 
     @property
     def is_greedy(self) -> bool:
@@ -246,29 +320,3 @@ def derived_seed(seed: int, part: Literal["prompt", "sequence"], index: int) -> 
     It fits 64 bits with a sign, and is the same in every process: xxh3-64 of the decimal text "part seed index".
     """
     return xxhash.xxh3_64_intdigest(f"{part} {seed} {index}".encode()) - 2**63
-
-
-def _defaults() -> dict[str, Any]:
-    """The default of each parameter."""
-    return {f.name: {} if f.default is MISSING else f.default for f in fields(SamplingParams)}
-
-
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as a request keeps them: with tuples for lists, which callers may reuse. Raises RequestError."""
-    with as_request_error("the sampling parameters cannot be read"):
-        if isinstance(values["structured_outputs"], Mapping):  # as JSON has it
-            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
-        for each in fields(SamplingParams):
-            each.metadata["rule"].check(each.name, values[each.name], RequestError)
-        check_lists(values)
-        check_together(values, {field.name: off for field in fields(SamplingParams) if (off := field.metadata["off"])})
-        if values["seed"] == -1:
-            values["seed"] = None
-        if isinstance(values["stop"], str):
-            values["stop"] = (values["stop"],)
-        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
-            values[name] = tuple(values[name] or ())  # as in vLLM, None stands for an empty list
-        if values["allowed_token_ids"] is not None:
-            values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
-        values["logit_bias"] = {int(t): float(b) for t, b in (values["logit_bias"] or {}).items()}
-    return values

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.rules import whole
+from nanovllm.rules import TEXT, argument, check_fields, check_together, one_of, whole
 
 NAME = "speculative_config"
 DEFAULT_LOOKUP = 5  # tokens of an n-gram
@@ -19,50 +19,49 @@ METHODS = {
 }
 
 
-# Of the fields that count tokens.
-RULES = {
-    "num_speculative_tokens": whole(1, most=MOST_TOKENS),
-    "prompt_lookup_max": whole(1, also=(None,), most=MOST_TOKENS),
-    "prompt_lookup_min": whole(1, also=(None,), most=MOST_TOKENS),
-    "max_model_len": whole(1, also=(None,)),
-}
+def _error(message: str) -> ConfigError:
+    return ConfigError(f"{NAME}: {message}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted.
+    """How tokens are drafted. Raises ConfigError for wrong fields."""
 
-    num_speculative_tokens: most drafted tokens of a sequence in a step. prompt_lookup_max, prompt_lookup_min: the
-    longest and the shortest n-gram that is looked up. model: the draft model, a directory, GGUF file or name of the
-    hub. max_model_len: tokens of the longest sequence that it, or the model's head, drafts for; None: of the longest.
-    """
+    method: str = argument(MISSING, one_of(*METHODS), "how tokens are drafted")
+    num_speculative_tokens: int = argument(
+        MISSING, whole(1, most=MOST_TOKENS), "most drafted tokens of a sequence in a step"
+    )
+    prompt_lookup_max: int = argument(
+        DEFAULT_LOOKUP, whole(1, most=MOST_TOKENS), "the longest n-gram that is looked up"
+    )
+    prompt_lookup_min: int = argument(DEFAULT_LOOKUP, whole(1, most=MOST_TOKENS), "the shortest one")
+    model: str = argument("", TEXT, "the draft model: a directory, a GGUF file or a name of the hub")
+    max_model_len: int | None = argument(
+        None,
+        whole(1, also=(None,)),
+        "tokens of the longest sequence that the draft model, or the model's head, drafts for; None: of the longest",
+    )
 
-    method: str
-    num_speculative_tokens: int
-    prompt_lookup_max: int = DEFAULT_LOOKUP
-    prompt_lookup_min: int = DEFAULT_LOOKUP
-    model: str = ""
-    max_model_len: int | None = None
+    def __post_init__(self) -> None:
+        check_fields(self, _error)
+        too_long = self.prompt_lookup_min > self.prompt_lookup_max
+        wrong = (
+            ("model", self.method == "draft_model" and not self.model, "must name the draft model: give its directory"),
+            ("prompt_lookup_min", too_long, f"must be at most prompt_lookup_max={self.prompt_lookup_max}"),
+        )
+        check_together(self, wrong, _error)
 
 
 def speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """The checked fields of the argument. Raises ConfigError."""
-    method = given.get("method")
-    model = given.get("model")
-    if not isinstance(method, str) or method not in METHODS:
-        raise ConfigError(f"{NAME}: method={quoted(method)} must be {' or '.join(METHODS)}: give it one of them")
-    names = METHODS[method]
+    values = {name: value for name, value in given.items() if value is not None}
+    method = values.get("method")
+    names = METHODS.get(method, ()) if isinstance(method, str) else ()
     for name in given:
-        if name not in names:
-            raise ConfigError(f"{NAME}: unknown field {quoted(name)}: with this method it has {', '.join(names)}")
-    for name, rule in RULES.items():
-        rule.check(f"{NAME}: {name}", given.get(name), ConfigError)
-    if method == "draft_model" and (not isinstance(model, str) or not model):
-        raise ConfigError(f"{NAME}: model={quoted(model)} must name the draft model: give its directory")
-    longest = given.get("prompt_lookup_max")
-    shortest = given.get("prompt_lookup_min")
-    longest, shortest = longest or shortest or DEFAULT_LOOKUP, shortest or longest or DEFAULT_LOOKUP
-    if shortest > longest:
-        raise ConfigError(f"{NAME}: prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
-    others = {name: value for name, value in given.items() if value is not None}
-    return SpeculativeConfig(**others | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest})
+        if names and name not in names:
+            raise _error(f"unknown field {quoted(name)}: with this method it has {', '.join(names)}")
+    longest = values.get("prompt_lookup_max") or values.get("prompt_lookup_min")
+    if longest is not None:  # one of them is the other's default
+        values = {"prompt_lookup_max": longest, "prompt_lookup_min": longest} | values
+    known: dict[str, Any] = {name: values.get(name) for name in ("method", "num_speculative_tokens")}
+    return SpeculativeConfig(**known | {name: values[name] for name in names if name in values})

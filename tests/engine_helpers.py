@@ -142,13 +142,17 @@ class Bench:
         greedy = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
         self.engine.add_request(name, None, greedy, prompt, priority=priority, lora_request=adapter)
 
-    def step(self) -> list[RequestOutput]:
+    def tell_histories(self) -> None:
+        """Tell the executor which tokens each sequence has."""
         scheduler = self.scheduler
         for request in [*scheduler.waiting, *scheduler.loading, *scheduler.swapped, *scheduler.running]:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
                 self.executor.histories[seq.seq_id] = seq.token_ids
                 self.executor.salts[seq.seq_id] = adapter_salt(request.adapter.number if request.adapter else None)
+
+    def step(self) -> list[RequestOutput]:
+        self.tell_histories()
         outputs = self.engine.step()
         check_blocks(self.manager)
         for output in outputs:

@@ -23,10 +23,3 @@ def sampled(bench: Bench, name: str, prompt: list[int], max_tokens: int, **param
 
 def outputs(bench: Bench, name: str) -> list[list[int]]:
     return [output.token_ids for output in bench.finished[name].outputs]
-
-
-def beam_bench(
-    bench: Bench, name: str, prompt: list[int], max_tokens: int, width: int = 3, priority: int = 0, **params: object
-) -> None:
-    everything = {"temperature": 0.0, "n": width, "use_beam_search": True, **params}
-    bench.add(name, prompt, max_tokens, priority, **everything)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from block_helpers import check_blocks
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineClient, SamplingParams
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from nanovllm.text.prompts import PromptParts
 
 VOCAB = 300
 MAX_MODEL_LEN = 160
@@ -189,6 +190,7 @@ class Driver:
 
     def __init__(self, llm: LLM, random: Random, num_requests: int, new_request: Callable[[], Asked]) -> None:
         self.llm = llm
+        self.client = EngineClient(llm.engine)
         self._random = random
         self._new_request = new_request
         self.asked: dict[str, Asked] = {}
@@ -215,27 +217,27 @@ class Driver:
         name = f"{len(self.asked)}"
         asked = self._new_request()
         try:
-            self.llm.engine.add_request(name, None, asked.params, asked.prompt, None, asked.priority, asked.salt)
+            parts = PromptParts(None, asked.prompt, asked.salt)
+            self.client.add(self.llm.engine.make_request(name, parts, asked.params, priority=asked.priority))
         except RequestError:  # such as three sequences that cannot all be as long as they may become
             return
         self.asked[name] = asked
 
     def _abort(self, name: str) -> None:
-        output = self.llm.engine.abort_request(name)
-        assert output is not None and output.finished
+        (output,) = self.client.abort([name])
+        assert output.finished
         self.asked[name].hear(output)
 
     def _step(self) -> None:
         try:
-            outputs: list[Any] = self.llm.engine.step()
+            outputs: list[Any] = self.client.step()
         except EngineError as error:
             outputs = error.outputs
         except KeyboardInterrupt:
             outputs = []
-            unheard = set(self.asked) - set(self.llm.engine._requests)
-            for name in unheard:  # ended by the interrupt, which has no outputs
-                if self.asked[name].last is None or not self.asked[name].last.finished:
-                    del self.asked[name]
+            for name in self.client.pending:  # as `LLM.generate` ends its requests
+                del self.asked[name]
+            self.client.close()
         for output in outputs:
             self.asked[output.request_id].hear(output)
 

@@ -13,7 +13,7 @@ from cli_helpers import SMALL_CACHE, at_steps, exit_status, interrupt, make_mode
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.chat import Conversation
 from nanovllm.apps.cli.main import main
-from nanovllm.engine.client import EngineClient
+from nanovllm.client import EngineClient
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
 DOCUMENT = "All that is known. " * 15 + "\n"

@@ -13,7 +13,6 @@ from block_helpers import check_blocks, check_states
 from content_model import (
     VOCAB,
     ContentExecutor,
-    expected_beams,
     expected_output,
     logprob_of,
     prompt_digest,
@@ -30,7 +29,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import kv_groups
-from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.request import Request, Sequence
@@ -70,13 +68,9 @@ class Asked:
     params: SamplingParams
 
     def every_sequence(self, max_model_len: int) -> list[list[int]]:
-        """The expected outputs: of all sequences, or the results of the beam search."""
+        """The expected outputs of all sequences."""
         p = self.params
         length = min(p.max_tokens or 0, max(max_model_len - len(self.prompt), 1))
-        if p.use_beam_search:
-            return expected_beams(
-                self.prompt, p.num_sequences, length, p.stop_token_ids, b"", p.length_penalty, p.early_stopping
-            )
         return [
             expected_output(self.prompt, length, p.stop_token_ids, seed=None if p.is_greedy else seed)
             for seed in group_seeds(p.seed, p.num_sequences)
@@ -85,13 +79,13 @@ class Asked:
     def results(self, max_model_len: int) -> list[list[int]]:
         """The expected results, in order."""
         found = self.every_sequence(max_model_len)
-        if not self.params.use_beam_search and self.params.num_sequences > self.params.n:
+        if self.is_ranked:
             found.sort(key=lambda output: -logprob_of(self.prompt, output))
         return found[: self.params.n]
 
     @property
     def is_ranked(self) -> bool:
-        return self.params.use_beam_search or self.params.num_sequences > self.params.n
+        return self.params.num_sequences > self.params.n
 
 
 class Guesses(CheckedDrafter):
@@ -138,13 +132,6 @@ KINDS = st.one_of(
     st.builds(dict, temperature=st.just(0.0)),
     st.builds(dict, temperature=st.just(1.0), n=st.integers(1, 4)),
     st.builds(lambda n, more: {"temperature": 1.0, "n": n, "best_of": n + more}, st.integers(1, 2), st.integers(1, 2)),
-    st.builds(
-        lambda n, more, **search: {"temperature": 0.0, "use_beam_search": True, "n": n, "best_of": n + more, **search},
-        n=st.integers(1, 4),
-        more=st.integers(1, 2),
-        length_penalty=st.sampled_from([0.0, 1.0, -1.0, 2.5]),
-        early_stopping=st.sampled_from([True, False, "never"]),
-    ),
 )
 
 PARAMS = st.builds(
@@ -252,10 +239,6 @@ class EngineMachine(RuleBasedStateMachine):
             if self.store is not None:
                 self.store.go_on()
             self._take(self.engine.step())
-            searching = [
-                r for r in self.engine.scheduler.running if isinstance(r, BeamRequest) and len(r.sequences) > 1
-            ]
-            EngineMachine.totals["beam steps"] += len(searching)
             self.books_balance()
 
     @rule(what=st.sampled_from(["abort"] * 6 + ["reset the cache", "fail"]), which=st.integers(0, 99))
@@ -276,10 +259,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert output is not None and output.finished
         reasons = {completion.finish_reason for completion in output.outputs}
         assert "abort" in reasons if not asked.is_ranked else reasons <= {"abort", "stop", "length"}
-        if not asked.params.use_beam_search:
-            every = asked.every_sequence(self.engine.limits.max_model_len)
-            for done in (completion.token_ids for completion in output.outputs):
-                assert any(done == sequence[: len(done)] for sequence in every)
+        every = asked.every_sequence(self.engine.limits.max_model_len)
+        for done in (completion.token_ids for completion in output.outputs):
+            assert any(done == sequence[: len(done)] for sequence in every)
         assert self.engine.abort_request(name) is None
 
     def _fail(self) -> None:
@@ -401,7 +383,6 @@ TROUBLE = (
     "copies on write",
     "swapped",
     "recomputed",
-    "beam steps",
     "moves",
     "layerwise",
     "holes",

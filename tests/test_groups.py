@@ -1,11 +1,11 @@
-"""Requests of several sequences: shared prompts, copy-on-write, ranking, beams, and what is refused. No torch."""
+"""Requests of several sequences: shared prompts, copy-on-write, ranking, and what is refused. No torch."""
 
 from __future__ import annotations
 
 import pytest
-from content_model import expected_beams, expected_output, logprob_of
+from content_model import expected_output, logprob_of
 from engine_helpers import BLOCK, Bench, prompt_of
-from group_helpers import beam_bench, expected_group, outputs, sampled
+from group_helpers import expected_group, outputs, sampled
 
 from nanovllm.data.batch import BlockMove
 from nanovllm.errors import RequestError
@@ -69,22 +69,6 @@ def test_best_of_returns_the_most_likely_first() -> None:
     assert found == pytest.approx([logprob_of(prompt, output) for output in group[:2]])
     assert [output.index for output in bench.finished["a"].outputs] == [0, 1]
     assert bench.finished["a"].outputs[0].logprobs is None, "no logprobs were asked for"
-
-
-# ---- beam search
-
-
-def test_no_beam_ends_before_min_tokens() -> None:
-    prompt = prompt_of(5)
-    stop = sorted({token for beam in expected_beams(prompt, 4, 3) for token in beam[:2]})
-    bench = Bench()
-    search = {"width": 4, "stop_token_ids": stop, "length_penalty": 0.0}
-    beam_bench(bench, "early", prompt, 6, **search)
-    beam_bench(bench, "late", prompt, 6, min_tokens=3, **search)
-    bench.run()
-    assert outputs(bench, "early") == expected_beams(prompt, 4, 6, stop, penalty=0.0)
-    assert min(map(len, outputs(bench, "early"))) < 3
-    assert all(not set(tokens[:3]) & set(stop) for tokens in outputs(bench, "late"))
 
 
 # ---- refusals

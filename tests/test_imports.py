@@ -73,7 +73,7 @@ ROWS: tuple[set[str], ...] = (
     {"kvcache"},
     {"engine"},
     {"features"},
-    {"build"},
+    {"build", "client"},
     {"llm"},
     {""},
     {"apps"},

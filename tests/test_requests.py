@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from block_helpers import check_blocks, check_states, one_group, request
+from block_helpers import one_group, request
 from content_model import VOCAB, expected_output
 from engine_helpers import BLOCK, Bench, prompt_of
-from group_helpers import expected_group
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -121,103 +115,6 @@ def test_interrupts_pass_through_and_the_engine_goes_on(error: BaseException) ->
     assert raised.value is error
     bench.run()
     assert set(bench.finished) == {"b"} and bench.tokens("b") == expected_output(prompt_of(9, 1), 8)
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt where the engine's code comes to the `visit`th visit of a line; None: never.
-
-    visits: how often each line was run, by file and number.
-    """
-
-    def __init__(self, line: tuple[str, int] | None = None, visit: int = 0) -> None:
-        self.visits: Counter[tuple[str, int]] = Counter()
-        self._line = line
-        self._visit = visit
-        self.is_off = line is None
-
-    def run(self, use: Callable[[], object]) -> Any:
-        """What `use` returns; None if it is interrupted."""
-        if self._line is not None and self.visits[self._line] == self._visit:
-            return use()
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            return use()
-        except KeyboardInterrupt:
-            return None
-        finally:
-            sys.settrace(before)
-
-    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        path = frame.f_code.co_filename
-        if "/nanovllm/engine/" not in path or path.endswith("guard.py"):  # test_guard.py has that
-            return None
-        if event == "line":
-            line = (path, frame.f_lineno)
-            self.visits[line] += 1
-            if line == self._line and self.visits[line] == self._visit:  # once
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
-
-
-INTERRUPTED: dict[str, dict[str, Any]] = {
-    "windows": {"device": 9, "host": 8, "windows": (None, 6)},
-    "states": {"device": 7, "host": 2, "states": (4, 2)},
-}
-
-
-def run_interrupted(kind: str, interrupt: InterruptAt) -> None:
-    """Requests that share a beginning, are swapped, recomputed and aborted, with an interrupt in between."""
-    bench = Bench(**INTERRUPTED[kind], swap=8, max_num_seqs=4, budget=12, hash_block_size=2)
-    engine = bench.engine
-    asked = dict[str, list[int]]()
-    for number in range(4):
-        name = f"r{number}"
-        prompt = [*prompt_of(5), *prompt_of(1 + 4 * number, number)]
-        several = {"n": 2, "temperature": 1.0, "seed": 7} if number % 2 else {}
-        interrupt.run(partial(bench.add, name, prompt, 5, **several))
-        asked[name] = prompt
-        if number == 3:
-            interrupt.run(partial(engine.abort_request, ["r0", "r1"]))
-        interrupt.run(bench.step)
-    for _ in range(99):
-        if engine.has_unfinished_requests():
-            interrupt.run(bench.step)
-    assert not engine.has_unfinished_requests() and not engine._requests, "nothing is left"
-    assert bench.manager.num_used == bench.manager.num_swapped == 0
-    check_blocks(bench.manager)
-    check_states(bench.manager, [])
-    if interrupt.is_off:
-        stats = bench.scheduler.preemption.stats
-        assert stats.total and bench.manager.stats.hit_tokens
-    for name, output in bench.finished.items():
-        expected = expected_group(asked[name], len(output.outputs), 5) if len(output.outputs) > 1 else None
-        for index, sequence in enumerate(output.outputs):
-            due = expected[index] if expected is not None else expected_output(asked[name], 5)
-            assert sequence.token_ids == due
-
-
-def interrupted_lines(kind: str) -> dict[tuple[str, int], int]:
-    """The lines that a run without an interrupt visits, and how often."""
-    watch = InterruptAt()
-    run_interrupted(kind, watch)
-    return watch.visits
-
-
-@pytest.mark.parametrize("kind", INTERRUPTED)
-def test_an_interrupt_at_any_line_leaves_a_usable_engine(kind: str) -> None:
-    """Ctrl-C may come in the middle of every change: of what is queued, of block tables, of states."""
-    lines = sorted(interrupted_lines(kind).items())
-    assert len(lines) > 500
-
-    @settings(max_examples=30)
-    @given(st.sampled_from(lines), st.floats(0, 1))
-    def check(line: tuple[tuple[str, int], int], when: float) -> None:
-        where, visits = line
-        run_interrupted(kind, InterruptAt(where, 1 + round(when * (visits - 1))))
-
-    check()
 
 
 def test_what_cannot_be_closed_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:

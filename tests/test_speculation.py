@@ -463,17 +463,17 @@ def test_one_slow_pass_does_not_end_drafts_for_good() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None must name the draft model"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "model='': must name the draft model"),
         ({**DRAFT, "model": "x", "max_model_len": 0}, "max_model_len=0: must be None or a whole number of at least 1"),
         ({**DRAFT, "model": "x", "prompt_lookup_max": 2}, "unknown field 'prompt_lookup_max'"),
         ({**DRAFT, "model": "/no/such/model"}, "'/no/such/model'"),
         ({"method": "mtp", "num_speculative_tokens": 1}, "of a LlamaForCausalLM no head for multi-token prediction"),
         ({"method": "mtp", "num_speculative_tokens": 1, "max_model_len": 0}, "max_model_len=0: must be"),
-        ({"num_speculative_tokens": 3}, "method=None must be ngram or draft_model or mtp"),
+        ({"num_speculative_tokens": 3}, "method=None: must be one of ngram, draft_model, mtp"),
         ({"method": "ngram"}, "num_speculative_tokens=None: must be a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup": 2}, "unknown field 'prompt_lookup'"),
-        ({**NGRAM, "prompt_lookup_min": 4}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3"),
-        ({**NGRAM, "prompt_lookup_max": True}, "prompt_lookup_max=True: must be None or a whole number"),
+        ({**NGRAM, "prompt_lookup_min": 4}, "prompt_lookup_min=4: must be at most prompt_lookup_max=3"),
+        ({**NGRAM, "prompt_lookup_max": True}, "prompt_lookup_max=True: must be a whole number"),
         ("ngram", "must be None or a dict"),
     ],
 )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from nanovllm.data.batch import Adapter, Adapters
-from nanovllm.engine.beams import BeamRequest
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -60,15 +57,12 @@ class InputProcessor:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds as of time.time()")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt={quoted(salt)}: must be None or a string that is not empty")
+        params = replace(params)  # the caller may change theirs, and what they have changed is checked
         check_num_sequences(request_id, params.num_sequences, self.limits)
-        make_request: Callable[..., Request] = Request
-        if params.use_beam_search:
-            make_request = partial(BeamRequest, self.limits, self.vocab_size)
-        params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
         adapter = self.adapter(lora_request)
         number = next(self._numbers)
-        return make_request(
+        return Request(
             request_id,
             token_ids,
             params,

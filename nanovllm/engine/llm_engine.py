@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -291,8 +291,16 @@ class LLMEngine:
             return self._inputs.request(request_id, prompt, sampling_params, time, priority, lora_request)
 
     def add(self, request: Request) -> None:
-        """Queue a request of `make_request`. Raises RequestError, and adds nothing, if its id is in use."""
-        with self._operation("add_request"):
+        """Queue a request of `make_request`. Raises RequestError, and adds nothing, if it cannot be served.
+
+        `EngineClient.add` takes requests with use_beam_search too, which are many requests for the engine.
+        """
+        if request.params.use_beam_search:
+            raise RequestError(
+                f"request {quoted(request.request_id)} has use_beam_search=True, which runs many requests: use "
+                "LLM.generate, LLM.beam_search or an EngineClient"
+            )
+        with self.guard.operation("add_request"):
             self.check_open()
             self._abort_dropped()
             if request.request_id in self._requests:
@@ -300,13 +308,23 @@ class LLMEngine:
                     f"request id {quoted(request.request_id)} is in use: give every request an id of its own"
                 )
             with as_request_error("the request cannot be taken"):
-                try:
-                    self._requests[request.request_id] = OutputProcessor(request, self._token_texts)
-                    self.scheduler.add(request)
-                except BaseException:  # an interrupt may come before or after it is queued
-                    self.scheduler.abort(request, self._clock.now())
-                    self._requests.pop(request.request_id, None)
-                    raise
+                outputs = OutputProcessor(request, self._token_texts)
+                self.scheduler.add(request)
+                self._requests[request.request_id] = outputs
+
+    def last_output(self, request: Request) -> RequestOutput:
+        """The output of a request that has ended and that the engine does not know, as a beam search."""
+        try:
+            outputs = OutputProcessor(request, self._token_texts)
+            for seq in request.sequences:
+                outputs.detokenize(seq)
+        except Exception as error:
+            outputs = OutputProcessor(request, TokenTexts(None))
+            for seq in request.sequences:
+                outputs.fail_text(seq, error)
+        output = outputs.output()
+        assert output is not None
+        return output
 
     def arrival_time(self) -> float:
         """Now, as the arrival time of a request."""
@@ -337,22 +355,22 @@ class LLMEngine:
 
         Several ids, as vLLM has them, return None.
         """
-        with self._operation("abort_request"):
+        with self.guard.operation("abort_request"):
             if isinstance(request_id, str):
                 return self._abort(request_id)
-            for each in request_id:
-                self._abort(each)
+            for name in request_id:
+                self._abort(name)
             return None
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Abort requests without outputs: now, or before the next operation if one is in progress."""
         self._dropped.extend(request_ids)
-        with suppress(EngineError), self._operation("abort_request"):
+        with suppress(EngineError), self.guard.operation("abort_request"):
             self._abort_dropped()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
-        with self._operation("reset_prefix_cache"):
+        with self.guard.operation("reset_prefix_cache"):
             self.scheduler.block_manager.reset_prefix_cache()
         return True
 
@@ -402,16 +420,18 @@ class LLMEngine:
 
         Returns an empty list if there is nothing to run, or not yet, while requests load. If the step fails, raises
         EngineError: all running requests end with finish_reason "error" and are in the error's `outputs`; waiting
-        requests stay, and the engine can be used again.
+        requests stay, and the engine can be used again. The same after an interrupt, which is raised as it is.
         """
-        with self._operation("step"):
-            self._abort_dropped()
+        with self.guard.operation("step"):
             try:
-                stepped = self._step()
+                self._abort_dropped()
+                return self._outputs(self._step())
             except Exception as error:
                 ended = self._fail(f"a step failed: {told(error)}")
                 raise EngineError(f"a step failed and ended {len(ended)} running requests: {error}", ended) from error
-            return self._outputs(stepped)
+            except BaseException as interrupt:  # KeyboardInterrupt and SystemExit
+                self._fail(f"a step was interrupted: {told(interrupt)}")
+                raise
 
     def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(self._clock.now())
@@ -461,7 +481,7 @@ class LLMEngine:
         """
         if self.guard.is_forked:
             return
-        with self.guard.operation("close", allow_suspended=True):
+        with self.guard.operation("close"):
             self.closed = True
             features = self._features
             with ExitStack() as closing:  # all of them, even if one fails; the last one first, which the executor fills
@@ -475,18 +495,6 @@ class LLMEngine:
             raise EngineError("the engine is closed: make a new LLM")
 
     # ---- helpers
-
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        """Context of an operation that changes requests and blocks, which an interrupt may leave half changed."""
-        with self.guard.operation(name):
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException as interrupt:  # KeyboardInterrupt and SystemExit
-                self._fail(f"{name}() was interrupted: {told(interrupt)}")
-                raise
 
     def _fail(self, why: str) -> list[RequestOutput]:
         """End all running requests and drop all cached content: a block move may be planned and not carried out.
@@ -505,8 +513,7 @@ class LLMEngine:
 
     def _abort_dropped(self) -> None:
         while self._dropped:
-            self._abort(self._dropped[0])
-            self._dropped.popleft()  # last: an interrupt finds the request among the running or the dropped ones
+            self._abort(self._dropped.popleft())
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """What `output_kind` asks for now. Requests that have ended are forgotten."""

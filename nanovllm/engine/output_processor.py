@@ -53,22 +53,19 @@ class TokenTexts:
 class SequenceOutput:
     """The text and log-probabilities of one sequence, and how much of them earlier outputs have reported.
 
-    text: None before `start_text`, without a tokenizer or `detokenize`, and after the tokenizer has failed.
+    text: None without a tokenizer or `detokenize`, and after the tokenizer has failed.
     """
 
     def __init__(self, seq: Sequence, token_texts: TokenTexts) -> None:
+        """Raises what the tokenizer raises for the prompt."""
         self._seq = seq
         self._token_texts = token_texts
         self._logprobs: list[Mapping[int, Logprob]] = []  # of the first output tokens
         self._num_sent_tokens = 0
         self._sent_end = False
         self.text: SequenceText | None = None
-
-    def start_text(self) -> None:
-        """Begin the text, if there is a tokenizer. Raises what the tokenizer raises."""
-        if self._token_texts.tokenizer is not None:
-            request = self._seq.request
-            self.text = SequenceText(self._token_texts.tokenizer, request.params, request.prompt_token_ids)
+        if token_texts.tokenizer is not None:
+            self.text = SequenceText(token_texts.tokenizer, seq.params, seq.request.prompt_token_ids)
 
     def completion(self, *, only_new: bool) -> CompletionOutput | None:
         """Everything so far. only_new: what is new since the last call, at a cost that does not grow with the sequence,
@@ -115,17 +112,15 @@ class OutputProcessor:
         self._num_sent_prompt_logprobs = 0
         self._sequences: dict[int, SequenceOutput] = {}  # by seq_id
         self._judged: set[int] = set()  # seq_ids
-        if not request.decodes_at_end:
-            for seq in request.sequences:
-                self._add(seq).start_text()
+        for seq in request.sequences:
+            self._sequences[seq.seq_id] = SequenceOutput(seq, self._token_texts)
 
     def detokenize(self, seq: Sequence) -> str | None:
         """Decode the new tokens of a sequence. Returns the stop string that they complete, if any.
 
         Raises what the tokenizer raises, of any type: then call `fail_text`.
         """
-        output = self._sequences.get(seq.seq_id)  # None while it is to be decoded at its end
-        text = None if output is None else output.text
+        text = self._sequences[seq.seq_id].text
         if text is None or text.num_tokens == seq.num_output_tokens:
             return None
         stop_string = text.append(seq.token_ids[seq.prompt_len + text.num_tokens :], ends=seq.ended_by_token)
@@ -164,16 +159,9 @@ class OutputProcessor:
             lora_request=request.adapter.request if request.adapter is not None else None,
         )
 
-    def _add(self, seq: Sequence) -> SequenceOutput:
-        self._sequences[seq.seq_id] = SequenceOutput(seq, self._token_texts)
-        return self._sequences[seq.seq_id]
-
     def _finish(self, seq: Sequence) -> None:
         """Decode what is left of a sequence that has ended."""
         try:
-            if seq.seq_id not in self._sequences:
-                self._add(seq).start_text()
-                self.detokenize(seq)
             text = self._sequences[seq.seq_id].text
             if text is not None:
                 text.finish()

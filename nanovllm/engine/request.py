@@ -1,7 +1,7 @@
 """Requests and their sequences: the state that the engine keeps between steps.
 
 A `Request` has one sequence, or several that share a prompt (n, best_of). The first one computes the prompt for all;
-then they fork, and from there on sample in the same steps. `engine.beams` has those of beam search.
+then they fork, and from there on sample in the same steps.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class Blocks(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
-    def free(self, seq: Sequence) -> None: ...
-
 
 @dataclass(eq=False)
 class Request:
@@ -96,11 +94,11 @@ class Request:
     num_overtaken: int = field(default=0, init=False)
     was_spoiled: bool = field(default=False, init=False)
 
-    decodes_at_end = False  # whether the text of a sequence is decoded only when it has finished
-
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        self.sequences = self.new_sequences()
+        # A beam search runs requests of its own, and makes the sequences in the end: see `features.beam_search`.
+        count = 0 if self.params.use_beam_search else self.params.num_sequences
+        self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
         self.forked = len(self.sequences) == 1
 
     @property
@@ -126,11 +124,7 @@ class Request:
         """Whether any sequence has more to compute than the one token that it samples from."""
         return any(seq.num_remaining > 1 for seq in self.computing)
 
-    # ---- what the scheduler asks; beam search overrides some of it
-
-    def new_sequences(self) -> list[Sequence]:
-        """The sequences to begin with."""
-        return [Sequence(self, next(self.seq_ids), index) for index in range(self.params.num_sequences)]
+    # ---- what the scheduler asks
 
     @property
     def computing(self) -> list[Sequence]:
@@ -251,7 +245,7 @@ class Request:
     @property
     def is_ranked(self) -> bool:
         """Whether the sequences to return are chosen at the end."""
-        return self.params.num_sequences > self.params.n
+        return self.params.use_beam_search or self.params.num_sequences > self.params.n
 
     @property
     def outputs(self) -> list[Sequence]:
@@ -262,13 +256,10 @@ class Request:
         """Mark the request finished, and of ranked sequences keep the `n` best, the best one first."""
         self.status = RequestStatus.FINISHED
         if self.is_ranked:
-            self.sequences = self.ranked()[: self.params.n]
+            ranked = sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)
+            self.sequences = ranked[: self.params.n]
             for index, seq in enumerate(self.sequences):
                 seq.index = index
-
-    def ranked(self) -> list[Sequence]:
-        """The sequences, best first."""
-        return sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)
 
 
 @dataclass(slots=True, eq=False)

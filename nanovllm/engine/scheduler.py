@@ -263,7 +263,7 @@ class Scheduler:
         else:
             self.preemption.restart(request)
             _insert(self.waiting, request)
-        self.loading.remove(request)  # last: an interrupt finds the request in at least one of the lists
+        self.loading.remove(request)
 
     def _grow_running(self) -> None:
         """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
@@ -299,7 +299,7 @@ class Scheduler:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
         while (request := self.preemption.resume(self.swapped, budget)) is not None:
             _insert(self.running, request)
-            self.swapped.remove(request)  # last: an interrupt finds the request in at least one of the lists
+            self.swapped.remove(request)
             self.block_manager.grow(request.computing)
             budget.count_started(request)
             budget.add_chunks(request)
@@ -465,7 +465,7 @@ class Scheduler:
             if budget.long_prefill is None:  # else it may be long all the same: the store has less than it had just now
                 self._plan_layerwise(seq)
             self._start(request, now)
-        self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists
+        self.waiting.remove(request)
 
     def _start(self, request: Request, now: float) -> None:
         """Let a request run that has its blocks."""
@@ -532,8 +532,6 @@ class Scheduler:
                 self._finish(seq, "length", now)
         if request.params.max_tokens == 0 and request.computing[0].num_remaining == 0:
             self._finish(request.computing[0], "length", now)
-        if not (request.live or request.finished):  # the request itself has ended its last sequence
-            self._end(request, now)
 
     # ---- ending sequences and requests
 
@@ -553,37 +551,25 @@ class Scheduler:
     def fail(self, now: float, error: str | None = None) -> None:
         """End all running requests and forget all cached content, after a step that failed or was interrupted.
 
-        Swapped and loading requests lose their blocks and wait to be admitted again.
+        All others wait to be admitted, the swapped and loading ones again: what a step had begun for them is undone.
         """
-        running = set(self.running)
-        holding = set(self.swapped) | set(self.loading)
-        failed = list[Request]()
-        held = list[Request]()
-        waiting = list[Request]()
-        for request in dict.fromkeys([*self.running, *self.swapped, *self.loading, *self.waiting]):
-            # An interrupt may leave a request that has half ended, or one that waits and is half admitted.
-            is_begun = any(seq.block_tables or seq.state is not None for seq in request.sequences)
-            if request in running or not request.live or (is_begun and request not in holding):
-                failed.append(request)
-            else:
-                (held if request in holding else waiting).append(request)
-        self.waiting = waiting
+        unfinished = dict.fromkeys([*self.running, *self.swapped, *self.loading, *self.waiting])
+        failed = [request for request in unfinished if request in self.running or not request.live]
+        self.waiting = sorted(unfinished.keys() - set(failed), key=lambda request: request.order)
         self.running = []
         self.swapped = []
         self.loading = []
         self._drafted = {}
         self.block_manager.reset()
-        for request in [*failed, *held]:
-            for seq in request.sequences:
-                seq.block_tables = []
-                seq.first_held = []
-                seq.num_computed = 0
-                seq.state = seq.held_state = seq.loading = None
-                seq.begun_snapshots = {}
-        for request in held:
+        for seq in (seq for request in unfinished for seq in request.sequences):
+            seq.block_tables = []
+            seq.first_held = []
+            seq.num_computed = seq.layerwise_done = 0
+            seq.state = seq.held_state = seq.loading = seq.layerwise = None
+            seq.begun_snapshots = {}
+        for request in self.waiting:
             request.rewind()
             request.status = RequestStatus.WAITING
-            _insert(self.waiting, request)
         for request in failed:
             request.error = error
             request.step_failed = True
@@ -601,7 +587,7 @@ class Scheduler:
     def _end(self, request: Request, now: float) -> None:
         request.finish()
         request.metrics.finished_time = now
-        for queue in (self.waiting, self.loading, self.swapped, self.running):  # last: an interrupt finds the request
+        for queue in (self.waiting, self.loading, self.swapped, self.running):
             if request in queue:
                 queue.remove(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nanovllm.config import EngineConfig, PreemptionMode
+from nanovllm.config import EngineConfig, PreemptionMode, longest_chunk
 from nanovllm.data.network import RECURRENT_CHUNK
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
@@ -40,7 +40,7 @@ class SchedulerLimits:
     @property
     def chunk(self) -> int:
         """Most tokens of one prompt in a step."""
-        most = min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
+        most = longest_chunk(self.max_num_batched_tokens, self.long_prefill_token_threshold)
         return most // self.edge * self.edge
 
 

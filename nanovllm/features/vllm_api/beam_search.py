@@ -1,50 +1,56 @@
-"""Beam search with vLLM's parameters and results, run by the engine's own beam search."""
+"""Beam search with vLLM's parameters and results, by `generate` with use_beam_search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import Logprob, RequestOutput
+from nanovllm.rules import FLAG, Rule, argument, check_fields, number, whole
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, lora_request_for_each, prompt_list
 
 
+def _only(value: object, rule: str) -> Rule:
+    return Rule(lambda given: given == value, rule)
+
+
 @dataclass
 class BeamSearchParams:
-    """Parameters of `LLM.beam_search`. Invalid values raise RequestError when the search starts.
+    """Parameters of `LLM.beam_search`, which raises RequestError for invalid ones. Those with one value are vLLM's."""
 
-    beam_width: beams to follow and to return. max_tokens: most generated tokens. ignore_eos: do not end beams at the
-    model's end tokens. length_penalty: beams are ranked by cumulative log-probability / length ** length_penalty, where
-    length counts the generated tokens, as in Transformers. skip_special_tokens: leave special tokens out of the text.
-    temperature, include_stop_str_in_output, structured_outputs and watermarking are vLLM's, for their defaults only.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    structured_outputs: object | None = None
-    skip_special_tokens: bool = True
-    watermarking: bool | None = None
+    beam_width: int = argument(MISSING, whole(1), "beams to follow and to return")
+    max_tokens: int = argument(MISSING, whole(0, also=(None,), most=None), "most generated tokens")
+    ignore_eos: bool = argument(False, FLAG, "do not end beams at the model's end tokens")
+    temperature: float = argument(
+        0.0, _only(0.0, "beams are ranked by the raw log-probabilities, which no temperature changes"), "0"
+    )
+    length_penalty: float = argument(
+        1.0,
+        number("must be a number"),
+        "beams are ranked by cumulative log-probability / length ** length_penalty; length counts generated tokens",
+    )
+    include_stop_str_in_output: bool = argument(
+        False, _only(False, "beams end with a token: skip_special_tokens=False shows it"), "False"
+    )
+    structured_outputs: object | None = argument(
+        None, _only(None, "not supported with beam search: use generate()"), "None"
+    )
+    skip_special_tokens: bool = argument(True, FLAG, "leave special tokens out of the text")
+    watermarking: bool | None = argument(None, _only(None, "not supported: the engine does not mark its text"), "None")
 
 
 @dataclass
 class BeamSearchSequence:
-    """A beam. tokens and text: of the prompt and of what was generated. logprobs: of the generated tokens.
-
-    text is None without a tokenizer.
-    """
+    """A beam."""
 
     orig_prompt: Prompt
-    tokens: list[int]
-    logprobs: list[Mapping[int, Logprob]]
+    tokens: list[int]  # of the prompt and of what was generated
+    logprobs: list[Mapping[int, Logprob]]  # of the generated tokens
     cum_logprob: float = 0.0
-    text: str | None = None
+    text: str | None = None  # of all tokens; None without a tokenizer
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -86,18 +92,8 @@ def _sampling_params(params: BeamSearchParams, max_logprobs: int) -> SamplingPar
     """The parameters with which the engine searches."""
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams, got {quoted(params)}")
+    check_fields(params, RequestError)
     width = params.beam_width
-    if type(width) is not int or width < 1:
-        raise RequestError(f"beam_width={quoted(width)}: must be a whole number of at least 1")
-    rules: dict[str, tuple[object, str]] = {
-        "temperature": (0.0, "beams are ranked by the raw log-probabilities, which no temperature changes"),
-        "include_stop_str_in_output": (False, "beams end with a token: skip_special_tokens=False shows it"),
-        "structured_outputs": (None, "not supported with beam search: use generate()"),
-        "watermarking": (None, "not supported: the engine does not mark its text"),
-    }
-    for name, (default, rule) in rules.items():
-        if getattr(params, name) != default:
-            raise RequestError(f"{name}={quoted(getattr(params, name))}: {rule}")
     return SamplingParams(
         n=width,
         use_beam_search=width > 1,  # one beam is greedy decoding

@@ -72,10 +72,6 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
-
-
 # The name without "vllm:", the bounds (None: of counts of tokens, up to max_model_len), and the value of a request
 # with these metrics and output lengths.
 HISTOGRAMS: tuple[tuple[str, tuple[float, ...] | None, Callable[[Request, RequestMetrics, list[int]], Any]], ...] = (
@@ -90,9 +86,9 @@ HISTOGRAMS: tuple[tuple[str, tuple[float, ...] | None, Callable[[Request, Reques
     ("request_time_per_output_token_seconds", TOKEN_LATENCIES, lambda r, m, lengths: m.tpot),
     ("e2e_request_latency_seconds", LATENCIES, lambda r, m, lengths: m.e2e_latency),
     ("request_queue_time_seconds", LATENCIES, lambda r, m, lengths: m.queue_time),
-    ("request_inference_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_scheduled_time, m.finished_time)),
-    ("request_prefill_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_scheduled_time, m.first_token_time)),
-    ("request_decode_time_seconds", LATENCIES, lambda r, m, _: _between(m.first_token_time, m.finished_time)),
+    ("request_inference_time_seconds", LATENCIES, lambda r, m, lengths: m.inference_time),
+    ("request_prefill_time_seconds", LATENCIES, lambda r, m, lengths: m.prefill_time),
+    ("request_decode_time_seconds", LATENCIES, lambda r, m, lengths: m.decode_time),
 )
 
 
