@@ -6,8 +6,7 @@ Each number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is a process of its
 are medians in microseconds, by the device's clock, with the link idle and beside four loads of 16 MiB, on one stream
 and on four. A round trip is that of a layer of CPU attention without attention: a kernel writes the queries to host
 memory, a host task runs, a kernel reads the result. The task runs on a thread of the driver, or on one that polls
-(NANOVLLM_POLLED_CALLS). Then, for each number of threads, CPU attention with the link idle and busy, and the link
-beside it, in 1e9 bytes per second.
+(NANOVLLM_POLLED_CALLS). Then CPU attention for each number of threads, and the link, in 1e9 bytes per second.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
-from nanovllm.ops import select_backend, select_cpu_backend
+from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.cpu_attention import empty_task
-from nanovllm.ops.merge import merge_states_
-from nanovllm.ops.timing import call_seconds
+from nanovllm.ops.merge import merge_attention_outputs_
 
 SMALL = 16 << 10  # bytes: about a partial state of 32 heads of 128
 LOADS = 4
@@ -134,7 +132,7 @@ class Link:
         rows = STATE_HEADS * HEAD_DIM
         out = partial[:rows].view(self._out.shape)
         lse = partial[rows : rows + STATE_HEADS].view(self._lse.shape)
-        merge_states_(self._out, self._lse, out, lse)
+        merge_attention_outputs_(self._out, self._lse, out, lse)
 
     def _round_trip(self, calls: Any) -> None:
         compute = self.device.compute_stream
@@ -167,15 +165,10 @@ def rates_by_threads(device: Device, threads: Sequence[int], block_size: int, bl
     geometry = AttentionGeometry(HEAD_DIM**-0.5, HEADS, dtype)
     engine = OffloadEngine(device, layout, dtype, DeviceSplit(16, 2), blocks)
     engine.host.fill_(0.5)
-    backend = select_backend(device.torch_device, HEAD_DIM, dtype)
     found = []
     for count in threads:
-        probe = Probe(engine, geometry, backend, select_cpu_backend(HEAD_DIM, count))
-        alone = probe.attended_bytes / min(call_seconds(probe.attend_on_host, 3))
-        loading = min(call_seconds(probe.load, 3))
-        link, host = probe.rates_beside(8) or (0.0, 0.0)
-        rates = {"CPU attention alone": alone, "beside the link": host, "link alone": probe.loaded_bytes / loading}
-        rates["link beside it"] = link
+        probe = Probe(engine, geometry)
+        rates = {"CPU attention": probe.host_rate(select_cpu_backend(HEAD_DIM, count)), "link": probe.link_rate()}
         found.append({"threads": count} | {name: rate / 1e9 for name, rate in rates.items()})
     return found
 

@@ -1,14 +1,15 @@
-"""Analysis of traces of an engine's steps: the work of each stream, overlap, and waits.
+"""Analysis of traces of an engine's steps, files of `LLM(trace=...)`: copies, their overlap, and waits. In seconds.
 
-Traces are files of `LLM(trace=...)`, or of torch's profiler for the gaps between kernels. Times are in seconds.
+On a GPU computation waits where no kernel runs within a step. The gaps between kernels are from traces of their own.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,27 +19,22 @@ import torch
 from benchmarks.timing import DecodeKernels, KernelTime
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.busy import union_seconds
-from nanovllm.device.trace import COMPUTE
 from nanovllm.errors import ConfigError
 
 Interval = tuple[float, float]
+COPY = re.compile(r"(?:h2d|d2h) copy, (\d+) bytes")  # as `CpuDevice` names them
 WARM_STEPS = 2  # of decode, before those that are profiled
 SPARE_STEPS = 8  # in which the first prompts decode already, while the others are prefilled
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A piece of work of a stream."""
+    """A piece of work."""
 
     name: str
-    stream: str
     begin: float
     end: float
-    num_bytes: int
-
-    @property
-    def is_copy(self) -> bool:
-        return self.name.endswith(" copy")
+    num_bytes: int = 0  # of a copy
 
     @property
     def interval(self) -> Interval:
@@ -47,40 +43,57 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The forward passes of an engine, in order, and all other work of its streams."""
+    """The forward passes of an engine, its copies between the tiers, and when computation waited."""
 
-    streams: list[str]
     steps: list[Slice]
-    slices: list[Slice]
+    copies: list[Slice]
+    waits: list[Slice]
 
     @classmethod
     def read(cls, path: Path) -> Timeline:
-        """Raises ConfigError if the file is not a trace of an engine. Steps that measure bandwidths are left out."""
+        """Raises ConfigError if the file is not a trace of an engine."""
         try:
-            events = json.loads(path.read_text())["traceEvents"]
-            names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-            found = [_slice(event, names) for event in events if event["ph"] == "X"]
+            events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+            kernels = [_slice(event) for event in events if event.get("cat") == "kernel"]
+            ranges = "gpu_user_annotation" if kernels else "user_annotation"
+            named = [_slice(event) for event in events if event.get("cat") == ranges]
+            copies = [piece for event in events if (piece := _copy(event)) is not None]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{str(path)!r} is not a trace that nanovllm wrote: {error!r}") from error
-        attends = [piece.begin for piece in found if piece.name.startswith("attend")]
-        steps = [s for s in found if s.name == "step" and any(s.begin <= begin < s.end for begin in attends)]
+        attends = [piece.begin for piece in named if piece.name.startswith("attend")]
+        steps = [s for s in named if s.name == "step" and any(s.begin <= begin < s.end for begin in attends)]
         if not steps:
             raise ConfigError(f"{str(path)!r} has no forward pass in it: trace a run that computes something")
-        return cls(list(names.values()), steps, [piece for piece in found if piece.name != "step"])
-
-    def within(self, begin: float, end: float) -> list[Slice]:
-        """Work that overlaps the interval."""
-        return [piece for piece in self.slices if piece.begin < end and piece.end > begin]
-
-    def copied_bytes(self, step: Slice) -> int:
-        """Bytes of the copies that overlap a step."""
-        return sum(piece.num_bytes for piece in self.within(*step.interval) if piece.is_copy)
+        steps.sort(key=lambda step: step.begin)
+        waits = [piece for piece in named if piece.name == "wait"]
+        return cls(steps, copies, [idle for step in steps for idle in _idle(step, kernels)] if kernels else waits)
 
 
-def _slice(event: dict[str, Any], streams: dict[int, str]) -> Slice:
+def _slice(event: dict[str, Any]) -> Slice:
     begin = event["ts"] / 1e6
-    num_bytes = event["args"].get("bytes", 0)
-    return Slice(event["name"], streams[event["tid"]], begin, begin + event["dur"] / 1e6, num_bytes)
+    return Slice(event["name"], begin, begin + event["dur"] / 1e6)
+
+
+def _copy(event: dict[str, Any]) -> Slice | None:
+    """A copy between the tiers: of a GPU as the profiler names it, of the CPU as `CpuDevice` does; None for others."""
+    piece = _slice(event)
+    if event.get("cat") == "gpu_memcpy":
+        across = "HtoD" in piece.name or "DtoH" in piece.name
+        return replace(piece, num_bytes=event["args"]["bytes"]) if across else None
+    match = COPY.fullmatch(piece.name)
+    return None if match is None else replace(piece, num_bytes=int(match[1]))
+
+
+def _idle(step: Slice, kernels: Sequence[Slice]) -> list[Slice]:
+    """When no kernel ran within a step."""
+    idle = []
+    reached = step.begin
+    for kernel in sorted(kernels, key=lambda piece: piece.begin):
+        if step.begin <= kernel.begin < step.end:
+            if kernel.begin > reached:
+                idle.append(Slice("wait", reached, kernel.begin))
+            reached = max(reached, kernel.end)
+    return idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +115,13 @@ class Overlap:
     def of(cls, timeline: Timeline, steps: Sequence[Slice], until: float) -> Overlap:
         """Of consecutive steps, and of copies from the first one's begin to `until`."""
         begin = steps[0].begin
-        found = timeline.within(begin, until)
-        copied_bytes = sum(s.num_bytes for s in found if s.is_copy and s.begin >= begin)
-        copies = [(max(begin, s.begin), min(until, s.end)) for s in found if s.is_copy]
-        waits = [s.interval for s in found if s.stream == COMPUTE and s.name == "wait"]
+        copied_bytes = sum(copy.num_bytes for copy in timeline.copies if begin <= copy.begin < until)
+        copies = [
+            (max(begin, copy.begin), min(until, copy.end))
+            for copy in timeline.copies
+            if copy.begin < until and copy.end > begin
+        ]
+        waits = [wait.interval for wait in timeline.waits if wait.begin < until and wait.end > begin]
         computing = [step.interval for step in steps]
         inside = union_seconds(computing) + union_seconds(copies) - union_seconds([*copies, *computing])
         waited = union_seconds(copies) + union_seconds(waits) - union_seconds([*copies, *waits])
@@ -118,7 +134,7 @@ def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     first = len(timeline.steps) - decode_steps
     prefill = timeline.steps[:first]
     decode = timeline.steps[first:]
-    end = max(piece.end for piece in [*timeline.steps, *timeline.slices])
+    end = max(piece.end for piece in [*timeline.steps, *timeline.copies])
     found = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
     return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
 

@@ -3,8 +3,9 @@
     python examples/ray_data.py MODEL_DIR INPUT OUTPUT_DIR [--replicas N] [--gpus X]
 
 INPUT is a Parquet file or a directory with a column `prompt`. The output has its columns and the answers; rows that
-failed have an `error`. RAY_ADDRESS names a cluster; without it Ray uses this machine. Needs `pip install
-'nanovllm[ray]'`. `nanovllm batch` does the same without a pipeline, and goes on where it was stopped.
+failed have an `error`. RAY_ADDRESS names a cluster; without it Ray uses this machine. Each engine takes a CPU of the
+cluster, and reading the files takes another one. Needs `pip install 'nanovllm[ray]'`. `nanovllm batch` does the same
+without a pipeline, and goes on where it was stopped.
 """
 
 from __future__ import annotations

@@ -84,19 +84,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     plan = runner.plan
     spec = runner.spec
     states = runner.sizing.memory.states
-    limits = SchedulerLimits(
-        config.max_num_seqs if states is None else states.running,
-        config.max_num_batched_tokens,
-        plan.max_model_len,
-        eos_token_ids,
-        config.long_prefill_token_threshold,
-        config.preemption_mode,
-        num_layers=spec.num_kv_layers,
-        layerwise_memory=plan.layerwise_memory,
-        max_loras=config.max_loras if config.enable_lora else 0,
-        num_speculative_tokens=config.num_speculative_tokens,
-        edge=1 if states is None else recurrent_edge(config, states.running),
-    )
+    limits = _limits(config, runner, eos_token_ids)
     store = _open_store(config, runner)
     manager = BlockManager(
         plan.split.resident_blocks,
@@ -176,13 +164,32 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
 
         of_rows = None if adapters is None else adapters.recorded
         decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config, of_rows)
-    if trace is not None:  # after the graphs, which record no marks
-        trace.trace_model(model)
+    if trace is not None:
+        trace.start()
     passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
     return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters)
 
 
 # ---- what build_engine assembles. A feature is imported where the arguments ask for it.
+
+
+def _limits(
+    config: EngineConfig, runner: ModelRunner | TensorParallelExecutor, eos_token_ids: frozenset[int]
+) -> SchedulerLimits:
+    states = runner.sizing.memory.states
+    return SchedulerLimits(
+        config.max_num_seqs if states is None else states.running,
+        config.max_num_batched_tokens,
+        runner.plan.max_model_len,
+        eos_token_ids,
+        config.long_prefill_token_threshold,
+        config.preemption_mode,
+        num_layers=runner.spec.num_kv_layers,
+        layerwise_memory=runner.plan.layerwise_memory,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        num_speculative_tokens=config.num_speculative_tokens,
+        edge=1 if states is None else recurrent_edge(config, states.running),
+    )
 
 
 def _start_runner(config: EngineConfig, spec: DecoderSpec) -> ModelRunner | TensorParallelExecutor:

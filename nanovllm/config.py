@@ -206,7 +206,7 @@ class EngineConfig:
     trace: str | Path | None = argument(
         None,
         Rule(lambda path: path is None or can_be_file(path), "must be a file in a directory that exists"),
-        "file for a timeline of copies, kernels and linear layers",
+        "file for a timeline of steps, kernels and copies, by torch's profiler",
     )
     trust_remote_code: bool = argument(
         False, FLAG, "accepted for models that need no code of their own, which is never run"

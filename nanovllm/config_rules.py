@@ -71,20 +71,20 @@ def can_be_dir(path: object) -> bool:
 
     True also if the file system does not answer: who uses the directory notices that, and can do without.
     """
-    found: list[bool] = []
+    answers: list[bool] = []
 
     def look() -> None:
         try:
-            found.append(isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
+            answers.append(isinstance(path, str | Path) and (Path(path).is_dir() or not Path(path).exists()))
         except (OSError, ValueError):
-            found.append(False)
+            answers.append(False)
 
     if path is None:
         return True
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     looking.join(DIR_SECONDS)
-    return found[0] if found else True
+    return answers[0] if answers else True
 
 
 FIELDS = Rule(is_fields, "must be a dict of fields and their values")

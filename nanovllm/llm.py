@@ -274,11 +274,12 @@ class LLM:
             adapters = lora_request_for_each(lora_request, len(parts))
             now = self.engine.arrival_time()
             requests = list[Request]()
-            each = zip(parts, params, priorities, adapters, strict=True)
-            for index, (part, sampling, rank, adapter) in enumerate(each):
+            for index, part in enumerate(parts):
                 try:
                     requests.append(
-                        self.engine.make_request(next(self._request_ids), part, sampling, now, rank, adapter)
+                        self.engine.make_request(
+                            next(self._request_ids), part, params[index], now, priorities[index], adapters[index]
+                        )
                     )
                 except RequestError as error:
                     if len(parts) == 1:

@@ -17,11 +17,11 @@ MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks: more than any machine has, 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """holds: whether a value keeps the rule, which `text` puts into words. most: the largest number that does."""
+    """What a value must be."""
 
     holds: Callable[[Any], bool]
-    text: str
-    most: float | None = None
+    text: str  # the rule in words
+    most: float | None = None  # the largest number that keeps it
 
     def check(self, name: str, value: Any, error: Callable[[str], Exception]) -> None:
         """Raise `error` with the name, the value and the rule if the value breaks it."""
@@ -111,18 +111,18 @@ def with_unit(text: str) -> int:
     match = re.fullmatch(f"({count})({unit})?", text.strip())
     if match is None:
         raise ValueError(text)
-    found = match[2] or ""
-    value = Decimal(match[1]) * UNITS[found[0].upper() if "i" in found else found]
+    suffix = match[2] or ""
+    value = Decimal(match[1]) * UNITS[suffix[0].upper() if "i" in suffix else suffix]
     if value != int(value):
         raise ValueError(text)
     return int(value)
 
 
 class Share(NamedTuple):
-    """A share of the KV cache of a sequence. tokens: its length, None for the longest that the engine takes."""
+    """A share of the KV cache of a sequence."""
 
     part: float
-    tokens: int | None
+    tokens: int | None  # length of the sequence; None for the longest that the engine takes
 
 
 def share(value: object) -> Share | None:
@@ -131,16 +131,16 @@ def share(value: object) -> Share | None:
     if match is None:
         return None
     try:
-        found = Share(float(match[1]) / 100, None if match[2] is None else with_unit(match[2]))
+        read = Share(float(match[1]) / 100, None if match[2] is None else with_unit(match[2]))
     except ValueError:
         return None
-    return found if found.part > 0 and found.tokens != 0 else None
+    return read if read.part > 0 and read.tokens != 0 else None
 
 
 def share_of(value: Any, tokens: int) -> Any:
     """The value of an argument; a share that names no tokens becomes one of so many."""
-    found = share(value)
-    return value if found is None or found.tokens is not None else f"{value} of {tokens}"
+    read = share(value)
+    return value if read is None or read.tokens is not None else f"{value} of {tokens}"
 
 
 def num_bytes(value: Any, unit: int) -> int | None:
@@ -159,7 +159,7 @@ def size(text: str, unit: int, most: int, *, least: int = 1, shares: bool = Fals
     def holds(value: Any) -> bool:
         if value is None or (shares and share(value) is not None):
             return True
-        found = num_bytes(value, unit)
-        return found is not None and least <= found <= most and (unit > 1 or isinstance(value, int | str))
+        count = num_bytes(value, unit)
+        return count is not None and least <= count <= most and (unit > 1 or isinstance(value, int | str))
 
     return Rule(holds, text)

@@ -113,7 +113,7 @@ def check_answers(model: str, directory: Path, which: int, chosen: list[int], ex
     with engine(model, directory, which) as llm:
         found = answers(llm, [every[index] for index in chosen])
         assert found == [expected[index] for index in chosen], "an answer is wrong"
-        read = llm.metrics().prefix_cache_hit_tokens_on_disk
+        read = llm.metrics().prefix_cache.hit_tokens_on_disk
     with (directory.parent / "read").open("a") as file:
         file.write(f"{read}\n")
 

@@ -94,8 +94,8 @@ def nothing_left(engine: AsyncLLM) -> bool:
     def is_idle() -> bool:
         metrics = in_engine(engine, lambda llm: llm.metrics())
         blocks = engine.llm.engine.scheduler.block_manager.num_blocks
-        idle = not metrics.running_requests and not metrics.waiting_requests and not engine.llm.engine._requests
-        return idle and metrics.used_blocks == 0 and metrics.free_blocks + metrics.cached_blocks == blocks
+        idle = not metrics.requests.running and not metrics.requests.waiting and not engine.llm.engine._requests
+        return idle and metrics.blocks.used == 0 and metrics.blocks.free + metrics.blocks.cached == blocks
 
     return eventually(is_idle)
 

@@ -103,7 +103,9 @@ def test_copies_calls_and_merges_follow_the_formula(
 
     watch = Watch()
     monkeypatch.setattr(cpu, "copy_pitched", watch.around("copy", cpu.copy_pitched))
-    monkeypatch.setattr(torch_attention, "merge_states_", watch.around("merge", torch_attention.merge_states_))
+    monkeypatch.setattr(
+        torch_attention, "merge_attention_outputs_", watch.around("merge", torch_attention.merge_attention_outputs_)
+    )
     monkeypatch.setattr(backend, "attend", watch.around("attend", backend.attend))
     with offloaded_cache(backend, chunk) as kv_cache:
         out, expected = prefill(kv_cache, watch, chunk)

@@ -77,7 +77,7 @@ class Machine:
 
 def policy_for(machine: Machine, wrong: float = 1.0) -> BalancedShare:
     """wrong: by what factor the CPU's rate at start is wrong."""
-    rates = Bandwidths(machine.link, machine.host * wrong, DEVICE, round_trip=60e-6)
+    rates = Bandwidths(machine.link, machine.host * wrong, DEVICE)
     return BalancedShare(rates, int(WEIGHTS))
 
 

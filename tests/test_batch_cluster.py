@@ -151,12 +151,20 @@ def test_resources_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_data(model: str, tmp_path: Path) -> None:
-    """read_parquet, map_batches with two actors, write_parquet: the example as it is."""
+    """read_parquet, map_batches, write_parquet: the example as it is."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [{"id": i, "prompt": f"row {i}" if i != 7 else None, "temperature": float(i % 2)} for i in range(40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    command = [sys.executable, str(EXAMPLE), model, str(tmp_path / "in.parquet"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        model,
+        str(tmp_path / "in.parquet"),
+        str(tmp_path / "out"),
+        "--replicas",
+        "1",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
-from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.chunked_attention import merge_attention_outputs
 from nanovllm.ops import merge
-from nanovllm.ops.merge import merge_states_
+from nanovllm.ops.merge import merge_attention_outputs_
 from nanovllm.ops.reference_attention import reference_attention
 
 TOKENS = 5
@@ -53,8 +52,7 @@ EDGES = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device that the version under test computes on."""
     with_triton = request.param == "Triton"
-    for module in (merge, chunked_attention):
-        monkeypatch.setattr(module, "use_triton", lambda tensor: with_triton)
+    monkeypatch.setattr(merge, "use_triton", lambda tensor: with_triton)
     return DEVICE if with_triton else "cpu"
 
 
@@ -86,7 +84,7 @@ def test_edges(device: str, dtype: torch.dtype) -> None:
         sides = [tensor.to(device) for side in (left, right) for tensor in state(*side)]
         expected_out, expected_lse = state(*merged)
         out, lse = merge_attention_outputs(*sides)
-        merge_states_(sides[0], sides[1], sides[2].to(dtype), sides[3])  # in place, into fp32
+        merge_attention_outputs_(sides[0], sides[1], sides[2].to(dtype), sides[3])  # in place, into fp32
         for found_out, found_lse in ((out, lse), sides[:2]):
             torch.testing.assert_close(found_out.cpu(), expected_out, rtol=1e-6, atol=0)
             torch.testing.assert_close(found_lse.cpu(), expected_lse, rtol=1e-6, atol=0)
@@ -96,7 +94,7 @@ def test_views_of_a_larger_state_are_merged_in_place_and_no_rows_are_no_work(dev
     out = torch.zeros(9, 6, 16, device=device)
     lse = torch.full((6, 9), -INF, device=device)
     part_out, part_lse = (tensor.to(device) for tensor in state(3.0, 1.0))
-    merge_states_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
+    merge_attention_outputs_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
     assert (out[2:7, 1:4] == 3).all() and (lse[1:4, 2:7] == 1).all()
     assert out.count_nonzero() == 5 * 3 * 16 and (lse > -INF).sum() == 5 * 3
     assert merge_attention_outputs(out[:0], lse[:, :0], out[:0], lse[:, :0])[0].shape == (0, 6, 16)
@@ -119,7 +117,7 @@ def parts(count: int, keys_each: int, seed: int) -> tuple[list[tuple[Tensor, Ten
 def merged(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out, lse = (tensor.to(pieces[0][0].device) for tensor in state(0.0, -INF))
     for piece_out, piece_lse in pieces:
-        merge_states_(out, lse, piece_out, piece_lse)
+        merge_attention_outputs_(out, lse, piece_out, piece_lse)
     return out, lse
 
 
@@ -146,7 +144,7 @@ def test_an_empty_part_changes_no_bit() -> None:
     pieces, _ = parts(3, 4, 2)
     out, lse = merged(pieces)
     again = out.clone(), lse.clone()
-    merge_states_(*again, *state(0.0, -INF))
+    merge_attention_outputs_(*again, *state(0.0, -INF))
     assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 

@@ -124,12 +124,12 @@ def test_tokens_are_those_of_plain_weights_and_bits_those_of_any_memory(
         assert [[each.token_ids for each in output.outputs] for output in first] == expected, way
         bits = bits or [numbers(output) for output in first]
         assert [numbers(output) for output in first] == bits and [numbers(output) for output in second] == bits, way
-        assert metrics.used_blocks == 0
-        assert metrics.prefix_cache_hit_tokens > 0 or way == "chunks"
+        assert metrics.blocks.used == 0
+        assert metrics.prefix_cache.hit_tokens > 0 or way == "chunks"
         assert (transfers.h2d_bytes + transfers.d2h_bytes > 0) == way.startswith("offloaded") or way == "swapped"
         if case.params != "structured":  # whose outputs may end before memory does
-            assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
-            assert metrics.preemptions_by_swap > 0 or way != "swapped"
+            assert metrics.preemptions.recomputed > 0 or way != "recomputed"
+            assert metrics.preemptions.swapped > 0 or way != "swapped"
 
 
 class Files:

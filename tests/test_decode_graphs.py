@@ -117,7 +117,7 @@ def test_preempted_requests_with_common_prefixes(mode: str, model_dir: Path, mon
     with LLM(model_dir, **arguments(mode, **{"max_model_len": 150, **small})) as llm:
         found = logits_by_request(llm, prompts, 50)
         metrics = llm.metrics()
-        assert metrics.preemptions_by_recompute > 0 and metrics.prefix_cache_hit_tokens > 0
+        assert metrics.preemptions.recomputed > 0 and metrics.prefix_cache.hit_tokens > 0
     assert same_logits(found, expected)
 
 
@@ -317,7 +317,7 @@ def test_steps_begun_ahead_change_no_token(
     with LLM(model_dir, **arguments("full steps", **small)) as llm:
         assert outputs(llm, prompts, params) == expected
         assert outputs(llm, prompts, params) == expected, "from the prefix cache"
-        assert llm.metrics().preemptions_by_recompute > 0
+        assert llm.metrics().preemptions.recomputed > 0
     assert ahead["begun"] > ahead["taken"] > 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from nanovllm.device import memory
 REUSE = """
 import resource, statistics, torch
 from nanovllm.device import memory
+from resident_memory import rss_bytes
 assert memory.keep_freed_memory() == {keeps}
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,10 +24,10 @@ def layer():
     pieces = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(12)]
     return faults() - before
 again = statistics.median(layer() for _ in range(7))
-before = memory.rss_bytes()
+before = rss_bytes()
 pool = torch.ones(memory.MAPPED_BYTES, dtype=torch.uint8)
 del pool
-print(again * resource.getpagesize(), memory.rss_bytes() - before)
+print(again * resource.getpagesize(), rss_bytes() - before)
 """
 
 
@@ -37,7 +39,9 @@ def test_what_a_layer_freed_is_there_for_the_next_one(keeps: bool, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     if not keeps:
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    run = subprocess.run([sys.executable, "-c", REUSE.format(keeps=keeps)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", REUSE.format(keeps=keeps)]
+    tests = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tests)
     faulted, left = (int(field) for field in run.stdout.split())
     assert (faulted < 4 << 20) == keeps, faulted
     assert left < 16 << 20

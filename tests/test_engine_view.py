@@ -37,5 +37,5 @@ def test_a_view_tells_requests_blocks_and_progress(tmp_path: Path) -> None:
         llm.watch_steps(None)
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
-        assert not view.running and view.metrics().cached_blocks and view.prefix_cache.hit_tokens == 39 // 16 * 16
+        assert not view.running and view.metrics().blocks.cached and view.prefix_cache.hit_tokens == 39 // 16 * 16
         assert not set(view.block_states()) - {KVBlockState.FREE, KVBlockState.CACHED}

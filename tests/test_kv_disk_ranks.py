@@ -178,7 +178,7 @@ def test_a_disk_that_does_not_answer_one_rank(
         if is_aborted:
             output = llm.engine.abort_request("stored")
             assert output is not None and output.finished
-            assert (llm.metrics().loading_requests, llm.metrics().used_blocks) == (0, 0)
+            assert (llm.metrics().requests.loading, llm.metrics().blocks.used) == (0, 0)
             other = ask(llm, random_prompt(600, VOCAB, 5))
             llm.reset_prefix_cache()
             assert numbers(ask(llm, random_prompt(600, VOCAB, 5))) == numbers(other)

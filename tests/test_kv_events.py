@@ -60,7 +60,7 @@ def check(llm: LLM, snapshot: KVSnapshot) -> Counter[KVBlockState]:
     counts = Counter(KVBlockState(state) for state in states[: tiers["device"] + tiers["host"]])
     active = counts[KVBlockState.USED] + counts[KVBlockState.FILLING] + counts[KVBlockState.IN_FLIGHT]
     found = (counts[KVBlockState.FREE], counts[KVBlockState.CACHED], active)
-    assert found == (metrics.free_blocks, metrics.cached_blocks, metrics.used_blocks)
+    assert found == (metrics.blocks.free, metrics.blocks.cached, metrics.blocks.used)
     assert KVBlockState.IN_FLIGHT not in states[: tiers["device"]]
     return counts
 

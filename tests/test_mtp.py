@@ -51,7 +51,7 @@ def drafts_do_not_follow_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None
 def outputs(llm: LLM) -> list[Any]:
     prompts = [prompt for prompt in PROMPTS for _ in PARAMS]
     found = llm.generate(prompts, PARAMS * len(PROMPTS), use_tqdm=False)
-    assert llm.metrics().used_blocks == 0
+    assert llm.metrics().blocks.used == 0
     return [[(c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs] for output in found]
 
 
@@ -80,7 +80,7 @@ def test_logits_of_the_head_are_those_of_plain_torch(
     with LLM(tmp_path, dtype="float32", **RESIDENT, speculative_config={**MTP, "num_speculative_tokens": 3}) as llm:
         for _ in range(2):
             llm.generate([SHARED], greedy(9), use_tqdm=False)
-        assert llm.metrics().prefix_cache_hit_tokens > 0
+        assert llm.metrics().prefix_cache.hit_tokens > 0
     weights = head_weights(tmp_path)
     due = iter(computed)
     assert max(len(found) for _, found in drafted) == 3
@@ -100,10 +100,10 @@ def test_outputs_are_those_without_it(tmp_path: Path, way: str) -> None:
         for _ in range(2):  # then from snapshots
             assert outputs(llm) == expected
         metrics = llm.metrics()
-    assert metrics.prefix_cache_hit_tokens > 0
-    assert metrics.drafted_tokens > metrics.accepted_tokens > metrics.drafted_tokens / 8
-    assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
-    assert metrics.preemptions_by_swap > 0 or way != "swapped"
+    assert metrics.prefix_cache.hit_tokens > 0
+    assert metrics.drafts.drafted_tokens > metrics.drafts.accepted_tokens > metrics.drafts.drafted_tokens / 8
+    assert metrics.preemptions.recomputed > 0 or way != "recomputed"
+    assert metrics.preemptions.swapped > 0 or way != "swapped"
 
 
 def test_what_is_kept_for_the_head_is_copied_on_the_compute_stream(
@@ -130,7 +130,7 @@ def test_what_is_kept_for_the_head_is_copied_on_the_compute_stream(
     add_mtp_head(tmp_path, predicts=True)
     with LLM(tmp_path, **RESIDENT, speculative_config=MTP) as llm, Watch():
         llm.generate([SHARED], greedy(9), use_tqdm=False)
-        assert llm.metrics().accepted_tokens > 0
+        assert llm.metrics().drafts.accepted_tokens > 0
     assert outside == {"aten.slice.Tensor"}, "what copies nothing"
 
 

@@ -28,9 +28,10 @@ from engines import (
 from fast import fast_only, fast_pairs
 from host_tasks import PythonTask
 from ordering_check import OrderingCheck, OrderingError
+from resident_memory import rss_bytes
 
 from nanovllm import LLM
-from nanovllm.device import PitchedCopy, memory
+from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import pools, transfer_order
@@ -160,11 +161,11 @@ def free_memory_in_the_heap(num_bytes: int) -> int:
 def test_the_check_takes_no_memory_for_what_is_not_used(device: OrderingCheck) -> None:
     """Or a pool of which a prompt fills a tenth would take more than was planned."""
     last = free_memory_in_the_heap(200 << 20)  # calloc fills it with zeros
-    before = memory.rss_bytes()
+    before = rss_bytes()
     ring = device.empty("ring", SHAPE, torch.float32)
     pool = device.empty_host("host", (64, 2, 1, 1024, 512), torch.float32)  # 256 MiB, of which nothing is touched
     copy(device, ring[0], pool[0, 0, 0, :BLOCK].view(-1)[: ring[0].numel()], device.new_stream("loads"))
-    taken = memory.rss_bytes() - before
+    taken = rss_bytes() - before
     ctypes.CDLL(None).free(ctypes.c_void_p(last))
     assert taken < 32 << 20
 

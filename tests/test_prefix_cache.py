@@ -46,9 +46,9 @@ def test_reset_and_hit_rate() -> None:
             bench.engine.reset_prefix_cache()
     metrics = bench.engine.metrics()
     assert [bench.finished[name].num_cached_tokens for name in "abc"] == [0, 8, 0]
-    assert (metrics.prefix_cache_queried_tokens, metrics.prefix_cache_hit_tokens) == (36, 8)
-    assert metrics.prefix_cache_hit_rate == 8 / 36
-    assert (metrics.used_blocks, metrics.cached_blocks, metrics.free_blocks) == (0, 3, 61)
+    assert (metrics.prefix_cache.queried_tokens, metrics.prefix_cache.hit_tokens) == (36, 8)
+    assert metrics.prefix_cache.hit_rate == 8 / 36
+    assert (metrics.blocks.used, metrics.blocks.cached, metrics.blocks.free) == (0, 3, 61)
 
 
 # ---- content

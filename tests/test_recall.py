@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_layerwise
 from fast import fast_pairs
+from resident_memory import peak_rss_bytes, rss_bytes
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
-from nanovllm.device import memory
 
 ANSWER_TOKENS = 3
 
@@ -41,7 +41,7 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
         before = reset_peak_rss()
         answers = token_ids(llm, prompts[:1], greedy(ANSWER_TOKENS))
         planned = num_blocks * llm.kv_stats().bytes_per_block + llm._runner.plan.working_bytes
-        excess = memory.peak_rss_bytes() - before - planned
+        excess = peak_rss_bytes() - before - planned
         assert bool(layerwise_memory) == (way == "layer-major")
         answers += token_ids(llm, prompts[1:], greedy(ANSWER_TOKENS))
     wrong = [p for p, a in zip(positions, answers, strict=True) if a != expected_answer(document, p, ANSWER_TOKENS)]
@@ -52,7 +52,7 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
 def reset_peak_rss() -> int:
     """From now on `peak_rss_bytes` is of what comes; returns the resident bytes of now. See proc(5)."""
     Path("/proc/self/clear_refs").write_text("5")
-    return memory.rss_bytes()
+    return rss_bytes()
 
 
 SIZES = ((256, 1024, True, 4), (64, 700, False, 12))  # block, chunk, CPU attention, ring slots

@@ -190,7 +190,7 @@ def test_bits_do_not_depend_on_a_snapshot(half: Path) -> None:
         for prompt, expected in zip(given, fresh, strict=True):
             assert same(logits_by_request(llm, [prompt], 4), expected)
             assert same(logits_by_request(llm, [prompt], 4), expected)
-        assert llm.metrics().prefix_cache_hit_tokens > 64
+        assert llm.metrics().prefix_cache.hit_tokens > 64
 
 
 def test_the_next_turn_goes_on_from_the_end_of_the_answer(half: Path) -> None:
@@ -210,7 +210,7 @@ def test_preempted_requests_go_on_with_the_same_bits(mode: str, half: Path) -> N
     with LLM(half, **few, **({"swap_space": 0.01} if mode == "swap" else {})) as llm:
         assert same(logits_by_request(llm, given, 40), expected)
         metrics = llm.metrics()
-    assert (metrics.preemptions_by_swap if mode == "swap" else metrics.preemptions_by_recompute) > 0
+    assert (metrics.preemptions.swapped if mode == "swap" else metrics.preemptions.recomputed) > 0
 
 
 @pytest.mark.parametrize("name", ["resident", "offloaded"])

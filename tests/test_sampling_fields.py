@@ -67,7 +67,7 @@ def test_a_scored_prompt_generates_nothing(model_dir: Path, name: str) -> None:
         outputs = run(llm, prompts, scoring)
         again = run(llm, prompts, scoring)  # over the prefix cache
         beside = run(llm, prompts, [scoring if i % 2 else generating for i in range(len(prompts))])
-        assert llm.metrics().used_blocks == 0
+        assert llm.metrics().blocks.used == 0
     for found in (outputs, again, beside):
         assert [output.prompt_logprobs for output in found] == expected
     for output, length in zip(outputs, (1, 2, 16, 17, 33, 130), strict=True):
@@ -157,7 +157,7 @@ def test_a_processor_that_fails_ends_its_request_alone(llm: LLM, processor: Any,
     alone = run(llm, [[5, 6]], plain)[0].outputs
     failed, beside = run(llm, [[1, 2], [5, 6]], [bad, plain])
     assert failed.outputs[0].finish_reason == "error" and says in (failed.error or "")
-    assert beside.outputs == alone and llm.metrics().used_blocks == 0
+    assert beside.outputs == alone and llm.metrics().blocks.used == 0
 
 
 # ---- detokenize, truncate_prompt_tokens

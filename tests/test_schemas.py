@@ -207,6 +207,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, says: str) -> N
 
 
 def test_outputs_are_checked_in_bounded_time() -> None:
+    elsewhere = SchemaCheck({"$ref": "#/components/A", "components": {"A": {"required": True}}})
+    assert elsewhere.error("{}") is None, "what it refers to is no schema"
     nested: dict[str, Any] = {"$defs": {"n": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/n"}] * 2}}}}
     assert SchemaCheck(nested | {"$ref": "#/$defs/n"}).error("[" * 60 + "1" + "]" * 60) is None, "given up"
     slow = SchemaCheck({"pattern": "^(a|aa)+(a|aa)+$"})

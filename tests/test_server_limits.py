@@ -150,4 +150,4 @@ def test_admission_is_released_by_every_end(engine: AsyncLLM) -> None:
                 assert admission.num_prompts == 0, more
 
     run_async(asked())
-    assert in_engine(engine, lambda llm: llm.metrics()).running_requests == 0
+    assert in_engine(engine, lambda llm: llm.metrics()).requests.running == 0

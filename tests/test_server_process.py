@@ -1,4 +1,4 @@
-"""`nanovllm serve` as a process: load, memory, floods, signals. Slow.
+"""`nanovllm serve` as a process: load, memory, signals. Slow.
 
 NANOVLLM_LOAD_REQUESTS is the number of requests that memory is watched over, NANOVLLM_LOAD_LONG the length of the long
 prompts in tokens.
@@ -12,12 +12,11 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -193,41 +192,6 @@ def test_memory_is_flat_over_many_requests(model: str) -> None:
         print(f"{total} requests; {settled / 2**20:.0f} MiB after a quarter, {grown / 2**20:+.1f} MiB at the end")
         assert grown < 24 << 20
         assert eventually(lambda: is_idle(port, int(RESIDENT["num_gpu_blocks"])))
-
-
-# ---- floods
-
-
-def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
-    chosen = random.Random(16)
-    whole = json.dumps({"prompt": "hello", "max_tokens": 2, "stream": True, "stop": ["a"], "logit_bias": {"5": 1}})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-
-    def mutated(data: bytes) -> bytes:
-        """Bytes overwritten, dropped, inserted, and sometimes all of the rest cut off."""
-        for _ in range(chosen.randrange(1, 6)):
-            at = chosen.randrange(len(data))
-            rest = data[at + chosen.choice([0, 1, 5, 20, len(data)]) :]
-            data = data[:at] + chosen.choice([b"", chosen.randbytes(1), data[:at][-30:]]) + rest or b"x"
-        return data
-
-    def send(port: int, data: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection, suppress(OSError):
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            return connection.recv(100)
-        return b""
-
-    with served(model, RESIDENT, "--idle-timeout", "1") as (_, port):
-        statuses: dict[bytes, int] = {}
-        for i in range(600):
-            body = mutated(whole.encode()) if i % 2 else whole.encode()
-            data = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-            status = send(port, data if i % 2 else mutated(data))[9:12]
-            statuses[status] = statuses.get(status, 0) + 1
-        print(statuses)
-        assert not any(status.startswith(b"5") for status in statuses), statuses
-        assert health(port) == 200 and eventually(lambda: is_idle(port, int(RESIDENT["num_gpu_blocks"])))
 
 
 # ---- signals

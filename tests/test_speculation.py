@@ -108,7 +108,7 @@ def outputs(llm: LLM, params: Sequence[SamplingParams], lora: LoRARequest | None
     adapters = [lora if index % 2 else None for index in range(len(prompts))] if lora is not None else None
     named = {} if adapters is None else {"lora_request": adapters}
     found = llm.generate(prompts, [*params] * len(PROMPTS), use_tqdm=False, **named)
-    assert llm.metrics().used_blocks == 0
+    assert llm.metrics().blocks.used == 0
     one = [output.outputs[0] for output in found]
     return [(c.token_ids, c.text, c.logprobs, c.cumulative_logprob, c.finish_reason, c.stop_reason) for c in one]
 
@@ -133,9 +133,9 @@ def test_outputs_are_those_without_speculation(checkpoint: Path, expected: list[
         assert outputs(llm, requests()) == expected, "from the prefix cache"
         metrics = llm.metrics()
         transfers = llm.kv_stats().transfers
-    assert metrics.drafted_tokens >= metrics.accepted_tokens > 0 and metrics.prefix_cache_hit_tokens > 0
-    assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
-    assert metrics.preemptions_by_swap > 0 or way != "swapped"
+    assert metrics.drafts.drafted_tokens >= metrics.drafts.accepted_tokens > 0 and metrics.prefix_cache.hit_tokens > 0
+    assert metrics.preemptions.recomputed > 0 or way != "recomputed"
+    assert metrics.preemptions.swapped > 0 or way != "swapped"
     assert transfers.h2d_bytes > 0 or not way.startswith("offloaded")
 
 
@@ -161,7 +161,7 @@ def test_models_with_windows_stored_weights_and_adapters(checkpoint: Path, tmp_p
         expected = outputs(llm, params, lora)
     with LLM(stored, **engine, speculative_config=NGRAM) as llm:
         assert outputs(llm, params, lora) == expected
-        assert llm.metrics().drafted_tokens > 0
+        assert llm.metrics().drafts.drafted_tokens > 0
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_two_ranks(checkpoint: Path) -> None:
         expected = outputs(llm, params)
     with LLM(checkpoint, **ranks, speculative_config=NGRAM) as llm:
         assert outputs(llm, params) == expected
-        assert llm.metrics().accepted_tokens > 0
+        assert llm.metrics().drafts.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("way", fast_only(["offloaded"], ["offloaded", "resident", "recomputed", "swapped"]))
@@ -197,8 +197,8 @@ def test_states_of_recurrent_layers_replay_right_drafts(
             for _ in range(2):  # then from snapshots
                 assert outputs(llm, params) == expected
             metrics = llm.metrics()
-    assert metrics.drafted_tokens > metrics.accepted_tokens and metrics.prefix_cache_hit_tokens > 0
-    assert metrics.accepted_tokens > 20 or method != "scripted"
+    assert metrics.drafts.drafted_tokens > metrics.drafts.accepted_tokens and metrics.prefix_cache.hit_tokens > 0
+    assert metrics.drafts.accepted_tokens > 20 or method != "scripted"
 
 
 def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_states_replay_beside_a_prefill_by_layers(tmp_path: Path) -> None:
             while engine.has_unfinished_requests():
                 found |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
             metrics = llm.metrics()
-    assert len(layerwise) > 2 and metrics.drafted_tokens > metrics.accepted_tokens > 0
+    assert len(layerwise) > 2 and metrics.drafts.drafted_tokens > metrics.drafts.accepted_tokens > 0
     assert found == {"talker": known[tuple(talker)], "long": known[tuple(long)]}
 
 
@@ -284,7 +284,7 @@ def test_a_state_is_held_during_drafts_however_few_sequences_run(tmp_path: Path,
         with LLM(tmp_path, **RESIDENT, **few, speculative_config=NGRAM) as llm:
             assert token_ids(llm, PROMPTS, params) == expected
             metrics = llm.metrics()
-    assert metrics.drafted_tokens > metrics.accepted_tokens > 20
+    assert metrics.drafts.drafted_tokens > metrics.drafts.accepted_tokens > 20
 
 
 def test_a_draft_model_rests_while_there_is_no_state_slot(
@@ -304,7 +304,7 @@ def test_a_draft_model_rests_while_there_is_no_state_slot(
     monkeypatch.setattr(states, "plan_states", with_one_slot)
     with LLM(tmp_path, **RESIDENT, **few, speculative_config=config) as llm:
         token_ids(llm, [SHARED], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
-        assert llm.metrics().drafted_tokens == 0
+        assert llm.metrics().drafts.drafted_tokens == 0
     assert passes == []
 
 
@@ -314,7 +314,7 @@ def test_a_draft_model_drafts_what_a_step_can_verify(checkpoint: Path, monkeypat
     config = {**DRAFT, "num_speculative_tokens": 6, "model": str(checkpoint)}
     with LLM(checkpoint, **RESIDENT, max_num_seqs=4, speculative_config=config) as llm:
         token_ids(llm, PROMPTS, SamplingParams(temperature=0.0, max_tokens=BLOCK, ignore_eos=True))
-        drafted = llm.metrics().drafted_tokens
+        drafted = llm.metrics().drafts.drafted_tokens
     assert sum(passes) == drafted > 0
     assert shared_out([6, 6, 1, 6], 6) == [2, 2, 1, 1] and shared_out([3, 2], 6) == [3, 2] and shared_out([], 6) == []
 
@@ -366,12 +366,12 @@ def test_a_draft_model_gives_the_same_outputs(
     with LLM(checkpoint, **WAYS[way], speculative_config=config) as llm:
         assert outputs(llm, requests()) == expected
         before = llm.metrics()
-        assert before.drafted_tokens > before.accepted_tokens or seed == 3
+        assert before.drafts.drafted_tokens > before.drafts.accepted_tokens or seed == 3
         alone = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True)
         llm.generate([{"prompt_token_ids": PROMPTS[2]}], alone, use_tqdm=False)
         after = llm.metrics()
-    drafted = after.drafted_tokens - before.drafted_tokens
-    accepted = after.accepted_tokens - before.accepted_tokens
+    drafted = after.drafts.drafted_tokens - before.drafts.drafted_tokens
+    accepted = after.drafts.accepted_tokens - before.drafts.accepted_tokens
     assert drafted > 0 and (accepted == drafted or seed != 3), "the same model draws the same with the same seed"
 
 
@@ -410,7 +410,7 @@ def test_right_drafts_after_the_end_are_not_counted(checkpoint: Path, monkeypatc
         (output,) = llm.generate([SHARED], SamplingParams(**params, stop=[text[1]]), use_tqdm=False)
         metrics = llm.metrics()
     assert output.outputs[0].finish_reason == "stop" and drafts.accepted >= len(output.outputs[0].token_ids)
-    assert output.metrics.accepted_tokens == metrics.accepted_tokens == len(output.outputs[0].token_ids) - 1
+    assert output.metrics.accepted_tokens == metrics.drafts.accepted_tokens == len(output.outputs[0].token_ids) - 1
 
 
 def test_an_index_finds_the_latest_of_the_longest_ngrams() -> None:

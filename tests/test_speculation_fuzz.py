@@ -175,11 +175,11 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
                 wrong.append(f"request {name}, {asked.params}: {found}")
         metrics = llm.metrics()
     counts = Counter[str](
-        accepted=metrics.accepted_tokens,
-        rejected=metrics.drafted_tokens - metrics.accepted_tokens,
-        recomputed=metrics.preemptions_by_recompute,
-        swapped=metrics.preemptions_by_swap,
-        cached=metrics.prefix_cache_hit_tokens,
+        accepted=metrics.drafts.accepted_tokens,
+        rejected=metrics.drafts.drafted_tokens - metrics.drafts.accepted_tokens,
+        recomputed=metrics.preemptions.recomputed,
+        swapped=metrics.preemptions.swapped,
+        cached=metrics.prefix_cache.hit_tokens,
     )
     return counts, wrong
 

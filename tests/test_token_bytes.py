@@ -14,7 +14,8 @@ from text_cases import QUICK, TEXTS
 from tokenizer_files import END, data_of, write_by_class, write_byte_fallback, write_byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanovllm.apps.server.completions import Completions, LegacyLogprobs, chat_logprobs
+from nanovllm.apps.server.completions import Completions
+from nanovllm.apps.server.logprobs import LegacyLogprobs, chat_logprobs
 from nanovllm.apps.server.protocol import CompletionRequest
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.text.tokenizer import HuggingFaceTokenizer

@@ -1,8 +1,7 @@
-"""The timeline: valid JSON, a row for each stream, copies with their bytes, kernels by name, overlap that was there."""
+"""The timeline: steps, kernels by name, copies with their bytes, and the overlap that is read from it."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
+from benchmarks.timeline import Overlap, Timeline
 from nanovllm import LLM
 
 BLOCK = 16
 VOCAB = 97
-LINEAR = ("norm, QKV, RoPE", "output projection, MLP", "embedding", "final norm", "logits")
-META = {"process_name", "thread_name", "thread_sort_index"}
 
 
 @pytest.fixture(scope="module")
@@ -24,29 +22,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32)
     return path
-
-
-def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The slices of each stream, by the stream's name, after the checks that hold for every trace."""
-    trace = json.loads(path.read_text())
-    events = trace["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert len(set(names.values())) == len(names)
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "M":
-            assert event["name"] in META
-            continue
-        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0
-        rows[names[event["tid"]]].append(event)
-    for slices in rows.values():
-        assert [s["ts"] for s in slices] == sorted(s["ts"] for s in slices)
-    return rows
-
-
-def in_turn(slices: list[dict[str, Any]]) -> bool:
-    """Whether each slice began when the one before had ended; times are rounded in the microseconds."""
-    return all(a["ts"] + a["dur"] <= b["ts"] + 1e-2 for a, b in itertools.pairwise(slices))
 
 
 def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_path: Path) -> None:
@@ -58,15 +33,38 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         moved = llm.kv_stats().transfers
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=45, **offloaded(BLOCK, 6)) as llm:
         assert token_ids(llm, prompts, greedy(3)) == traced
-    rows = rows_of(path)
-    compute = rows.pop("compute")
-    assert {s["name"] for s in compute} == {"step", "wait", "write K/V", "attend", "attend on the host", *LINEAR}
-    kernels = [s["args"] for s in compute if s["name"] not in ("step", "wait")]
-    assert all(args["bytes"] > 0 and args["declared"] > 0 for args in kernels)
-    assert set(rows) == {"kv-loads", "kv-stores", "kv-moves"}
-    copies = [s for slices in rows.values() for s in slices]
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    names = {event["name"] for event in events}
+    assert {"step", "wait", "write K/V", "attend", "attend on the host"} <= names
+    steps = [event for event in events if event["name"] == "step"]
+    kernels = [event for event in events if event["name"] == "attend"]
+    assert all(any(s["ts"] <= k["ts"] and k["ts"] + k["dur"] <= s["ts"] + s["dur"] for s in steps) for k in kernels)
+    timeline = Timeline.read(path)
     for kind, count, total in (("h2d", moved.h2d_copies, moved.h2d_bytes), ("d2h", moved.d2h_copies, moved.d2h_bytes)):
-        of_kind = [s["args"] for s in copies if s["name"] == f"{kind} copy"]
-        assert 0 < len(of_kind) <= count, "a call carries neighbouring blocks"
-        assert sum(args["bytes"] for args in of_kind) == total
-    assert all(in_turn(slices) for slices in rows.values())
+        copies = [copy for copy in timeline.copies if copy.name.startswith(kind)]
+        assert 0 < len(copies) <= count, "a call carries neighbouring blocks"
+        assert sum(copy.num_bytes for copy in copies) == total
+    overlap = Overlap.of(timeline, timeline.steps, timeline.steps[-1].end)
+    assert 0 <= overlap.hidden_s <= overlap.copies_s and 0 < overlap.waits_s < overlap.steps_s
+
+
+def test_overlap_on_a_gpu_is_read_from_the_profilers_kernels_and_copies(tmp_path: Path) -> None:
+    """By hand: a step from 0 to 10 s, kernels from 1 to 4 and 6 to 9, a copy from 2 to 7."""
+
+    def event(cat: str, name: str, begin: float, end: float, **args: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": args}
+
+    events = [
+        event("gpu_user_annotation", "step", 0, 10),
+        event("gpu_user_annotation", "attend", 1, 4),
+        event("user_annotation", "wait", 0, 9),  # of the host, which only submits
+        event("kernel", "attend_kernel", 1, 4),
+        event("kernel", "product", 6, 9),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 2, 7, bytes=100),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 2, 7, bytes=100),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    timeline = Timeline.read(path)
+    overlap = Overlap.of(timeline, timeline.steps, 10.0)
+    assert (overlap.copied_bytes, overlap.copies_s, overlap.hidden_s, overlap.waits_s) == (100, 5.0, 3.0, 3.0)

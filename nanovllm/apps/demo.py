@@ -36,8 +36,6 @@ TRANSFERS = {
     "bytes to the host": "d2h_bytes",
     "copies to the host": "d2h_copies",
 }
-
-
 LEFT_TO_THE_CPU = {"h2d_bytes": "cpu_attention_bytes", "h2d_copies": "cpu_attention_blocks"}  # transfers it saves
 
 

@@ -242,12 +242,12 @@ def notable_positions(
             f"a document of {length} tokens has no room for an answer of {answer_tokens}: it must"
             f" have at least {answer_tokens + 1}"
         )
-    found = {1: "start", length // 2: "middle", last: "end"}
+    positions = {1: "start", length // 2: "middle", last: "end"}
     for name, size in pieces.items():
         for edge in _spread((length - 1) // size, max_edges):
-            found.setdefault(edge * size - 1, f"last token of {name} {edge - 1}")
-            found.setdefault(edge * size, f"first token of {name} {edge}")
-    return {position: found[position] for position in sorted(found) if 1 <= position <= last}
+            positions.setdefault(edge * size - 1, f"last token of {name} {edge - 1}")
+            positions.setdefault(edge * size, f"first token of {name} {edge}")
+    return {position: positions[position] for position in sorted(positions) if 1 <= position <= last}
 
 
 def _spread(count: int, limit: int | None) -> list[int]:

@@ -18,17 +18,12 @@ def token_array(token_ids: Iterable[int] = ()) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One content of the files of an adapter.
+    """One content of the files of an adapter."""
 
-    number: its identity within an engine, from 1; other content has another number. request: the `LoRARequest` that
-    names it. directory: where its files are. stamp: sizes and times of the files, by which an executor recognises the
-    content.
-    """
-
-    number: int
-    request: Any
-    directory: Path
-    stamp: tuple[int, ...]
+    number: int  # its identity within an engine, from 1; other content has another number
+    request: Any  # the `LoRARequest` that names it
+    directory: Path  # of its files
+    stamp: tuple[int, ...]  # sizes and times of the files, by which an executor recognises the content
 
 
 class Adapters(Protocol):
@@ -103,50 +98,42 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """A copy of all planes of a block between two physical block ids. Moves of a step are carried out in order.
-
-    `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
-    `num_tokens`: copy only the first tokens of the block; None copies it whole. `group`: the index of its KV group,
-    which says where these tokens are.
-    """
+    """A copy of all planes of a block between two physical block ids. Moves of a step are carried out in order."""
 
     src: int
     dst: int
-    keeps_source: bool = False
-    num_tokens: int | None = None
-    group: int = 0
+    keeps_source: bool = False  # the block at `src` stays in use, as in copy-on-write; the copy is the same
+    num_tokens: int | None = None  # copy only the first tokens of the block; None copies it whole
+    group: int = 0  # index of its KV group, which says where these tokens are
 
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
     """A copy of a recurrent state between two state slots. Moves of a step are carried out in order.
 
-    src: None makes `dst` the state before the first token. num_replayed: if not 0, this is a *replay*: the state in
-    `dst` takes the first so many tokens that the latest pass, which had drafts, took in slot `src`. Replays come first.
+    A *replay* is no copy: it runs tokens of the latest pass, which had drafts, through the state in `dst`. They are the
+    first `num_replayed` tokens that the pass ran through the state in `src`. Replays come first.
     """
 
-    src: int | None
+    src: int | None  # None makes `dst` the state before the first token
     dst: int
-    num_replayed: int = 0
+    num_replayed: int = 0  # 0 for a copy
 
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
-    """Changes to a row's logits before its token is chosen.
+    """Changes to a row's logits before its token is chosen."""
 
-    banned: tokens that cannot be chosen. biased, biases: token ids, and the values added to their logits.
-    prompt_tokens: the distinct tokens of the prompt; output_tokens: all generated tokens. Both are empty unless a
-    penalty needs them.
-    """
-
-    banned: array[int] = field(default_factory=token_array)
-    biased: array[int] = field(default_factory=token_array)
-    biases: array[float] = field(default_factory=lambda: array("d"))
+    banned: array[int] = field(default_factory=token_array)  # tokens that cannot be chosen
+    biased: array[int] = field(default_factory=token_array)  # tokens with a bias
+    biases: array[float] = field(default_factory=lambda: array("d"))  # what is added to the logit of each of these
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    prompt_tokens: array[int] = field(default_factory=token_array)
-    output_tokens: array[int] = field(default_factory=token_array)
+    prompt_tokens: array[int] = field(default_factory=token_array)  # distinct ones; none unless a penalty needs them
+    output_tokens: array[int] = field(
+        default_factory=token_array
+    )  # all generated ones; none unless a penalty needs them
 
     @property
     def penalizes(self) -> bool:
@@ -157,7 +144,8 @@ class LogitAdjustments:
 class TokenMask(Protocol):
     """The tokens that may be chosen: bit t of `bits` is token t, with the lowest bit of each byte first.
 
-    error: why there is no mask. Another thread may still make the mask: then both, and pickling, wait for it.
+    `error` says why there is no mask. While another thread makes the mask, both properties wait for it, and so does
+    pickling.
     """
 
     @property
@@ -211,16 +199,14 @@ class DrawParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow(DrawParams):
-    """How the next token of one sequence is drawn; a pure function of these fields and the logits.
+    """How the next token of one sequence is drawn: a pure function of these fields and the logits.
 
-    `index` counts the tokens already generated, so (seed, index) identifies one random draw of one sequence, even after
-    preemption and recomputation. `num_logprobs`: how many of the most likely tokens to report in addition to the chosen
-    one, at most the vocabulary size; None reports nothing.
+    (seed, index) identifies one random draw of one sequence, also after preemption and recomputation.
     """
 
     seed: int
-    index: int
-    num_logprobs: int | None = None
+    index: int  # how many tokens the sequence has generated before
+    num_logprobs: int | None = None  # most likely tokens to report besides the chosen one; None reports nothing
     adjustments: LogitAdjustments | None = None
     mask: TokenMask | None = None
     processors: LogitsProcessors | None = None
@@ -234,14 +220,11 @@ class SamplingRow(DrawParams):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the chosen token's natural-log probability and rank (from 1), and the most likely tokens in order.
+    """Natural-log probabilities at one position, of the raw logits: before penalties, temperature and cuts."""
 
-    Of the raw logits: before penalties, temperature and cuts.
-    """
-
-    logprob: float
-    rank: int
-    top_token_ids: Sequence[int]
+    logprob: float  # of the chosen token
+    rank: int  # of the chosen token, from 1
+    top_token_ids: Sequence[int]  # the most likely tokens, in order
     top_logprobs: Sequence[float]
 
 
@@ -255,26 +238,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """Prompt tokens whose log-probabilities a step reports.
+    """Prompt tokens whose log-probabilities a step reports. `token_ids[i]` follows row `first_row + i`."""
 
-    Row `first_row + i` of the sequence is followed by `token_ids[i]`; `num_logprobs` as in SamplingRow.
-    """
-
-    first_row: int
+    first_row: int  # of the sequence's rows in the step
     token_ids: Sequence[int]
-    num_logprobs: int
+    num_logprobs: int  # as in SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
-    `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
-    sequences that share the prompt begin. `num_drafts`: so many of the last `token_ids` are guesses of what follows;
-    `samples` are then one of the row before them and one of each of theirs, drawn as if the guesses before were right.
-    `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only these layer chunks of them; None: they
-    go through all layers in the step. `adapter`: its number, or None.
-    `state_slot`: of a model with recurrent layers, on the device: the state before `token_ids`, then that after them.
+    `samples` are the tokens to draw from the logits of the last row. There are none while the prompt is not complete,
+    and several where sequences that share the prompt begin. With drafts there is one sample for the row before the
+    first draft and one for the row of each draft, drawn as if the drafts before it were right.
     """
 
     seq_id: int
@@ -285,11 +262,11 @@ class ScheduledSequence:
     block_tables: Sequence[Sequence[int]]
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
-    layerwise: LayerwiseStep | None = None
+    layerwise: LayerwiseStep | None = None  # runs only these layer chunks of `token_ids`; None: they pass all layers
     request_id: str = ""
-    adapter: int | None = None
-    state_slot: int | None = None
-    num_drafts: int = 0
+    adapter: int | None = None  # number of the adapter
+    state_slot: int | None = None  # on the device: the recurrent state before `token_ids`, afterwards that after them
+    num_drafts: int = 0  # so many of the last `token_ids` are guesses of what follows
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -302,13 +279,11 @@ class Batch:
     """One step: the block moves and state moves, in order, then the sequences.
 
     At most one sequence goes layer by layer, and it is the last.
-
-    adapters: of all running requests, those that the step does not compute too.
     """
 
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
-    adapters: Sequence[Adapter] = ()
+    adapters: Sequence[Adapter] = ()  # of all running requests, also of those that the step does not compute
     state_moves: Sequence[StateMove] = ()
 
     @property
@@ -340,17 +315,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """For each scheduled sequence, in batch order: the tokens drawn for its `samples`, KV bytes moved each way.
+    """The result of a step. Each list has an element for each scheduled sequence, in batch order."""
 
-    Of a sequence with drafts: the tokens drawn up to the first that is not the drafted one; none where the drafts may
-    have spoiled the logits.
-
-    prompt_logprobs: of each sequence's `prompt_targets`; empty if no sequence has any. errors: by the index of a
-    sequence, what is wrong with its numbers; its samples are then meaningless.
-    """
-
+    # The tokens drawn for its `samples`. With drafts they end with the first token that is not the drafted one, and
+    # there are none if the drafts may have spoiled the logits.
     samples: list[list[Sample]] = field(default_factory=list)
-    h2d_bytes: list[int] = field(default_factory=list)
+    h2d_bytes: list[int] = field(default_factory=list)  # of KV
     d2h_bytes: list[int] = field(default_factory=list)
-    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)  # of its `prompt_targets`
+    # What is wrong with the numbers of a sequence, by its index. Its samples are then meaningless.
     errors: dict[int, str] = field(default_factory=dict)

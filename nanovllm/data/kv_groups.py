@@ -1,9 +1,9 @@
 """KV groups: layers that keep the same tokens, and where the KV of each layer is.
 
 A layer with a sliding window needs the keys of its window alone, so its blocks that lie behind the window are released.
-Layers that release alike form a group, with a block table of its own in every sequence. All groups share one pool: a
-block belongs to one group and has `planes` layers of its tokens, in as much memory whatever the group. Where a token
-takes fewer bytes in the layers of one group, with fewer or smaller heads, its blocks have more tokens.
+Layers with the same window and the same heads form a group, and each sequence has a block table for each group. All
+groups share one pool: a block belongs to one group and holds its tokens in `planes` layers. All blocks take the same
+memory, so that a group whose heads are fewer or smaller has more tokens in a block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hash_block_size_of(block_size: int) -> int:
 
 
 def hash_unit_of(block_size: int) -> int:
-    """Tokens of which blocks of other sizes have a multiple, so that they have hash blocks with those of this size."""
+    """The size in tokens of which all other block sizes should be a multiple, so that hash blocks fit all of them."""
     return next((size for size in HASH_BLOCK_SIZES if block_size % size == 0), block_size)
 
 
@@ -54,9 +54,9 @@ class KVGroup:
     def most_blocks(self, tokens: int, chunk: int | None) -> int:
         """The most blocks that a sequence of `tokens` tokens holds at once.
 
-        chunk: most tokens of it in a step; None: any number. Beside them a window needs the keys before the chunk.
+        chunk: most tokens of it in a step; None: any number. A window needs the keys before the chunk too.
         """
-        keys = self.most_tokens(tokens, chunk)  # neighbours, which may begin anywhere in a block
+        keys = self.most_tokens(tokens, chunk)  # neighbours, of which the first may be anywhere in a block
         return min(self.num_blocks(tokens), self.num_blocks(keys - 1) + 1)
 
     def most_tokens(self, tokens: int, chunk: int | None) -> int:
@@ -70,7 +70,8 @@ class KVGroups:
 
     groups: tuple[KVGroup, ...]
     planes: int
-    shared: tuple[int, ...] = ()  # of each layer without K and V of its own, after the others: the layer whose it reads
+    # The last layers may have no K and V of their own: for each of them, the earlier layer whose K and V it reads.
+    shared: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -98,7 +99,7 @@ class KVGroups:
 
     @cached_property
     def num_readers(self) -> tuple[int, ...]:
-        """Of each group how many layers attend to its blocks, those with K and V of another one among them."""
+        """For each group how many layers attend to its blocks, with those that have no K and V of their own."""
         readers = Counter(group for group, _ in self.of_layer)
         return tuple(readers[index] for index in range(len(self.groups)))
 
@@ -145,15 +146,12 @@ class KVGroups:
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """What a KV cache of `num_blocks` blocks can hold, of which admission leaves `watermark` free.
-
-    chunk: most tokens of a sequence in a step; None: any number.
-    """
+    """What a KV cache can hold."""
 
     groups: KVGroups
-    chunk: int | None
+    chunk: int | None  # most tokens of a sequence in a step; None: any number
     num_blocks: int
-    watermark: int
+    watermark: int  # blocks that admission leaves free
 
     @property
     def available(self) -> int:
@@ -191,9 +189,11 @@ def kv_groups(
 ) -> KVGroups:
     """The groups of layers with these sliding windows; None sees all keys.
 
-    block_size: tokens in the blocks of all layers, or of each; heads: of each layer, () if they are alike; shared: as
-    in `KVGroups`. Layers that are alike are one group, with a plane for each layer. Otherwise layers of one kind fill
-    as many groups as they need.
+    Layers that are all alike are one group, with a plane for each layer. Otherwise the layers of each kind fill as many
+    groups as they need.
+
+    block_size: tokens in a block, one number for all layers or one for each. heads: of each layer; () if they are
+    alike. shared: as in `KVGroups`.
     """
     sizes = [block_size] * len(windows) if isinstance(block_size, int) else block_size
     of_heads: Sequence[Heads | None] = heads or [None] * len(windows)

@@ -117,20 +117,16 @@ RecordedWork = Callable[[Callable[[], None]], object]  # see `Device.capture`
 
 
 class Device(ABC):
-    """Memory, streams and copies of one device. `compute_stream` is where the model runs.
-
-    `shares_host`: the compute stream runs on the host's cores and its kernels read host memory like device memory, so
-    that a call stream would only compete for cores. `captures`: whether the device records graphs.
-    `host_memory_may_grow`: whether `empty_host` may succeed with more than `free_host_memory`, as on virtual machines
-    that grow.
-    """
+    """Memory, streams and copies of one device."""
 
     name: str
     torch_device: torch.device
-    compute_stream: Stream
+    compute_stream: Stream  # where the model runs
+    # The compute stream runs on the host's cores and its kernels read host memory like device memory, so that a call
+    # stream would only compete for cores.
     shares_host: bool
-    captures: bool = False
-    host_memory_may_grow: bool = False
+    captures: bool = False  # records graphs
+    host_memory_may_grow: bool = False  # `empty_host` may succeed with more than `free_host_memory`, as on some VMs
 
     def compute(self) -> AbstractContextManager[None]:
         """A context in which torch submits its work to the compute stream."""

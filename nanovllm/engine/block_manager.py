@@ -4,8 +4,8 @@ Every block on the device or host tier is *used* (referenced by sequences), *cac
 can find it) or *free*; the three counts always add up to the total. Blocks on the swap tier are counted separately:
 preempted sequences reference them, and they are swapped in before attention reads them.
 
-Sequences share full blocks only. Of a block that begins with a sequence's next tokens and then differs, or is not full,
-the sequence gets a copy of that part (`_continue_block`).
+Sequences share full blocks only. If a cached block begins with a sequence's next tokens and then differs, or is not
+full, the sequence gets a copy of that part (`_continue_block`).
 
 A sequence has a block table for each KV group. In groups without a window it holds blocks for all its tokens, from its
 admission on. In groups with a window it holds those that the next step sees and writes: `grow` adds blocks for a chunk,
@@ -160,8 +160,8 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> None:
         """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed.
 
-        What the store has beyond that counts too, but is being read: then `seq.loading` is set, and the sequence must
-        not run before `StoredBlocks.end_loading`.
+        What the block store has beyond that counts as computed too, while it is still being read. Then `seq.loading` is
+        set, and the sequence must not run before `StoredBlocks.end_loading`.
         """
         hit = self._find(seq)
         on_host = self._num_on_host(hit)
@@ -233,13 +233,13 @@ class BlockManager:
             self._extend(seq)
 
     def _shared_and_written(self, seq: Sequence) -> list[tuple[list[int], int, int]]:
-        """The blocks that others use too and the sequence writes next: each with its block table and index."""
-        found = []
+        """The shared blocks that the sequence writes next: each with its block table and its index there."""
+        shared = []
         for table, group in zip(seq.block_tables, self.groups, strict=True):
             index = seq.num_computed // group.block_size
             if index < len(table) and table[index] != HOLE and self._blocks[table[index]].ref_count > 1:
-                found.append((table, index, table[index]))
-        return found
+                shared.append((table, index, table[index]))
+        return shared
 
     def _wanted(self, seq: Sequence, group: KVGroup) -> int:
         """Where a sequence's block table of the group must end before the next step."""
@@ -262,10 +262,10 @@ class BlockManager:
     # ---- drafts
 
     def look_ahead(self, seq: Sequence, num_drafts: int) -> int:
-        """Give a sequence that has its blocks those of up to `num_drafts` tokens more. Returns for how many.
+        """Give a sequence the blocks of up to `num_drafts` tokens beyond its own. Returns for how many it has them.
 
-        It has them for one step: `end_look_ahead` takes them back. With recurrent layers it owns its state, which is
-        held meanwhile.
+        They are for one step, after which `end_look_ahead` takes them back. With recurrent layers the sequence owns its
+        state, of which a copy is held meanwhile.
         """
         while num_drafts and self._num_ahead(seq, num_drafts) > self.num_allocatable:
             num_drafts -= 1
@@ -278,9 +278,9 @@ class BlockManager:
         return num_drafts
 
     def end_look_ahead(self, seq: Sequence) -> None:
-        """Free the blocks beyond the sequence's tokens. Nothing in them was accepted, so that none is cached.
+        """Free the blocks beyond the sequence's tokens. They hold wrong drafts alone, and none is cached.
 
-        With recurrent layers, a state after the last right token is neither a snapshot nor stored.
+        With recurrent layers, the state may become a snapshot and be stored if all drafts were right.
         """
         if self.states is not None and self.states.end_step(seq):
             self.keep_state(seq, seq.num_computed)
@@ -303,10 +303,11 @@ class BlockManager:
             seq.first_held[index] = max(first, seq.first_held[index])
 
     def hold_part(self, seq: Sequence, end: int) -> bool:
-        """Give a sequence the blocks of a layer-by-layer prefill up to `end`. If there are too few: False, no change.
+        """Give a sequence the blocks of a layer-by-layer prefill up to `end`.
 
-        Of groups with a window these are the blocks that later tokens see, or tokens that begin where the same prompt
-        would find this one in the prefix cache or in the store. The layer buffer has the others.
+        Returns False, with nothing changed, if there are too few. In groups with a window these are the blocks that
+        later tokens see, and those that a prompt sees which finds this one in the prefix cache or in the block store.
+        The others are in the layer buffer alone.
         """
         spans = []
         hash_block = self.prefix_cache.hash_block_size
@@ -328,9 +329,10 @@ class BlockManager:
         return True
 
     def hold_beyond(self, seq: Sequence, end: int) -> bool:
-        """Give a sequence the blocks with which it has `end` tokens. If there are too few: False, no change.
+        """Give a sequence the blocks up to its token `end`, whose content comes from elsewhere.
 
-        Their content comes from elsewhere. With windows, blocks that it holds for fewer tokens may be of no use then.
+        Returns False, with nothing changed, if there are too few. In groups with a window it lets go of the blocks that
+        no token after `end` sees.
         """
         tables = list(zip(seq.block_tables, self.groups, strict=True))
         firsts = [max(len(table), group.first_visible(end)) for table, group in tables]
@@ -478,7 +480,7 @@ class BlockManager:
             self.states.forget_all()
 
     def _find(self, seq: Sequence) -> PrefixHit:
-        """What a waiting sequence need not compute; with recurrent layers up to a snapshot."""
+        """What a waiting sequence need not compute. With recurrent layers the hit ends at a snapshot."""
         return self.prefix_cache.find(seq, None if self.states is None else self.states.has_snapshot)
 
     # ---- recurrent states
@@ -489,7 +491,7 @@ class BlockManager:
         if not self.prefix_cache.enabled:
             seq.snapshots = SnapshotPlan()
             return
-        # Where the prompt parts from another one, so that the next one like it begins there; and what is stored.
+        # Where this prompt and another one part, since a third may begin like both; and where the store keeps a state.
         places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
         interval = states.snapshot_interval(seq.end)
         unit = self.prefix_cache.hash_block_size
@@ -497,7 +499,10 @@ class BlockManager:
         seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk, stored_unit)
 
     def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
-        """Swap out states, but for one whose layers are at different positions: layer-by-layer prefill begins anew."""
+        """Swap out the states of sequences. Returns False if that cannot be done.
+
+        In a layer-by-layer prefill the layers' states are at different positions, so that it begins anew.
+        """
         if any(seq.layerwise_done for seq in sequences) or not states.swap_out(sequences):
             return False
         for seq in sequences:
@@ -505,16 +510,16 @@ class BlockManager:
         return True
 
     def begin_snapshots(self, seq: Sequence, prefill: LayerwisePrefill) -> LayerwisePrefill:
-        """A layer-by-layer prefill that a sequence begins, with the snapshots on its way."""
+        """The layer-by-layer prefill that a sequence begins, with the snapshots that it keeps on its way."""
         if self.states is None:
             return prefill
         positions = seq.snapshots.within(prefill.begin, prefill.end, prefill.chunk)
         return replace(prefill, snapshots=self.states.begin_snapshots(seq, positions))
 
     def keep_state(self, seq: Sequence, begin: int) -> None:
-        """Let the prefix cache find the state of a sequence that has computed tokens from `begin` on, where it is due.
+        """Let the prefix cache find the state of a sequence that has just computed its tokens from `begin` on.
 
-        Of the output only the latest state is kept.
+        It does if a snapshot is due there. Of the output only the latest state is kept.
         """
         num_computed = seq.num_computed
         is_output = seq.num_computed > seq.prompt_len
@@ -533,7 +538,7 @@ class BlockManager:
     # ---- physical blocks and tiers
 
     def physical_ids(self, seq: Sequence, num_tokens: int) -> list[list[int]]:
-        """Of each group the physical ids of the blocks up to the sequence's token `num_tokens`, with HOLE as there."""
+        """For each group the physical ids of the blocks of the sequence's first `num_tokens` tokens; holes stay."""
         physical_ids = self.tiers.physical_ids
         tables = zip(seq.block_tables, seq.first_held, self.groups, strict=True)
         return [
@@ -555,7 +560,7 @@ class BlockManager:
     def promote(self, sequences: Iterable[Sequence]) -> None:
         """Move full host blocks of these sequences to device blocks that are free or cached.
 
-        A promoted block is loaded once, a block on the host in every step.
+        That loads a block once, instead of in every step.
         """
         if self.tiers.pools[Tier.HOST].num_free == self.tiers.num_host_blocks:
             return
@@ -643,11 +648,11 @@ class BlockManager:
         return copy
 
     def _continue_block(self, cached: Block, was_unreferenced: bool, num_tokens: int, num_needed: int) -> int:
-        """A block that begins with the first `num_tokens` tokens of `cached`, for one sequence to write on.
+        """A block with the first `num_tokens` tokens of `cached`, which one sequence will fill.
 
-        The sequence has a reference to `cached`. A copy if another sequence uses it, or if it holds more tokens and
-        there are enough blocks for the `num_needed` that the sequence still needs. Otherwise `cached` itself, whose
-        further tokens are forgotten.
+        The sequence has a reference to `cached`. The result is a copy if another sequence uses `cached`, or if that
+        holds more tokens and there are enough blocks for the `num_needed` that the sequence still needs. Otherwise it
+        is `cached` itself, whose further tokens are forgotten.
         """
         has_more = cached.num_cached_tokens > num_tokens
         if not was_unreferenced or (has_more and self.num_allocatable >= num_needed):

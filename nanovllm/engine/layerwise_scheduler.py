@@ -38,7 +38,7 @@ class LayerwiseScheduler:
             last = (*seq.snapshots.fixed[-1:], manager.stored.last_snapshot(seq))
             end = min((position for position in last if position > begin), default=end)
         reach = longest_prefill(groups.block_size, begin, end, chunk, memory)
-        if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
+        if reach - begin <= chunk:  # it goes chunk by chunk anyway
             return
         on_host, block_size = self._on_host(seq, reach)
         planned = plan_prefill(on_host, block_size, begin, reach, chunk, memory)
@@ -46,9 +46,10 @@ class LayerwiseScheduler:
             seq.layerwise = manager.begin_snapshots(seq, planned)
 
     def _on_host(self, seq: Sequence, tokens: int) -> tuple[list[int], int]:
-        """Which blocks of its first tokens are on the host, in the KV group with the most of them, and their size.
+        """The indices of the blocks of its first tokens that are on the host, and the size of these blocks.
 
-        Of groups with a window only where all are such: they load little.
+        They are those of the KV group with the most such tokens. Groups with a window load little, and count only if
+        there are no others.
         """
         groups = self._manager.groups
         tier_of = self._manager.tiers.tier_of
@@ -59,8 +60,8 @@ class LayerwiseScheduler:
             for table, group in of_groups
             if group.window == groups[0].window
         )
-        found, group = max(on_host, key=lambda each: len(each[0]) * each[1].block_size)
-        return found, group.block_size
+        indices, group = max(on_host, key=lambda of_group: len(of_group[0]) * of_group[1].block_size)
+        return indices, group.block_size
 
     def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
         """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.

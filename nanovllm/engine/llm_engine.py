@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanovllm.data.batch import Adapters, Batch, StepResult
@@ -16,9 +16,11 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
+from nanovllm.engine.preemption import PreemptionStats
+from nanovllm.engine.prefix_cache import PrefixCacheStats
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
-from nanovllm.engine.scheduler import Drafter, Scheduler
+from nanovllm.engine.scheduler import Drafter, DraftStats, Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
@@ -30,9 +32,9 @@ LOADING_SECONDS = 0.05  # that a step waits where all requests wait for the bloc
 
 
 class Clock:
-    """Seconds since the epoch, comparable with `time.time()`, that go on as steadily as `time.monotonic()`.
+    """Seconds since the epoch, like `time.time()`, that go on as steadily as `time.monotonic()`.
 
-    So differences are durations even if the system's clock is set in between. `reset` follows such a change.
+    Differences are durations even if the system's clock is set in between. `reset` follows such a change.
     """
 
     def __init__(self) -> None:
@@ -91,74 +93,51 @@ def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests by what they do now."""
+
+    waiting: int
+    loading: int
+    swapped: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """KV blocks by what they hold now."""
+
+    used: int  # a running request references them
+    cached: int  # only the prefix cache knows them
+    free: int
+    swapped: int
+    copied_on_write: int  # since the engine was created
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Current numbers of requests and blocks; all other numbers are totals since the engine was created.
+    """Requests and blocks now; all other numbers are totals since the engine was created. `asdict` exports them."""
 
-    A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
-    tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
-    drafts: how often a step verified drafts of a sequence; drafted_tokens, accepted_tokens: in these.
-    prefix_cache_hit_tokens_on_host, prefix_cache_hit_tokens_on_disk: of the hits; the others were on the device.
-    prefix_cache_copied_blocks, prefix_cache_copied_tokens: hits that end within a block, whose tokens are copied.
-    """
-
-    waiting_requests: int
-    loading_requests: int
-    swapped_requests: int
-    running_requests: int
-    used_blocks: int
-    cached_blocks: int
-    free_blocks: int
-    swapped_blocks: int
-    preemptions_by_recompute: int
-    preemptions_by_swap: int
-    tokens_lost: int
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    blocks_copied_on_write: int
+    requests: RequestCounts
+    blocks: BlockCounts
+    preemptions: PreemptionStats
+    prefix_cache: PrefixCacheStats
+    drafts: DraftStats
     prompt_tokens_computed: int
     tokens_generated: int
-    prefix_cache_queried_tokens: int
-    prefix_cache_hit_tokens: int
-    prefix_cache_hit_tokens_on_host: int
-    prefix_cache_hit_tokens_on_disk: int
-    prefix_cache_hit_rate: float
-    prefix_cache_copied_blocks: int
-    prefix_cache_copied_tokens: int
-    drafts: int
-    drafted_tokens: int
-    accepted_tokens: int
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
     manager = scheduler.block_manager
-    preemption = scheduler.preemption.stats
     return EngineMetrics(
-        waiting_requests=len(scheduler.waiting),
-        loading_requests=len(scheduler.loading),
-        swapped_requests=len(scheduler.swapped),
-        running_requests=len(scheduler.running),
-        used_blocks=manager.num_used,
-        cached_blocks=manager.num_cached,
-        free_blocks=manager.num_free,
-        swapped_blocks=manager.num_swapped,
-        preemptions_by_recompute=preemption.recomputed,
-        preemptions_by_swap=preemption.swapped,
-        tokens_lost=preemption.tokens_lost,
-        blocks_swapped_out=preemption.blocks_swapped_out,
-        blocks_swapped_in=preemption.blocks_swapped_in,
-        blocks_copied_on_write=manager.num_copied_blocks,
-        prompt_tokens_computed=scheduler.prompt_tokens_computed,
-        tokens_generated=scheduler.tokens_generated,
-        prefix_cache_queried_tokens=manager.stats.queried_tokens,
-        prefix_cache_hit_tokens=manager.stats.hit_tokens,
-        prefix_cache_hit_tokens_on_host=manager.stats.hit_tokens_on_host,
-        prefix_cache_hit_tokens_on_disk=manager.stats.hit_tokens_on_disk,
-        prefix_cache_hit_rate=manager.stats.hit_rate,
-        prefix_cache_copied_blocks=manager.stats.copied_blocks,
-        prefix_cache_copied_tokens=manager.stats.copied_tokens,
-        drafts=scheduler.draft_stats.drafts,
-        drafted_tokens=scheduler.draft_stats.drafted_tokens,
-        accepted_tokens=scheduler.draft_stats.accepted_tokens,
+        RequestCounts(len(scheduler.waiting), len(scheduler.loading), len(scheduler.swapped), len(scheduler.running)),
+        BlockCounts(
+            manager.num_used, manager.num_cached, manager.num_free, manager.num_swapped, manager.num_copied_blocks
+        ),
+        replace(scheduler.preemption.stats),
+        replace(manager.stats),
+        replace(scheduler.draft_stats),
+        scheduler.prompt_tokens_computed,
+        scheduler.tokens_generated,
     )
 
 
@@ -174,24 +153,20 @@ class MetricsReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFeatures:
-    """What an engine may have besides.
+    """What an engine may have besides."""
 
-    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them. drafter: of speculative
-    decoding.
-    """
-
-    grammars: GrammarCompiler | None = None
-    adapters: Adapters | None = None
+    grammars: GrammarCompiler | None = None  # compiles structured outputs; None refuses them
+    adapters: Adapters | None = None  # finds LoRA adapters; None refuses them
     metrics: MetricsReader | None = None
-    drafter: Drafter | None = None
+    drafter: Drafter | None = None  # of speculative decoding
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What programs written for vLLM ask the engine's `model_config`. max_model_len: tokens of the longest sequence."""
+    """What programs written for vLLM ask the engine's `model_config`."""
 
     model: str
-    max_model_len: int
+    max_model_len: int  # tokens of the longest sequence
 
 
 class LLMEngine:
@@ -286,9 +261,9 @@ class LLMEngine:
 
         Raises RequestError if the request cannot be served.
         """
-        time = self.arrival_time() if arrival_time is None else arrival_time
+        arrival = self.arrival_time() if arrival_time is None else arrival_time
         with as_request_error("the request cannot be taken"):
-            return self._inputs.request(request_id, prompt, sampling_params, time, priority, lora_request)
+            return self._inputs.request(request_id, prompt, sampling_params, arrival, priority, lora_request)
 
     def add(self, request: Request) -> None:
         """Queue a request of `make_request`. Raises RequestError, and adds nothing, if it cannot be served.

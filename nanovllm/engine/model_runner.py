@@ -35,16 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ComputedRows:
-    """Hidden states after the final norm, [rows, hidden], of sequences whose rows begin at `starts`.
+    """Hidden states of sequences after the final norm."""
 
-    A pass that keeps only the last row of a sequence gives a start before the first row, so that
-    `start + len(token_ids) - 1` is the row to sample from in either case. likeliest: the most likely token of each row,
-    or NOT_FINITE, computed faster than with `Decoder.compute_logits`; call it last, since it may overwrite `hidden`.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # [rows, hidden]
     sequences: Sequence[ScheduledSequence]
+    # The first row of each sequence. `start + len(token_ids) - 1` is always its last row, from which it samples: a pass
+    # that keeps only the last row of a sequence gives a start before the first row.
     starts: Sequence[int]
+    # The most likely token of each row, or NOT_FINITE, faster than with `Decoder.compute_logits`. Call it last, since
+    # it may overwrite `hidden`.
     likeliest: Callable[[], Sequence[int]] | None = None
 
 
@@ -58,7 +57,7 @@ class FlatBatch:
 
     @property
     def adapters(self) -> Sequence[tuple[int | None, int]]:
-        """Of each sequence its adapter and its number of rows."""
+        """The adapter of each sequence, and its number of rows."""
         return [(seq.adapter, len(seq.token_ids)) for seq in self.scheduled]
 
 
@@ -72,13 +71,14 @@ class StepWatch:
 
     def begin_step(self, batch: Batch) -> Callable[[int], None]:
         """Start to count the layers of a step. Call the result before each layer, with the number of its tokens."""
-        self._begun, self._total = 0, batch.token_layers(self._num_layers)
+        self._begun = 0
+        self._total = batch.token_layers(self._num_layers)
         return self._report
 
     def _report(self, tokens: int) -> None:
         """Call `on_layer`. An error in it is logged and does not fail the step."""
         done = self._begun
-        self._begun = self._begun + tokens
+        self._begun += tokens
         try:
             if self.on_layer is not None:
                 self.on_layer(done / self._total)
@@ -95,7 +95,7 @@ class ForwardPass(Protocol):
     """
 
     def begin_step(self, batch: Batch) -> StepTraffic | None:
-        """Start the step's loads. Returns the KV bytes that each of this pass's sequences moves; None without any."""
+        """Start the step's loads. Returns the KV bytes that each of its sequences moves, or None if it has none."""
         ...
 
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
@@ -184,7 +184,7 @@ class ChunkedPass:
         sequences = self._metadata
         token_ids = torch.tensor([token for seq in self._sequences for token in seq.token_ids], dtype=torch.int64)
         query_lens = torch.tensor([len(seq.token_ids) for seq in self._sequences])
-        # Of each sequence: the position of its rows less their index in the batch.
+        # For each sequence the difference between the position of a row and its index in the batch.
         offsets = torch.tensor([part.context_len - part.query_start for part in sequences])
         positions = torch.arange(len(token_ids)) + offsets.repeat_interleave(query_lens)
         inputs = torch.stack((token_ids, positions))  # on the host
@@ -255,8 +255,8 @@ class ModelRunner:
             with self.device.compute():
                 unloaded = self.adapters.begin_step(batch.adapters) if self.adapters is not None else {}
                 begun = [(one_pass, moved) for one_pass in passes if (moved := one_pass.begin_step(batch)) is not None]
-                for each, moved in begun:
-                    rows = each.run(on_attend)
+                for one_pass, moved in begun:
+                    rows = one_pass.run(on_attend)
                     sample_rows(self.model, rows, result, lambda: self._why_not_finite)
                     if self.keep_rows is not None:
                         self.keep_rows(rows)
@@ -264,8 +264,8 @@ class ModelRunner:
                     result.d2h_bytes.extend(moved.d2h_bytes)
                 self.kv_cache.end_step()
         except BaseException:
-            for each in self.passes:
-                each.abandon_step()
+            for one_pass in self.passes:
+                one_pass.abandon_step()
             raise
         for index, seq in enumerate(batch.sequences):
             if seq.adapter is not None and seq.adapter in unloaded:
@@ -333,8 +333,9 @@ def sample_rows(model: Decoder, rows: ComputedRows, result: StepResult, why_not_
 
 
 def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]]) -> dict[int, str | None]:
-    """Append the tokens of each sequence's `samples`. Returns errors by index of a sequence, None for logits that are
-    not finite.
+    """Append the tokens of each sequence's `samples`.
+
+    Returns errors by index of a sequence; the error is None if the logits are not finite.
     """
     hidden = rows.hidden
     sequences = rows.sequences
@@ -383,9 +384,9 @@ def _count_samples(
     asked = any(count is not None for count in counts)
     assert logits is not None or not asked, "log-probabilities need logits"
     logprobs = [None] * len(due) if logits is None or not asked else token_logprobs(logits, tokens, counts)
-    for position, ((i, _), token, found) in enumerate(zip(due, tokens, logprobs, strict=True)):
+    for position, ((i, _), token, of_token) in enumerate(zip(due, tokens, logprobs, strict=True)):
         if position in counting.positions:
-            samples[i].append(Sample(token, found))
+            samples[i].append(Sample(token, of_token))
     return failed
 
 
@@ -398,16 +399,15 @@ def _drawn_rows(rows: ComputedRows, index: int) -> Iterator[int]:
 
 
 class _Counting:
-    """Which of the draws count: of a sequence with drafts those up to the first that is not the drafted token.
+    """Which of the draws count. With drafts they count up to the first that is not the drafted token.
 
-    A draw after a draft that is wrong in itself (everything is banned) does not count either: the next step draws it
-    again, unless the sequence has ended before it. Nor does one from logits that are not finite: attention multiplies
-    the value of a later token by 0, so that a draft whose value is infinite spoils the rows before it. positions: of
-    the draws that count.
+    After an accepted draft, a draw that fails (everything is banned) does not count: the next step draws it again,
+    unless the sequence has ended before it. With drafts, draws from logits that are not finite do not count: attention
+    multiplies the value of a later token by 0, so that a draft whose value is infinite spoils the rows before it.
     """
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
-        self.positions: set[int] = set()
+        self.positions: set[int] = set()  # of the draws that count
         self._drafts = [seq.drafts if seq.num_drafts else None for seq in sequences]
         self._accepted = [0] * len(sequences)  # drafts so far; -1 once one was refused
 
@@ -427,22 +427,22 @@ class _Counting:
 
 def _processed(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Logits [vocab] and errors of the rows with logits processors, by row."""
-    found: dict[int, Tensor] = {}
+    changed: dict[int, Tensor] = {}
     errors: dict[int, str] = {}
     for index, row in enumerate(rows):
         if row.processors is not None:
             try:
-                found[index] = process(logits[index], row.processors)
+                changed[index] = process(logits[index], row.processors)
             except Exception as error:  # a caller's function may raise any type
                 errors[index] = f"a logits processor has failed: {told(error)}"
-    return found, errors
+    return changed, errors
 
 
 def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[TokenLogprobs]]) -> set[int]:
-    """Append the log-probabilities of each sequence's `prompt_targets`. Returns the indices of sequences whose logits
-    are not finite.
+    """Append the log-probabilities of each sequence's `prompt_targets`.
 
-    Computes the logits of LOGPROB_ROWS rows at a time, to bound their memory.
+    Returns the indices of sequences whose logits are not finite. Computes the logits of LOGPROB_ROWS rows at a time, to
+    bound their memory.
     """
     failed: set[int] = set()
     for i, (seq, start) in enumerate(zip(rows.sequences, rows.starts, strict=True)):
@@ -454,10 +454,10 @@ def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[Toke
             logits = model.compute_logits(rows.hidden[first : first + len(token_ids)])
             if not model.has_logits:
                 continue
-            found = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
+            logprobs = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
             if not is_finite(logits):
                 failed.add(i)
-            results[i].extend(row for row in found if row is not None)
+            results[i].extend(row for row in logprobs if row is not None)
     return failed
 
 

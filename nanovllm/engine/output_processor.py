@@ -35,13 +35,13 @@ class TokenTexts:
         except Exception:  # some tokenizers raise for ids that only pad the model's vocabulary
             return None
 
-    def logprobs(self, token_id: int, found: TokenLogprobs, count: int) -> dict[int, Logprob]:
+    def logprobs(self, token_id: int, computed: TokenLogprobs, count: int) -> dict[int, Logprob]:
         """Log-probabilities at one position by token id: the actual token, then the `count` most likely ones."""
-        entries = {token_id: Logprob(found.logprob, found.rank, self[token_id])}
+        entries = {token_id: Logprob(computed.logprob, computed.rank, self[token_id])}
         rank = 0
         last = float("nan")
         for position, (other, logprob) in enumerate(
-            zip(found.top_token_ids[:count], found.top_logprobs, strict=False), 1
+            zip(computed.top_token_ids[:count], computed.top_logprobs, strict=False), 1
         ):
             # equal values share the first one's rank
             rank = rank if logprob == last else position
@@ -68,8 +68,10 @@ class SequenceOutput:
             self.text = SequenceText(token_texts.tokenizer, seq.params, seq.request.prompt_token_ids)
 
     def completion(self, *, only_new: bool) -> CompletionOutput | None:
-        """Everything so far. only_new: what is new since the last call, at a cost that does not grow with the sequence,
-        or None if nothing is."""
+        """Everything so far.
+
+        only_new: what is new since the last call, or None if nothing is. The cost does not grow with the sequence.
+        """
         seq = self._seq
         text = self.text
         first = self._num_sent_tokens if only_new else 0
@@ -93,15 +95,15 @@ class SequenceOutput:
         """Add the new tokens' log-probabilities, with the `count` most likely ones."""
         done = len(self._logprobs)
         token_ids = self._seq.token_ids[self._seq.prompt_len + done :]
-        for token_id, found in zip(token_ids, self._seq.logprobs[done:], strict=True):
-            self._logprobs.append(self._token_texts.logprobs(token_id, found, count))
+        for token_id, computed in zip(token_ids, self._seq.logprobs[done:], strict=True):
+            self._logprobs.append(self._token_texts.logprobs(token_id, computed, count))
 
 
 class OutputProcessor:
-    """Makes the outputs of one request. If the tokenizer fails, or an output does not match the structure that was
-    asked for, the request ends with finish_reason "error".
+    """Makes the outputs of one request.
 
-    A request may report no sequences before it has finished (`Request.outputs`).
+    The request ends with finish_reason "error" if the tokenizer fails, or if an output does not match the structure
+    that was asked for. It may report no sequences before it has finished (`Request.outputs`).
     """
 
     def __init__(self, request: Request, token_texts: TokenTexts) -> None:
@@ -187,8 +189,8 @@ class OutputProcessor:
         count = request.sampling.num_prompt_logprobs
         if count is not None:
             new = request.prompt_logprobs[len(reported) - 1 :]
-            for token_id, found in zip(request.prompt_token_ids[len(reported) :], new, strict=False):
-                reported.append(self._token_texts.logprobs(token_id, found, count))
+            for token_id, computed in zip(request.prompt_token_ids[len(reported) :], new, strict=False):
+                reported.append(self._token_texts.logprobs(token_id, computed, count))
         if request.params.output_kind is not RequestOutputKind.DELTA:
             return reported
         sent = self._num_sent_prompt_logprobs

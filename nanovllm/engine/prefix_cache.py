@@ -40,7 +40,7 @@ class Evictor:
         """Remove a block and return the time of its last use."""
         last_used = self._last_used.pop(block_id)
         if len(self._heap) > 2 * len(self._last_used) + 16:
-            self._heap = [(time, block) for block, time in self._last_used.items()]
+            self._heap = [(last_use, block) for block, last_use in self._last_used.items()]
             heapq.heapify(self._heap)
         return last_used
 
@@ -53,17 +53,13 @@ class Evictor:
 
 @dataclass(slots=True)
 class Block:
-    """A block that is not free. `group`: the index of its KV group.
-
-    `tokens`: the content of its complete hash blocks, from the start of the block. `hashes`: those of its hash blocks
-    that the prefix cache finds here.
-    """
+    """A block that is not free."""
 
     block_id: int
-    group: int = 0
+    group: int = 0  # index of its KV group
     ref_count: int = 1
-    tokens: bytes = b""
-    hashes: list[bytes] = field(default_factory=list)
+    tokens: bytes = b""  # content of its complete hash blocks, from the start of the block
+    hashes: list[bytes] = field(default_factory=list)  # of its hash blocks that the prefix cache finds here
 
     @property
     def num_cached_tokens(self) -> int:
@@ -73,18 +69,14 @@ class Block:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up at admission, and how many of them were in the cache.
-
-    hit_tokens_on_host, hit_tokens_on_disk: of these, in host blocks, and in the block store; the others on the device.
-    copied_blocks, copied_tokens: blocks of which a sequence got a copy of the part that it shares, and those tokens.
-    """
+    """Tokens looked up at admission, and how many of them were in the cache."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
-    hit_tokens_on_host: int = 0
-    hit_tokens_on_disk: int = 0
-    copied_blocks: int = 0
-    copied_tokens: int = 0
+    hit_tokens_on_host: int = 0  # of these, in host blocks
+    hit_tokens_on_disk: int = 0  # of these, in the block store
+    copied_blocks: int = 0  # of which a sequence got a copy of the part that it shares
+    copied_tokens: int = 0  # in these parts
 
     @property
     def hit_rate(self) -> float:
@@ -100,15 +92,11 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class PrefixHit:
-    """The cached start of a sequence, in whole hash blocks.
-
-    tables: of each KV group the ids of the full blocks by index, with HOLE for those that no later token sees; parts:
-    the block that begins with the tokens after these, None if there are none.
-    """
+    """The cached start of a sequence, in whole hash blocks. Both lists are by KV group."""
 
     num_tokens: int
-    tables: list[list[int]]
-    parts: list[Block | None]
+    tables: list[list[int]]  # ids of the full blocks by index, with HOLE for those that no later token sees
+    parts: list[Block | None]  # the block that begins with the tokens after the full ones; None if there are none
 
 
 class PrefixCache:
@@ -133,34 +121,38 @@ class PrefixCache:
     def find(self, seq: Sequence, is_kept: Callable[[bytes], bool] | None = None) -> PrefixHit:
         """The longest cached start of `seq`, at most its `num_cacheable` tokens.
 
-        is_kept: whether there is a snapshot of the recurrent state after the tokens of a hash; None: none is needed.
+        is_kept: whether there is a snapshot of the recurrent state after the tokens of a hash; None for models without
+        such states.
         """
         if not self.enabled:
             return PrefixHit(0, [[] for _ in self.groups], [None] * len(self.groups))
-        found = self._find_from_start(seq)
-        end = self._longest(seq, found, is_kept)
+        from_start = self._find_from_start(seq)
+        end = self._longest(seq, from_start, is_kept)
         tables: list[list[int]] = []
         parts: list[Block | None] = []
         for index, group in enumerate(self.groups):
             full, rest = divmod(end, group.block_size)
             if group.window is None:
-                tables.append(found[index][:full])
+                tables.append(from_start[index][:full])
             else:
                 first = min(group.first_visible(end), full)
                 blocks = (self._find_full(seq, index, block_index) for block_index in range(first, full))
                 tables.append([HOLE] * first + [block.block_id for block in blocks if block is not None])
-            is_known = rest > 0 and full < len(found[index])
+            is_known = rest > 0 and full < len(from_start[index])
             parts.append(self._find_full(seq, index, full) if is_known else self._find_part(seq, index, full, rest)[0])
         return PrefixHit(end, tables, parts)
 
-    def _longest(self, seq: Sequence, found: list[list[int]], is_kept: Callable[[bytes], bool] | None) -> int:
-        """Tokens of the longest start for which every group has what later tokens see; found: `_find_from_start`."""
+    def _longest(self, seq: Sequence, from_start: list[list[int]], is_kept: Callable[[bytes], bool] | None) -> int:
+        """Tokens of the longest start for which every group has what later tokens see.
+
+        from_start: the result of `_find_from_start`.
+        """
         end = seq.num_cacheable // self.hash_block_size * self.hash_block_size
         while True:
             before = end
             for index, group in enumerate(self.groups):
                 if group.window is None:
-                    end = self._reach_from_start(seq, index, end, len(found[index]))
+                    end = self._reach_from_start(seq, index, end, len(from_start[index]))
                 else:
                     end = self._reach_of_window(seq, index, end)
             if is_kept is not None:
@@ -169,30 +161,30 @@ class PrefixCache:
                 return end
 
     def _longest_kept(self, seq: Sequence, num_tokens: int, is_kept: Callable[[bytes], bool]) -> int:
-        """Of the first `num_tokens` tokens, the most whole hash blocks whose hash `is_kept`."""
+        """The longest start of up to `num_tokens` tokens, in whole hash blocks, whose hash `is_kept`."""
         ends = range(num_tokens, 0, -self.hash_block_size)
         return next((end for end in ends if is_kept(self.hash_before(seq, end))), 0)
 
     def _find_from_start(self, seq: Sequence) -> list[list[int]]:
-        """Of each group without a window the ids of the cached full blocks that `seq` starts with; others: none.
+        """The ids of the cached full blocks that `seq` starts with, for each group; none for groups with a window.
 
         The result is kept on the sequence, so that a waiting sequence is not looked up again in every step.
         """
         known = seq.found_prefix or [[] for _ in self.groups]
-        found = [self._still_cached(blocks, seq.prefix_age) for blocks in known]
+        cached = [self._still_cached(blocks, seq.prefix_age) for blocks in known]
         for index, group in enumerate(self.groups):
             limit = 0 if group.window is not None else seq.num_cacheable // group.block_size
-            while len(found[index]) < limit:
-                block = self._find_full(seq, index, len(found[index]))
+            while len(cached[index]) < limit:
+                block = self._find_full(seq, index, len(cached[index]))
                 if block is None:
                     break
-                found[index].append(block.block_id)
-        seq.found_prefix = found
+                cached[index].append(block.block_id)
+        seq.found_prefix = cached
         seq.prefix_age = self._num_removals
-        return found
+        return cached
 
     def _reach_from_start(self, seq: Sequence, group: int, end: int, num_full: int) -> int:
-        """How many of the first `end` tokens of `seq` a group has, of which it has `num_full` blocks."""
+        """How many of the first `end` tokens of `seq` a group without a window has. It has `num_full` full blocks."""
         size = self.groups[group].block_size
         index = min(end // size, num_full)
         if index < num_full:
@@ -200,7 +192,7 @@ class PrefixCache:
         return index * size + self._find_part(seq, group, index, min(size, end - index * size))[1]
 
     def _reach_of_window(self, seq: Sequence, group: int, end: int) -> int:
-        """The longest start of up to `end` tokens of which a group has what later tokens see in its window."""
+        """The longest start of up to `end` tokens for which a group has the tokens of its window."""
         size = self.groups[group].block_size
         while end > 0:
             for index in reversed(range(self.groups[group].first_visible(end), -(-end // size))):
@@ -219,9 +211,9 @@ class PrefixCache:
         return self._find_block(seq, group, (index + 1) * hashes_per_block - 1)
 
     def _find_part(self, seq: Sequence, group: int, index: int, most: int) -> tuple[Block | None, int]:
-        """The block that begins with the most tokens of the block `index` of `seq`, up to `most`, and their number.
+        """The block that shares the longest beginning, of up to `most` tokens, with the block `index` of `seq`.
 
-        They are whole hash blocks.
+        Returns it with the number of these tokens, which are whole hash blocks; (None, 0) if there is none.
         """
         first = index * self.groups[group].block_size // self.hash_block_size
         for last in reversed(range(first, first + most // self.hash_block_size)):
@@ -286,14 +278,14 @@ class PrefixCache:
         self._num_removals += 1
         self._cleared_at = self._num_removals
 
-    def _still_cached(self, found: list[int], age: int) -> list[int]:
-        """What `find` found when there had been `age` removals, as far as nothing of it was removed since."""
+    def _still_cached(self, block_ids: list[int], age: int) -> list[int]:
+        """The first of these blocks, up to one that was removed since there had been `age` removals."""
         if age == self._num_removals:
-            return found
+            return block_ids
         removed_at = self._removed_at
         cleared_at = self._cleared_at
-        removed = (index for index, block_id in enumerate(found) if removed_at.get(block_id, cleared_at) > age)
-        return found[: next(removed, len(found))]
+        removed = (index for index, block_id in enumerate(block_ids) if removed_at.get(block_id, cleared_at) > age)
+        return block_ids[: next(removed, len(block_ids))]
 
     def _find_block(self, seq: Sequence, group: int, index: int) -> Block | None:
         """The group's block that holds hash block `index` of the sequence, and its tokens before it in the block."""

@@ -64,22 +64,14 @@ class Blocks(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, its sampling parameters, and the sequences that answer it.
-
-    `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
-    it ended with finish_reason "error"; `step_failed`: a failed step ended it. `prompt_logprobs`: from the second
-    prompt token on, as far as computed.
-    `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
-    `forked`: whether the sequences have the prompt's blocks in common; the only one of a request always does.
-    `was_spoiled`: whether a step with drafts had no finite logits.
-    """
+    """A prompt, its sampling parameters, and the sequences that answer it."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     _: KW_ONLY
-    number: int
-    seq_ids: Iterator[int]
+    number: int  # of the engine's requests, in the order in which they were made
+    seq_ids: Iterator[int]  # yields a unique id for every sequence of the engine
     seed: int
     arrival_time: InitVar[float]
     priority: int = 0
@@ -88,18 +80,20 @@ class Request:
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
     adapter: Adapter | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
-    error: str | None = field(default=None, init=False)
-    step_failed: bool = field(default=False, init=False)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
-    num_overtaken: int = field(default=0, init=False)
-    was_spoiled: bool = field(default=False, init=False)
+    error: str | None = field(default=None, init=False)  # why it ended with finish_reason "error"
+    step_failed: bool = field(default=False, init=False)  # a failed step ended it
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second prompt token on
+    num_overtaken: int = field(default=0, init=False)  # later requests admitted while this one waited for its adapter
+    was_spoiled: bool = field(default=False, init=False)  # a step with drafts had no finite logits
 
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         # A beam search runs requests of its own, and makes the sequences in the end: see `features.beam_search`.
         count = 0 if self.params.use_beam_search else self.params.num_sequences
         self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
-        self.forked = len(self.sequences) == 1
+        self.forked = (
+            len(self.sequences) == 1
+        )  # each sequence has blocks of its own; else the first computes the prompt
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -139,9 +133,11 @@ class Request:
     def chunks(self, tokens: int, longest: int, edge: int = 1) -> list[tuple[Sequence, int]]:
         """The sequences to compute in a step that has `tokens` tokens left, and how many tokens of each.
 
-        longest: most tokens of one sequence. edge: of a prompt of which the step computes a part, that part ends at a
-        multiple of it. Empty if the request does not fit the step. After a recompute each of several sequences stops
+        Returns an empty list if the request does not fit the step. After a recompute each of several sequences stops
         before its last token until all of them have caught up.
+
+        longest: most tokens of one sequence. edge: if the step computes a part of a prompt, the part ends at a multiple
+        of it.
         """
         sequences = self.computing
         if len(sequences) > 1 and not self.is_prefill:
@@ -149,8 +145,8 @@ class Request:
         held_back = len(sequences) > 1
         chunks: list[tuple[Sequence, int]] = []
         for seq in sequences:
-            chunk = left = seq.num_remaining - held_back
-            if min(tokens, longest) < left:
+            chunk = seq.num_remaining - held_back
+            if min(tokens, longest) < chunk:
                 chunk = min(tokens, longest)
                 chunk = max(0, chunk - (seq.num_computed + chunk) % edge)
             chunk = seq.snapshots.chunk(seq.num_computed, chunk)
@@ -162,7 +158,7 @@ class Request:
     def num_extra_blocks(self, capacity: KVCapacity) -> int:
         """Blocks that a waiting request needs in addition to those of `computing[0]`.
 
-        None for a new request. After a recompute, those of what each sequence has generated.
+        A new request needs no others. After a recompute it needs those of what each sequence has generated.
         """
         if self.forked:
             return 0
@@ -171,9 +167,9 @@ class Request:
         return max(0, held - capacity.most_blocks(self.prompt_len))
 
     def check_fits(self, max_model_len: int, capacity: KVCapacity) -> None:
-        """Raise RequestError if a cache cannot hold its sequences until they end.
+        """Raise RequestError if the cache cannot hold its sequences until they end.
 
-        A single sequence always fits: the scheduler refuses a larger max_model_len.
+        A single sequence always fits, since the scheduler refuses a max_model_len that does not.
         """
         count = self.params.num_sequences
         max_tokens = self.params.max_tokens
@@ -190,9 +186,11 @@ class Request:
         )
 
     def most_blocks(self, length: int, capacity: KVCapacity) -> int:
-        """Most KV blocks that its sequences, of `length` tokens with the prompt, hold at once: they share full prompt
-        blocks."""
-        computed = max(length - 1, self.prompt_len)  # K/V of a sequence's last token is never computed
+        """The most KV blocks that its sequences hold at once when each has `length` tokens, the prompt included.
+
+        They share the full blocks of the prompt.
+        """
+        computed = max(length - 1, self.prompt_len)  # the K/V of a sequence's last token is never computed
         if computed == self.prompt_len:  # one token each: the sequences end before they fork
             return capacity.most_blocks(computed)
         return capacity.most_shared_blocks(self.prompt_len, [computed] * self.params.num_sequences)
@@ -206,14 +204,14 @@ class Request:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities that its samples must have; ranking the sequences needs those of their tokens."""
+        """Log-probabilities that its samples must have. Ranking the sequences needs those of their tokens."""
         asked = self.sampling.num_logprobs
         return (asked or 0) if self.is_ranked else asked
 
     def sampled_from(self, seq: Sequence) -> Seq[Sequence]:
         """The sequences that sample their next token from the last row of `seq`.
 
-        Before the fork all of them, unless they did before a preemption.
+        Before the fork these are all sequences, unless they have sampled before a preemption.
         """
         if self.params.max_tokens == 0:
             return []
@@ -264,27 +262,20 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """A recurrent state, in a state slot of either tier. `StateManager` changes it.
-
-    Its holders: `num_sequences` go on from it, and the prefix cache finds it if it has a `content_hash`, of the tokens.
-    """
+    """A recurrent state, in a state slot of either tier. `StateManager` changes it."""
 
     slot: int
-    num_sequences: int = 0
-    content_hash: bytes | None = None
+    num_sequences: int = 0  # that go on from it
+    content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """Where the state of a prompt is kept, always at a multiple of `unit`.
+    """Where the state of a prompt is kept. A chunk ends at each of these positions."""
 
-    fixed: positions, ascending, at which a chunk ends for it. interval: in a chunk that passes a multiple of it, at the
-    last place, where the chunk ends; 0: not so.
-    """
-
-    fixed: tuple[int, ...] = ()
-    interval: int = 0
-    unit: int = 1
+    fixed: tuple[int, ...] = ()  # positions, ascending
+    interval: int = 0  # a chunk that passes a multiple of it ends at the last multiple of `unit`; 0: no such positions
+    unit: int = 1  # all positions are multiples of it
 
     def chunk(self, begin: int, most: int) -> int:
         """How many tokens to compute after `begin`, of `most` that a step could."""
@@ -298,15 +289,15 @@ class SnapshotPlan:
         return end in self.fixed or (end % self.unit == 0 and self._passes(begin, end))
 
     def within(self, begin: int, end: int, chunk: int) -> list[int]:
-        """Where the state is kept while tokens [begin, end) are computed in chunks of `chunk`, but for the end."""
-        found = []
+        """Where the state is kept before `end` while tokens [begin, end) are computed in chunks of `chunk`."""
+        positions = []
         at = begin
         while at < end:
             first = at
-            at = at + self.chunk(at, min(chunk, end - at))
+            at += self.chunk(at, min(chunk, end - at))
             if at < end and self.is_due(first, at):
-                found.append(at)
-        return found
+                positions.append(at)
+        return positions
 
     def _passes(self, begin: int, end: int) -> bool:
         return self.interval > 0 and begin // self.interval < end // self.interval
@@ -314,25 +305,25 @@ class SnapshotPlan:
 
 @dataclass(slots=True)
 class HeldState:
-    """The state from before a step with drafts, which begins at token `begin` and ends before `end`."""
+    """A copy of a state, made before a step with drafts."""
 
     state: State
-    begin: int
-    end: int
+    begin: int  # the first token that the step computes
+    end: int  # the token after the last draft
 
 
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
-    K/V of positions `[0, num_computed)` is in the cache. K/V of the last token is computed in the step that samples the
-    next one. `index` is the sequence's number within its request. `seed` determines its samples: the first sequence has
-    the request's, the others have seeds of their own.
+    The K/V of positions `[0, num_computed)` is in the cache. The K/V of the last token is computed in the step that
+    samples the next one.
     """
 
     def __init__(self, request: Request, seq_id: int, index: int = 0) -> None:
         self.request = request
         self.seq_id = seq_id
-        self.index = index
+        self.index = index  # within its request
+        # It determines the samples. The first sequence has the request's seed.
         self.seed = derived_seed(request.seed, "sequence", index) if index else request.seed
         self.token_ids = list(request.prompt_token_ids)
         self.finish_reason: str | None = None
@@ -351,12 +342,12 @@ class Sequence:
         self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
-        self.prefix_age = -1  # removals from the prefix cache before that
+        self.prefix_age = -1  # how many blocks the prefix cache had removed when it found them
         self.num_stored = 0  # tokens that were read from the block store when it was admitted last
         self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
-        self.loading: Loading | None = None  # they are being read, and num_computed counts them already
+        self.loading: Loading | None = None  # while they are being read; num_computed counts them already
         grammar = request.sampling.grammar
-        self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
+        self.grammar = grammar.start() if grammar is not None else None  # reads the output
         self._output_array = token_array()
         self.drafting: object = None  # what the drafter keeps of it
 
@@ -427,7 +418,7 @@ class Sequence:
     # ---- what the executor needs to sample its next token, and to score its prompt
 
     def sampling_rows(self, drafts: Seq[int] = ()) -> tuple[SamplingRow, ...]:
-        """How to sample its next token, and after each of `drafts` the one that follows if the output goes on so."""
+        """How to sample its next token and, after each of `drafts`, the token that follows if the drafts are right."""
         masks: Seq[TokenMask | None] = [self.request.sampling.allowed] * (len(drafts) + 1)
         if self.grammar is not None:  # the masks are made while the step computes
             new = self.token_ids[self.prompt_len + self.grammar.num_read :]

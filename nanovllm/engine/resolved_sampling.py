@@ -78,37 +78,29 @@ MAX_BIAS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """Sampling parameters of one request in terms of the model's token ids.
+    """Sampling parameters of one request in terms of the model's token ids."""
 
-    num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 replaced by the vocabulary size. end_tokens: banned
-    before min_tokens. bad_words: as token ids. draw: the fields of DrawParams. adjustments: those of every token, to
-    which a step adds the banned tokens and the output. allowed: the mask of allowed_token_ids. processors: logits
-    processors, and whether each takes the prompt. grammar: what the outputs match.
-    """
-
-    num_logprobs: int | None = None
+    num_logprobs: int | None = None  # as in SamplingParams, with -1 replaced by the size of the vocabulary
     num_prompt_logprobs: int | None = None
-    end_tokens: array[int] = field(default_factory=token_array)
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    draw: Mapping[str, Any] = field(default_factory=dict)
+    end_tokens: array[int] = field(default_factory=token_array)  # banned before min_tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each
+    draw: Mapping[str, Any] = field(default_factory=dict)  # the fields of DrawParams
+    # Those of every token. A step adds the banned tokens and the output.
     adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
-    allowed: PackedMask | None = None
-    processors: tuple[tuple[LogitsProcessor, bool], ...] = ()
-    grammar: Grammar | None = None
+    allowed: PackedMask | None = None  # the mask of allowed_token_ids
+    processors: tuple[tuple[LogitsProcessor, bool], ...] = ()  # logits processors, and whether each takes the prompt
+    grammar: Grammar | None = None  # what the outputs match
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """What `resolve_sampling` needs to know.
-
-    max_logprobs: limit of logprobs and prompt_logprobs; -1 for no limit. grammars: compiles structured outputs.
-    """
+    """What `resolve_sampling` needs to know."""
 
     vocab_size: int
     eos_token_ids: Collection[int] = ()
     tokenizer: Tokenizer | None = None
-    max_logprobs: int = 20
-    grammars: GrammarCompiler | None = None
+    max_logprobs: int = 20  # limit of logprobs and prompt_logprobs; -1 for no limit
+    grammars: GrammarCompiler | None = None  # compiles structured outputs
 
 
 def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
@@ -215,21 +207,21 @@ def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[
 
     As in vLLM, the form with a space counts only if it has as many tokens and another first token.
     """
-    found: list[tuple[int, ...]] = []
+    banned: list[tuple[int, ...]] = []
     for word in words:
         at_start, after_space = (_encode(prefix + word.lstrip(), facts) for prefix in ("", " "))
         if not at_start:
             raise RequestError(f"bad_words={quoted(word)}: must hold words of at least one token")
-        found.append(at_start)
+        banned.append(at_start)
         if len(after_space) == len(at_start) and after_space[0] != at_start[0]:
-            found.append(after_space)
+            banned.append(after_space)
         for token in (*at_start, *after_space):
             if token >= facts.vocab_size:
                 raise RequestError(
                     f"bad_words={quoted(word)}: the tokenizer gives token {token}, and the model's go from 0 to "
                     f"{facts.vocab_size - 1}"
                 )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(banned))
 
 
 def _encode(text: str, facts: SamplingFacts) -> tuple[int, ...]:

@@ -59,9 +59,9 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class DraftStats:
-    """Totals since the engine was created. drafts: how often a step verified drafts of a sequence."""
+    """Totals since the engine was created."""
 
-    drafts: int = 0
+    drafts: int = 0  # how often a step verified drafts of a sequence
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -132,7 +132,7 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
+        """The batch of the next step; empty when nothing can run. now: the time at which requests begin to run."""
         for request in [request for request in self.loading if _has_loaded(request)]:
             self._end_loading(request, now)
         self._grow_running()
@@ -179,32 +179,11 @@ class Scheduler:
         sampled: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
-            computed = len(scheduled.token_ids) - scheduled.num_drafts
-            if self.layerwise is not None and scheduled.layerwise is not None:
-                computed = self.layerwise.advance(seq, scheduled.layerwise)
-            if scheduled.num_drafts and not samples:  # it is computed again, without drafts
-                computed = 0
-                seq.request.was_spoiled = True
-            seq.num_computed += computed
-            if seq.request not in errors:  # what a failed request has computed may be wrong
-                self.block_manager.register_computed(seq, scheduled.context_len)
-                if computed and not scheduled.num_drafts:  # else layers are apart, or the state has seen drafts
-                    self.block_manager.keep_state(seq, scheduled.context_len)
-                self.block_manager.stored.offer(seq, scheduled.context_len)
-            self.block_manager.release_hidden(seq)
-            prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
-            self.prompt_tokens_computed += prefilled
-            seq.request.metrics.prefill_tokens += prefilled
-            seq.request.metrics.h2d_bytes += h2d_bytes
-            seq.request.metrics.d2h_bytes += d2h_bytes
-            if scheduled.num_drafts and seq.request not in errors:
-                accepted = max(0, len(samples) - 1)
-                self._count_drafts(seq, scheduled.num_drafts, accepted)
-                computed += accepted
-                samples, self._drafted[seq.seq_id] = samples[:1], samples[:0:-1]
-            if self.drafter is not None and seq.request not in errors:
-                self.drafter.computed(seq, scheduled.context_len, scheduled.context_len + computed)
-            sampled.setdefault(seq.request, []).extend(samples)
+            request = seq.request
+            request.metrics.h2d_bytes += h2d_bytes
+            request.metrics.d2h_bytes += d2h_bytes
+            new = self._take_computed(seq, scheduled, samples, is_wrong=request in errors)
+            sampled.setdefault(request, []).extend(new)
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:
                 seq.request.prompt_logprobs.extend(prompt_logprobs)
@@ -226,6 +205,43 @@ class Scheduler:
             return False
         self.block_manager.stored.wait(seconds)
         return True
+
+    def _take_computed(
+        self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample], *, is_wrong: bool
+    ) -> list[Sample]:
+        """Count what a step has computed of a sequence. Returns the samples to append now.
+
+        With drafts this is the first sample; `accept_draft` appends the others. is_wrong: the numbers are unusable.
+        """
+        request = seq.request
+        begin = scheduled.context_len
+        computed = len(scheduled.token_ids) - scheduled.num_drafts
+        if self.layerwise is not None and scheduled.layerwise is not None:
+            computed = self.layerwise.advance(seq, scheduled.layerwise)
+        if scheduled.num_drafts and not samples:  # its logits were not finite: it is computed again, without drafts
+            computed = 0
+            request.was_spoiled = True
+        seq.num_computed += computed
+        if not is_wrong:
+            self.block_manager.register_computed(seq, begin)
+            if computed and not scheduled.num_drafts:  # else its layers are not all computed, or it has seen drafts
+                self.block_manager.keep_state(seq, begin)
+            self.block_manager.stored.offer(seq, begin)
+        self.block_manager.release_hidden(seq)
+        prefilled = max(0, min(computed, seq.prompt_len - begin))
+        self.prompt_tokens_computed += prefilled
+        request.metrics.prefill_tokens += prefilled
+        if is_wrong:
+            return samples
+        if scheduled.num_drafts:
+            accepted = max(0, len(samples) - 1)
+            self._count_drafts(seq, scheduled.num_drafts, accepted)
+            computed += accepted
+            self._drafted[seq.seq_id] = samples[:0:-1]
+            samples = samples[:1]
+        if self.drafter is not None:
+            self.drafter.computed(seq, begin, begin + computed)
+        return samples
 
     # ---- the stages of a step
 
@@ -271,7 +287,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
             while self.block_manager.num_to_grow(request.computing) > self.block_manager.num_allocatable:
-                victim = max(self.running[-1:] + self.loading[-1:], key=lambda each: each.order)
+                victim = max(self.running[-1:] + self.loading[-1:], key=lambda last: last.order)
                 self._preempt(victim)
                 if victim is request:
                     break
@@ -279,10 +295,10 @@ class Scheduler:
                 self.block_manager.grow(request.computing)
 
     def _schedule_prefills(self, prefills: list[Request], budget: SchedulingBudget) -> None:
-        """Schedule the running prefills but the long one: plan its next part, and reserve tokens for it.
+        """Schedule the running prefills, but only reserve tokens for the long one, and plan its next part.
 
-        It is the layer-by-layer one, else the first that the tokens left in this step do not complete. A request whose
-        sequences are recomputed side by side has no single prompt, and does not count.
+        The long prefill is the layer-by-layer one, else the first that the tokens left in this step do not complete. A
+        request whose sequences are recomputed side by side has no single prompt, and does not count.
         """
         alone = [request for request in prefills if len(request.computing) == 1]
         layerwise = (request for request in alone if request.computing[0].layerwise is not None)
@@ -307,14 +323,15 @@ class Scheduler:
     def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
         """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow.
 
-        Some are passed over: while a long prefill runs, those that one step cannot complete; those whose adapter cannot
-        be loaded yet; those that will find in the prefix cache what a running request computes next; and those for
-        which the block store is looking. The first of the others that does not fit ends the admission, so that later
-        ones do not take its blocks.
+        These are passed over:
+        - while a long prefill runs, requests that one step cannot complete;
+        - requests whose adapter cannot be loaded yet;
+        - requests that will find in the prefix cache what a running request computes next;
+        - requests for which the block store is still looking.
+        The first of the others that does not fit ends the admission, so that later ones do not take its blocks.
         """
-        # by the hash block computed next
         manager = self.block_manager
-        computing = dict[bytes | None, Request]()
+        computing = dict[bytes | None, Request]()  # by the hash of the hash block that they compute next
         for running in [*self.running, *self.loading]:
             if running.is_prefill or running.status is RequestStatus.LOADING:
                 for seq in running.computing:
@@ -346,8 +363,8 @@ class Scheduler:
     def _in_turn(self, passed_over: Seq[Request]) -> Iterator[Request]:
         """The waiting requests in order, until MOST_PASSED_OVER of them are passed over.
 
-        Of a longer queue a step looks at the first ones, and at those after the last one that the step before it passed
-        over, so that all have their turn.
+        In a longer queue a step looks at the first requests, and then goes on where the step before it ended, so that
+        all have their turn.
         """
         queue = list(self.waiting)
         index = 0
@@ -361,7 +378,7 @@ class Scheduler:
             if len(passed_over) > half:
                 self._passed_until = passed_over[-1].order
             elif len(passed_over) == half and not has_skipped and self._passed_until is not None:
-                index = max(index, bisect.bisect_right(queue, self._passed_until, key=lambda each: each.order))
+                index = max(index, bisect.bisect_right(queue, self._passed_until, key=lambda request: request.order))
                 has_skipped = True
         self._passed_until = None
 
@@ -384,16 +401,16 @@ class Scheduler:
         wanted = [(seq, most) for seq, most in drafting if most > 0]
         self.drafter.begin_step(wanted, left, rows, tokens)
         for seq, most in wanted:
-            found = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
-            found = found[: self._num_before_end(seq, found)]
-            if count := self.block_manager.look_ahead(seq, len(found)):
-                drafts[seq] = found[:count]
-                left = left - count
-                rows = rows + count
+            drafted = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
+            drafted = drafted[: self._num_before_end(seq, drafted)]
+            if count := self.block_manager.look_ahead(seq, len(drafted)):
+                drafts[seq] = drafted[:count]
+                left -= count
+                rows += count
         return drafts
 
     def _most_drafts(self, seq: Sequence, chunk: int) -> int:
-        """How many tokens may follow the next one, of a sequence that computes `chunk` tokens."""
+        """The most drafts that a sequence may have in a step that computes `chunk` of its tokens."""
         request = seq.request
         limits = self.limits
         manager = self.block_manager
@@ -405,7 +422,7 @@ class Scheduler:
         return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
 
     def _num_before_end(self, seq: Sequence, drafts: Seq[int]) -> int:
-        """How many drafts come before one that would end the sequence, which no other can follow."""
+        """How many drafts come before one that would end the sequence."""
         ends = set(seq.params.stop_token_ids)
         if not seq.params.ignore_eos:
             ends |= self.limits.eos_token_ids
@@ -421,7 +438,7 @@ class Scheduler:
             self._count_accepted(seq)
 
     def _count_accepted(self, seq: Sequence) -> None:
-        """The token that a sequence gets next was drafted; others that were right may not count, if it ends before."""
+        """Count the token that a sequence gets next, which was drafted. Right drafts after the end do not count."""
         self.draft_stats.accepted_tokens += 1
         seq.request.metrics.accepted_tokens += 1
 
@@ -440,9 +457,9 @@ class Scheduler:
         return self.block_manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK
 
     def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
-        """Whether a running request computes next, or one reads, what follows the cached prefix of a waiting one.
+        """Whether a running or loading request is about to have what follows the cached prefix of a waiting one.
 
-        No request waits for one that comes after it: others may keep that one from running.
+        No request waits for one that comes after it, which others may keep from running.
         """
         missing = self.block_manager.missing_hash(request.computing[0])
         return missing is not None and missing in computing and computing[missing].order < request.order
@@ -462,7 +479,7 @@ class Scheduler:
             request.status = RequestStatus.LOADING
             _insert(self.loading, request)
         else:
-            if budget.long_prefill is None:  # else it may be long all the same: the store has less than it had just now
+            if budget.long_prefill is None:  # else it fits a step, unless the store has just lost a part of it
                 self._plan_layerwise(seq)
             self._start(request, now)
         self.waiting.remove(request)

@@ -13,28 +13,20 @@ from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one step, and what ends a sequence.
-
-    long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
-    preemption_mode: None swaps requests of several sequences and recomputes the others.
-    num_layers: those with K and V; each computes the recurrent layers before it with it. layerwise_memory: device
-    memory for layer-by-layer prefill.
-    max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
-    num_speculative_tokens: most drafted tokens of a sequence in a step.
-    edge: a prompt that a step cannot complete is cut at a multiple of it, or waits. Every step must have room for two
-    of that size beside its decodes.
-    """
+    """Limits of one step, and what ends a sequence."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
-    long_prefill_token_threshold: int = 0
-    preemption_mode: PreemptionMode | None = None
-    num_layers: int = 1
-    layerwise_memory: LayerwiseMemory = NO_LAYERWISE
-    max_loras: int = 0
-    num_speculative_tokens: int = 0
+    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0 means max_num_batched_tokens
+    preemption_mode: PreemptionMode | None = None  # None swaps requests of several sequences and recomputes the others
+    num_layers: int = 1  # with K and V; a recurrent layer is counted with the next one of these
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # device memory for layer-by-layer prefill
+    max_loras: int = 0  # LoRA adapters that the running requests may have; 0 if requests cannot have any
+    num_speculative_tokens: int = 0  # most drafted tokens of a sequence in a step
+    # A prompt that a step cannot complete is cut at a multiple of `edge`. Every step must have room for two such parts
+    # beside its decodes.
     edge: int = 1
 
     @property
@@ -51,18 +43,14 @@ def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
 
 
 class SchedulingBudget:
-    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far.
-
-    left: tokens not yet scheduled. free_seqs: free sequence slots. chunks: (sequence, number of tokens to compute), in
-    batch order. long_prefill: the long prefill of this step, for which tokens are reserved.
-    """
+    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far."""
 
     def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
         """running: all requests that hold sequence slots, those that are loading among them."""
-        self.left = limits.max_num_batched_tokens
-        self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)
-        self.chunks: list[tuple[Sequence, int]] = []
-        self.long_prefill: Request | None = None
+        self.left = limits.max_num_batched_tokens  # tokens not yet scheduled
+        self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)  # free sequence slots
+        self.chunks: list[tuple[Sequence, int]] = []  # sequences and numbers of tokens to compute, in batch order
+        self.long_prefill: Request | None = None  # for which tokens are reserved
         self._limits = limits
         self._reserved = 0  # tokens
         self._adapters = {request.adapter.number for request in running if request.adapter is not None}
@@ -76,10 +64,10 @@ class SchedulingBudget:
         return adapter is None or adapter.number in self._adapters or len(self._adapters) < self._limits.max_loras
 
     def awaits_adapter(self, request: Request) -> bool:
-        """Whether a waiting request has to wait until another adapter is not in use any more.
+        """Whether a waiting request has to wait until no running request uses some other adapter.
 
-        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
-        ever. Requests without an adapter always do: they do not keep an adapter in use.
+        Up to max_num_seqs later requests whose adapters are in use overtake it; more would make it wait for ever.
+        Requests without an adapter always overtake it, since they keep no adapter in use.
         """
         if request.adapter is None:
             return False

@@ -22,7 +22,7 @@ from nanovllm.kvcache.hybrid_manager import IdPool
 
 LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
 SHARE_OF_PROMPT = 4  # one prompt takes at most 1 / SHARE_OF_PROMPT of the slots for snapshots on its way
-LONG_PROMPT = 4  # chunks: of longer prompts, snapshots on the way cut no chunk in two, since each chunk loads all KV
+LONG_PROMPT = 4  # chunks; snapshots on the way of longer prompts cut no chunk in two, since each chunk loads all KV
 
 
 class StateManager:
@@ -52,13 +52,13 @@ class StateManager:
     # ---- sequences
 
     def start(self, seq: Sequence, content_hash: bytes | None) -> None:
-        """A sequence begins at a snapshot; None: at its first token."""
+        """Let a sequence begin at the snapshot with this hash, or at its first token if the hash is None."""
         assert seq.state is None
         if content_hash is not None:
             self._join(seq, self._touched(content_hash))
 
     def own(self, seq: Sequence) -> int:
-        """The device slot that holds the state of a sequence alone, for a step to change it."""
+        """The device slot with the sequence's state, which a step may change: nothing else holds the state."""
         state = seq.state
         if state is not None and self._on_device(state):
             if state.num_sequences == 1 and state.content_hash is not None and not self.has_room:
@@ -72,8 +72,8 @@ class StateManager:
         return slot
 
     def renew(self, seq: Sequence) -> int:
-        """A device slot that the sequence alone holds, for a state that is read into it."""
-        self._leave(seq)  # first: there may be no slot but the one of the snapshot at which it would have begun
+        """A device slot that the sequence alone holds, into which a state will be read."""
+        self._leave(seq)  # first, since the snapshot at which it would have begun may be in the only slot
         slot = self._new_device_slot()
         self._join(seq, State(slot))
         return slot
@@ -90,7 +90,7 @@ class StateManager:
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        """A sequence does not go on from its state."""
+        """Take the sequence's state from it."""
         state = seq.state
         seq.state = None
         if state is not None:
@@ -100,7 +100,7 @@ class StateManager:
     def swap_out(self, sequences: Iterable[Sequence]) -> bool:
         """Move the states of sequences that will not run for a while to the host; `own` brings each back.
 
-        False, with nothing changed, if the host has too few slots. A state that other sequences hold is copied.
+        Returns False, with nothing changed, if the host has too few slots. A state that other sequences hold is copied.
         """
         holders = Counter(seq.state for seq in sequences if seq.state is not None and self._on_device(seq.state))
         if len(holders) > self._room_on_host:
@@ -114,9 +114,9 @@ class StateManager:
     # ---- drafts
 
     def hold(self, seq: Sequence, num_drafts: int) -> bool:
-        """Keep the state of a sequence, which it owns, during a step with drafts, until `end_step`.
+        """Copy the state of a sequence, which it owns, before a step with drafts, and keep the copy until `end_step`.
 
-        False, with nothing changed, if the device has no slot for it.
+        Returns False, with nothing changed, if the device has no slot for the copy.
         """
         assert seq.state is not None and seq.held_state is None and seq.num_computed
         if not self.has_room:
@@ -127,8 +127,10 @@ class StateManager:
         return True
 
     def end_step(self, seq: Sequence) -> bool:
-        """After a step with drafts: False if one was wrong. Then the state, which has seen it, gives way to that from
-        before the step, which takes the right tokens before anything reads it.
+        """End a step with drafts. Returns whether all of them were right, so that the sequence keeps its state.
+
+        A wrong draft spoils the state. The sequence then goes back to the state from before the step, and the move that
+        is planned here runs the right tokens through it before anything reads it.
         """
         held = seq.held_state
         if held is None:
@@ -156,7 +158,7 @@ class StateManager:
         return content_hash in self._snapshots
 
     def keep(self, seq: Sequence, content_hash: bytes) -> None:
-        """Let the prefix cache find the state of a sequence, which has computed the tokens of this hash."""
+        """Let the prefix cache find the state of a sequence that has computed the tokens of this hash."""
         if not self._keeps_snapshots or seq.state is None:
             return
         if content_hash in self._snapshots:
@@ -166,9 +168,9 @@ class StateManager:
             self._snapshots[content_hash] = seq.state
 
     def begin_snapshots(self, seq: Sequence, positions: Seq[int]) -> tuple[tuple[int, int], ...]:
-        """Host slots for the snapshots of a layer-by-layer prefill, into which its layers write one after the other.
+        """Give a layer-by-layer prefill host slots for its snapshots. Its layers write into them one after the other.
 
-        Returns (position, slot), for the last of the positions if there are too few slots.
+        Returns (position, slot) for each position, or for the last positions if there are too few slots.
         """
         assert not seq.begun_snapshots
         room = self._room_on_host if self._keeps_snapshots else 0
@@ -177,7 +179,7 @@ class StateManager:
         return tuple((position, state.slot) for position, state in seq.begun_snapshots.items())
 
     def end_snapshots(self, seq: Sequence, hash_before: Callable[[Sequence, int], bytes]) -> None:
-        """All layers have written them: let the prefix cache find them."""
+        """Let the prefix cache find the snapshots of a layer-by-layer prefill, which all layers have written."""
         for position, state in seq.begun_snapshots.items():
             content_hash = hash_before(seq, position)
             state.num_sequences = 0
@@ -189,7 +191,7 @@ class StateManager:
         seq.begun_snapshots = {}
 
     def drop_snapshots(self, seq: Sequence) -> None:
-        """The layer-by-layer prefill of a sequence does not go on."""
+        """Release the snapshots of a layer-by-layer prefill that does not go on."""
         for state in seq.begun_snapshots.values():
             self._release(state.slot)
         seq.begun_snapshots = {}
@@ -204,7 +206,7 @@ class StateManager:
             self._forget(state)
 
     def snapshot_interval(self, num_tokens: int) -> int:
-        """Tokens between the snapshots of a prompt of `num_tokens` tokens, at least."""
+        """The least number of tokens between two snapshots of a prompt of `num_tokens` tokens."""
         most = max(1, (self.num_device_slots + self.num_host_slots) // SHARE_OF_PROMPT)
         return max(LEAST_SNAPSHOT_INTERVAL, -(-num_tokens // most))
 
@@ -237,7 +239,7 @@ class StateManager:
     def _oldest(self, on_device: bool) -> State | None:
         """The least recently used snapshot of a tier that no sequence holds."""
         held_by_cache = (snapshot for snapshot in self._snapshots.values() if not snapshot.num_sequences)
-        return next((each for each in held_by_cache if self._on_device(each) is on_device), None)
+        return next((snapshot for snapshot in held_by_cache if self._on_device(snapshot) is on_device), None)
 
     def _new_device_slot(self) -> int:
         """A free slot; the oldest snapshot leaves the device for it if there is none."""
@@ -275,7 +277,7 @@ class StateManager:
         return True
 
     def _to_host(self, state: State, holders: int) -> State:
-        """The state on the host, for `holders` of its sequences: moved, or copied if others hold it too."""
+        """The state on the host for `holders` of its sequences. It is moved, or copied if others hold it too."""
         slot = self._new_host_slot()
         if state.num_sequences == holders:
             self._move(state, slot)
@@ -306,12 +308,12 @@ class StateManager:
 def planned_snapshots(
     begin: int, end: int, places: Iterable[int], interval: int, unit: int, chunk: int | None, stored_unit: int = 1
 ) -> SnapshotPlan:
-    """Where the state of a prompt of `end` tokens is kept after its first `begin`, in chunks of at most `chunk` tokens.
+    """Where the state of a prompt of `end` tokens is kept, of which `begin` are computed, in chunks of up to `chunk`.
 
-    At the last multiple of `unit` before its end, where a prompt that goes on will begin; at `places`; and at every
-    multiple of `interval`. In a prompt of many chunks it is the end of a chunk instead, so that a hit loses a small
-    share of the prompt, and the KV before a chunk is not loaded more often. Those on the way are at multiples of
-    `stored_unit` too, where the block store takes them, unless they would be too far apart.
+    A state is kept at the last multiple of `unit` before the end, where a longer prompt will go on; at `places`; and at
+    every multiple of `interval`. In a prompt of many chunks those of the interval are at the ends of chunks instead, so
+    that no further chunk loads the KV before it. They are multiples of `stored_unit` too, which the block store takes,
+    unless that is longer than the interval.
     """
     last = (end - 1) // unit * unit
     if (common := lcm(unit, stored_unit)) <= interval:

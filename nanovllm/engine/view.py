@@ -18,13 +18,13 @@ if TYPE_CHECKING:  # torch
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request that has not ended. `blocks`: their physical ids."""
+    """A request that has not ended."""
 
     request_id: str
     prompt_tokens: int
     prompt_tokens_computed: int  # or found in the prefix cache
     output_tokens: int  # of all its sequences
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # physical ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class PrefillView:
 
 
 class EngineView:
-    """To be read between steps, or from `LLM.watch_steps` in a step, by the thread that steps the engine.
+    """To be read by the thread that steps the engine, between steps or from `LLM.watch_steps` in a step.
 
-    step_share: the share of the running step that is done; None between steps. Physical ids number the blocks across
-    the tiers, in the order of `tiers`.
+    Physical ids number the blocks across the tiers, in the order of `tiers`. step_share, where a method takes it, is
+    the share of the running step that is done; None between steps.
     """
 
     def __init__(self, engine: LLMEngine, kv_stats: Callable[[], KVStats]) -> None:

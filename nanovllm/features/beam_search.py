@@ -22,20 +22,20 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Generated tokens, and of each the log-probabilities that its step computed. is_end: no token follows."""
+    """A continuation of the prompt."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # generated ones
     cumulative_logprob: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    is_end: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token
+    is_end: bool = False  # no token follows
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A running beam, by its index, continued by one token. rank: of the token among the beam's most likely ones."""
+    """A running beam continued by one token."""
 
-    beam: int
-    rank: int
+    beam: int  # its index
+    rank: int  # of the token among the beam's most likely ones, from 0
     token_id: int
     logprob: float
     cumulative_logprob: float

@@ -117,13 +117,14 @@ class ProgressBar:
                 self._others = self._llm.watch_steps(self._on_layer)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._bar is None:
             return
         if self._llm is not None:
             self._llm.watch_steps(self._others)
-            if not self._is_held:
-                self._bar.set_postfix_str(self._postfix(0.0), refresh=False)
+        if error is None:
+            self._next = 0.0
+            self.refresh()
         self._bar.close()
 
     def update(self, outputs: Iterable[RequestOutput]) -> None:
@@ -142,11 +143,11 @@ class ProgressBar:
         self._bar.n = self._meter.finished + self._meter.failed
         self._bar.refresh()
 
-    def hold(self) -> None:
-        """Take the bar off the terminal, and draw none, since other text has begun there."""
-        if self._bar is not None and not self._is_held:
+    def hold(self, is_held: bool = True) -> None:
+        """Take the bar off the terminal, since other text begins there; False when that line has ended."""
+        if self._bar is not None and is_held and not self._is_held:
             self._bar.clear()
-        self._is_held = True
+        self._is_held = is_held
 
     def _on_layer(self, step_share: float) -> None:
         if self._others is not None:

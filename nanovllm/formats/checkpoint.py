@@ -35,33 +35,29 @@ READ_AROUND = 128 << 10  # bytes that Linux maps beside those of a tensor, at bo
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file's header describes it, without its data.
-
-    dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, or what slices of the
-    first axes give of it; None for safetensors. whole: the name of the tensor of the file of which it is a part, and
-    one number or range for each first axis there; None if it is a tensor of the file. transposed: whether that part,
-    which then has two axes, is transposed.
-    """
+    """A tensor as its file's header describes it, without its data. It may be part of a tensor of the file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # safetensors' code, such as BF16; for GGUF its type, such as Q4_K
+    # Reads the data, or what slices of the first axes select of it; None for safetensors.
     read: Callable[[tuple[slice, ...]], Tensor] | None = None
+    # Of a part: the name of the tensor of the file, and what the part takes of each of that tensor's first axes.
     whole: tuple[str, Sequence[int | range]] | None = None
-    transposed: bool = False
+    transposed: bool = False  # the part has two axes, and they are exchanged
 
     def selected(self, view: Any, part: tuple[slice, ...]) -> Tensor:
-        """What slices of the first axes select; view: the tensor of the file."""
+        """What slices of the first axes select of this tensor. view: the tensor of the file."""
         if self.transposed:
             part = (*part, slice(None), slice(None))[1::-1]
         kept = iter(part)
-        index = () if self.whole is None else self.whole[1]
-        chosen = [each if isinstance(each, int) else each[next(kept, slice(None))] for each in index]
-        found: Tensor = view[(*(each if isinstance(each, int) else _as_slice(each) for each in chosen), *kept)]
+        taken = () if self.whole is None else self.whole[1]
+        chosen = [axis if isinstance(axis, int) else axis[next(kept, slice(None))] for axis in taken]
+        tensor: Tensor = view[(*(axis if isinstance(axis, int) else _as_slice(axis) for axis in chosen), *kept)]
         # The safetensors library knows no steps.
-        steps = tuple(slice(None, None, each.step) for each in chosen if isinstance(each, range))
-        found = found[steps] if any(step.step > 1 for step in steps) else found
-        return found.T if self.transposed else found
+        steps = tuple(slice(None, None, axis.step) for axis in chosen if isinstance(axis, range))
+        tensor = tensor[steps] if any(step.step > 1 for step in steps) else tensor
+        return tensor.T if self.transposed else tensor
 
 
 def _as_slice(indices: range) -> slice:
@@ -69,28 +65,28 @@ def _as_slice(indices: range) -> slice:
 
 
 def part_of(tensor: StoredTensor, name: str, *index: int | slice, transposed: bool = False) -> StoredTensor:
-    """A part of a tensor, or all of it, under another name. The first slices of `index` keep whole rows."""
-    found = [
+    """A part of a tensor, or all of it. name: of the tensor of the file. index: what to take of the first axes."""
+    taken = [
         range(*part.indices(size)) if isinstance(part, slice) else part
         for part, size in zip(index, tensor.shape, strict=False)
     ]
-    kept = [each for each in found if isinstance(each, range)]
+    kept = [axis for axis in taken if isinstance(axis, range)]
     shape = (*map(len, kept), *tensor.shape[len(index) :])
-    whole = (name, found) if tensor.whole is None else (tensor.whole[0], _part_of_ranges(tensor.whole[1], found))
+    whole = (name, taken) if tensor.whole is None else (tensor.whole[0], _part_of_ranges(tensor.whole[1], taken))
     return StoredTensor(tensor.file, shape[::-1] if transposed else shape, tensor.dtype, None, whole, transposed)
 
 
 def _part_of_ranges(outer: Sequence[int | range], inner: Sequence[int | range]) -> list[int | range]:
-    """The index into a whole tensor of a part of its part."""
+    """What a part of a part takes of the axes of the whole tensor. outer: of the part; inner: of the part's part."""
     rest = iter(inner)
-    found = list[int | range]()
-    for each in outer:
-        index = None if isinstance(each, int) else next(rest, None)
-        if index is None or isinstance(each, int):
-            found.append(each)
+    taken = list[int | range]()
+    for axis in outer:
+        index = None if isinstance(axis, int) else next(rest, None)
+        if index is None or isinstance(axis, int):
+            taken.append(axis)
         else:
-            found.append(each[index] if isinstance(index, int) else each[index.start : index.stop : index.step])
-    return [*found, *rest]
+            taken.append(axis[index] if isinstance(index, int) else axis[index.start : index.stop : index.step])
+    return [*taken, *rest]
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -103,9 +99,9 @@ def some_of(names: Iterable[str], limit: int = 5) -> str:
 def list_tensors(directory: Path, *, says_so: bool = False) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in a directory, by name. Reads headers only.
 
-    Of shards those that the index lists; as in Transformers, what else they hold is left out. says_so: with a line in
-    the log. Raises ModelError if there are no safetensors files, if one is damaged, or if a listed tensor is not where
-    the index says.
+    Of several files, the tensors that the index lists are taken, as in Transformers. says_so: the log says how many
+    others there are. Raises ModelError if there are no safetensors files, if one is damaged, or if a listed tensor is
+    not where the index says.
     """
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
@@ -121,13 +117,13 @@ def list_tensors(directory: Path, *, says_so: bool = False) -> dict[str, StoredT
     shards = sorted(set(index.values()))
     if absent := [shard for shard in shards if not os.path.isfile(directory / shard)]:
         raise ModelError(f"{path} names files that do not exist ({some_of(absent)}).")
-    found = {shard: headers(directory / shard) for shard in shards}
-    if lacking := [f"{name} in {shard}" for name, shard in index.items() if name not in found[shard]]:
+    stored = {shard: headers(directory / shard) for shard in shards}
+    if lacking := [f"{name} in {shard}" for name, shard in index.items() if name not in stored[shard]]:
         raise ModelError(f"{path} lists tensors that its files do not hold ({some_of(lacking)}); copy it again.")
-    others = sum(map(len, found.values())) - len(index)
+    others = sum(map(len, stored.values())) - len(index)
     if says_so and others:
         logger.warning("%s: tensors that %s does not list are not read (%d)", directory, INDEX, others)
-    return {name: found[shard][name] for name, shard in index.items()}
+    return {name: stored[shard][name] for name, shard in index.items()}
 
 
 class TensorReader:
@@ -151,10 +147,10 @@ class TensorReader:
             self._tensors = self._open.enter_context(open_file(stored.file))
             self._file = stored.file
         with _file_errors(stored.file):
-            found = self._selected(name, stored, part)
-        # A part may be of every page.
-        self._num_read += math.prod(stored.shape) * found.element_size() + READ_AROUND
-        return found
+            tensor = self._selected(name, stored, part)
+        # Even a small part may touch every page of the tensor.
+        self._num_read += math.prod(stored.shape) * tensor.element_size() + READ_AROUND
+        return tensor
 
     def _selected(self, name: str, stored: StoredTensor, part: Part) -> Tensor:
         if stored.whole is None and not part:
@@ -171,7 +167,7 @@ class TensorReader:
 
 
 def joined(read: Callable[[tuple[slice, ...]], Tensor], part: Part) -> Tensor:
-    """A part of a tensor, of which `read` gives what a slice of each axis selects."""
+    """A part of a tensor, with one or several slices of each axis. read: gives what one slice of each selects."""
     tensors = [read(slices) for slices in product(*part)]
     if len(tensors) == 1:
         return tensors[0]

@@ -28,27 +28,30 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 def is_gguf(path: object) -> bool:
-    """Whether it is the path of a file in GGUF, by its ending."""
+    """Whether the path is that of a GGUF file, by its ending."""
     return isinstance(path, str | Path) and Path(path).suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
 def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments with `model`, and with directories in the place of the names of model and tokenizer.
+    """The engine arguments, with directories in the place of the names of model and tokenizer.
 
     Raises ConfigError as `find_directory` does.
     """
-    found = dict(engine_args)
-    where = {"download_dir": found.get("download_dir"), "token": found.get("hf_token")}
-    content: Content = "config" if found.get("load_format") == "dummy" else "model"
-    found["model"] = str(find_directory("model", model, revision=found.get("revision"), content=content, **where))
-    if not _is_local(model) and found.get("served_model_name") is None:
-        found["served_model_name"] = model
-    revision = found.get("tokenizer_revision")
-    tokenizer = model if found.get("tokenizer") is None and revision is not None else found.get("tokenizer")
+    arguments = dict(engine_args)
+    where = {"download_dir": arguments.get("download_dir"), "token": arguments.get("hf_token")}
+    content: Content = "config" if arguments.get("load_format") == "dummy" else "model"
+    directory = find_directory("model", model, revision=arguments.get("revision"), content=content, **where)
+    arguments["model"] = str(directory)
+    if not _is_local(model) and arguments.get("served_model_name") is None:
+        arguments["served_model_name"] = model
+    revision = arguments.get("tokenizer_revision")
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None and revision is not None:
+        tokenizer = model
     if tokenizer is not None:
         path = find_directory("tokenizer", tokenizer, revision=revision, content="tokenizer", **where)
-        found["tokenizer"] = str(path)
-    return found
+        arguments["tokenizer"] = str(path)
+    return arguments
 
 
 def find_directory(
@@ -89,7 +92,7 @@ def find_directory(
     patterns = [*CONFIG_FILES, *TOKENIZER_FILES, *(WEIGHT_FILES if content == "model" else ())]
 
     def snapshot(local_files_only: bool) -> Path:
-        found = snapshot_download(
+        directory = snapshot_download(
             str(name),
             revision=revision,
             cache_dir=cache,
@@ -98,7 +101,7 @@ def find_directory(
             ignore_patterns=list(LEFT_OUT),
             local_files_only=local_files_only,
         )
-        return Path(found)
+        return Path(directory)
 
     try:
         cached = snapshot(local_files_only=True)

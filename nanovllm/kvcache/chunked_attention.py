@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from nanovllm.data.batch import BlockMove, StateMove
@@ -30,9 +29,8 @@ from nanovllm.kvcache.step_plan import (
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales
-from nanovllm.ops.merge import merge_states_
+from nanovllm.ops.merge import merge_attention_outputs as merge_attention_outputs
 from nanovllm.ops.row_kernels import as_stored, narrow_
-from nanovllm.ops.triton_support import use_triton
 
 
 class CpuAttention(Protocol):
@@ -50,7 +48,7 @@ class CpuAttention(Protocol):
         ...
 
     def begin_step(self, plans: Sequence[LayerPlan]) -> None:
-        """Prepare the step's block groups. Called after the block moves; `plans` are by KV group."""
+        """Prepare the step's block groups, after the block moves. plans: by KV group."""
         ...
 
     def attend_in_order(self, layer: int, group: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
@@ -71,10 +69,7 @@ class CpuAttention(Protocol):
 
 
 class OffloadedKVCache(KVCacheBase):
-    """Plans the block reads of each step, announces them to the `OffloadEngine`, and attends layer by layer.
-
-    cpu_attention: attends to a share of the host blocks on the CPU; None loads all of them.
-    """
+    """Plans the block reads of each step, announces them to the `OffloadEngine`, and attends layer by layer."""
 
     def __init__(
         self,
@@ -84,6 +79,7 @@ class OffloadedKVCache(KVCacheBase):
         num_gpu_blocks: int,
         cpu_attention: CpuAttention | None = None,
     ) -> None:
+        """cpu_attention: attends to a share of the host blocks on the CPU; None loads all of them."""
         super().__init__(engine, geometry, backend, num_gpu_blocks)
         self.engine = engine
         self.cpu_attention = cpu_attention
@@ -193,29 +189,3 @@ class OffloadedKVCache(KVCacheBase):
         self._device.declare_kernel("write K/V", writes=(new,))
         new[0] = k[row : row + read.new_tokens].transpose(0, 1)
         new[1] = v[row : row + read.new_tokens].transpose(0, 1)
-
-
-def merge_attention_outputs(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys as one: (output in o1's dtype, LSE fp32), both new.
-
-    o1, o2: [tokens, heads, head_dim], any floating dtype; lse1, lse2: natural log, fp32 [heads, tokens], -inf where no
-    key was seen. Computed in fp32 and rounded once. Keep the running output of many merges in fp32, so that the error
-    does not grow with their number. `ops.merge.merge_states_` has the formula and the edge cases. On a GPU with Triton
-    the merge is one launch. Raises ValueError for shapes that do not match.
-    """
-    if not o1.shape == o2.shape or not lse1.shape == lse2.shape == (o1.shape[1], o1.shape[0]):
-        raise ValueError(
-            f"outputs must be [tokens, heads, head_dim] and LSEs [heads, tokens], alike on both sides; got outputs "
-            f"{tuple(o1.shape)} and {tuple(o2.shape)}, LSEs {tuple(lse1.shape)} and {tuple(lse2.shape)}"
-        )
-    if use_triton(o1):
-        from nanovllm.ops.triton_merge import merge_parts_triton
-
-        out = torch.empty_like(o1)
-        lse = torch.empty_like(lse1)
-        merge_parts_triton(out, lse, o1, lse1, o2.unsqueeze(0), lse2.unsqueeze(0))
-        return out, lse
-    out = o1.to(torch.float32, copy=True)
-    lse = lse1.clone()
-    merge_states_(out, lse, o2, lse2)
-    return out.to(o1.dtype), lse

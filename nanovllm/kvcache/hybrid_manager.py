@@ -42,21 +42,18 @@ class IdPool:
 
 
 class HybridManager:
-    """Maps block ids to physical block ids.
-
-    physical_ids: by block id; pools: the free physical ids of each tier. Only the methods here change them.
-    """
+    """Maps block ids to physical block ids. Only its methods change the maps."""
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, num_swap_blocks: int = 0) -> None:
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         self.num_swap_blocks = num_swap_blocks
-        self.pools = {
+        self.pools = {  # the free physical ids
             Tier.DEVICE: IdPool(0, num_device_blocks),
             Tier.HOST: IdPool(num_device_blocks, num_host_blocks),
             Tier.SWAP: IdPool(num_device_blocks + num_host_blocks, num_swap_blocks),
         }
-        self.physical_ids: dict[int, int] = {}
+        self.physical_ids: dict[int, int] = {}  # by block id
 
     def tier_of(self, block_id: int) -> Tier:
         physical_id = self.physical_ids[block_id]

@@ -29,14 +29,11 @@ from nanovllm.memory.layout import KVLayout
 
 @dataclass(slots=True)
 class BlockTokens:
-    """Tokens of a block in a step: `stored_tokens` were there before it, `new_tokens` after them are written in it.
-
-    In a slot of the ring, the stored tokens of a host block are loaded first, and the new ones are copied to the host.
-    """
+    """The tokens of a block in a step. A ring slot loads the stored tokens of a host block, and stores the new ones."""
 
     physical_id: int
-    stored_tokens: int
-    new_tokens: int
+    stored_tokens: int  # were there before the step
+    new_tokens: int  # after these; the step writes them
 
 
 RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together
@@ -63,7 +60,8 @@ class OffloadEngine(KVPools):
         self.layerwise_memory = layerwise_memory
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
         self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
-        self._ring, self._buffer = layout.views(self.ring), layout.views(self.layer_buffer)  # by KV group
+        self._ring = layout.views(self.ring)  # by KV group
+        self._buffer = layout.views(self.layer_buffer)
         self._blocks_in_reach = max(1, device.rows_in_reach(self.host))
         self._blocks: dict[tuple[int, int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
         self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
@@ -133,7 +131,7 @@ class OffloadEngine(KVPools):
     # ---- the layer buffer; `index` is the block's index in its sequence
 
     def fill_buffer(self, index: int, layer: int, use: BlockTokens) -> None:
-        """Start a layer of the block: load its stored tokens once compute has released the slot."""
+        """Load the stored tokens of a layer of the block, once compute has released the slot."""
         self.load_to_slot_layer(self._num_groups + index, layer, [use])
 
     def acquire_buffer(self, index: int) -> None:
@@ -151,19 +149,20 @@ class OffloadEngine(KVPools):
     # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
     def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
-        """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
+        """Copy the stored tokens of the blocks to the slots of the group, after earlier attention to the slots."""
         self._copy(group, layer, uses, "h2d", self.order.before_fill(group))
         self.order.after_fill(group)
 
     def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
-        """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
+        """Copy the new tokens, once they are written, from the slots of the group to the host blocks."""
         self._copy(group, layer, uses, "d2h", self.order.before_store(group))
         self.order.after_store(group)
 
     def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
         """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""
         in_buffer = group - self._num_groups
-        memory, first_slot = (self._buffer, in_buffer) if in_buffer >= 0 else (self._ring, group * self.group_slots)
+        memory = self._buffer if in_buffer >= 0 else self._ring
+        first_slot = in_buffer if in_buffer >= 0 else group * self.group_slots
         kv_group, plane = self.layout.groups.of_layer[layer]
         layout = self.layout.of_groups[kv_group]
         slots = memory[kv_group]

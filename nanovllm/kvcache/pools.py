@@ -39,8 +39,8 @@ class KVPools:
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
-        # By KV group, in the shape of its blocks.
-        self.resident_of, self.host_of = layout.views(self.resident), layout.views(self.host)
+        self.resident_of = layout.views(self.resident)  # by KV group, in the shape of its blocks
+        self.host_of = layout.views(self.host)
         self.states: StatePool | None = None  # of recurrent layers
         self.order = TransferOrder(device)
         self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
@@ -51,7 +51,7 @@ class KVPools:
         return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
     def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
-        """Count copies, or host blocks, one layer of each, that the CPU attended to."""
+        """Count copies, or layers of host blocks that the CPU attended to."""
         self._counts[kind][0] += number
         self._counts[kind][1] += num_bytes
 
@@ -68,9 +68,9 @@ class KVPools:
             self.states.clear(state_moves)
 
     def copy_state(self, src: int, dst: int, layers: range) -> None:
-        """Copy what recurrent layers among these have in a slot, after all computation so far and before what follows.
+        """Copy what the recurrent layers among these have in a slot, between earlier and later computation.
 
-        For the layers of a pass, one span after the other. The first span with recurrent layers counts as the copy.
+        A pass calls it for one span of layers after the other. The first span with recurrent layers counts as the copy.
         """
         assert self.states is not None
         with self.order.moves(any_moves=True) as stream:
@@ -83,7 +83,8 @@ class KVPools:
         src = self.block(move.src)
         kind = MOVE_KINDS[move.src >= first_host][move.dst >= first_host]
         if move.num_tokens is None:  # one strided copy for all planes
-            dpitch, spitch = (block.stride(0) * block.element_size() for block in (dst, src))
+            dpitch = dst.stride(0) * dst.element_size()
+            spitch = src.stride(0) * src.element_size()
             width = layout.block_layer_bytes
             height = layout.planes
             number = self.device.copy_2d(PitchedCopy(dst, src, dpitch, spitch, width, height, kind), stream)

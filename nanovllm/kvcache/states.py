@@ -27,9 +27,10 @@ class StatePool:
     Like KV blocks, the device's memory is layer-major, so that a layer's states are one tensor, and the host's is
     slot-major. A layer has two tensors, the inputs that its convolution still sees and the recurrent state.
 
-    Of the rows of a pass with drafts, each layer keeps what its input projection gives until the next pass: from the
-    state before them, the recurrence over those that were right gives the state after them, to the bit and without a
-    product with weights. A state after each row would take 34 to 97 times the memory.
+    In a pass with drafts each layer keeps the outputs of its input projection until the next pass. If a draft was
+    wrong, the recurrence runs over the rows that were right, from the state before them. That gives the same bits as
+    computing them again, and multiplies no weights. To keep a state after each row would take 34 to 97 times the
+    memory.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class StatePool:
     ) -> None:
         """dtype: of the convolution's inputs, the network's. recurrences: of the recurrent layers."""
         assert spec.recurrent is not None
-        self.num_slots = num_device_slots, num_host_slots = slots.device, slots.host
+        num_device_slots = slots.device
+        num_host_slots = slots.host
+        self.num_slots = num_device_slots, num_host_slots
         self.num_device_slots = num_device_slots
         self._device = device
         self._recurrences = recurrences
-        self._rows_of = dict[int, range]()  # of the latest pass: where rows are kept, by the slot of their sequence
+        self._rows_of = dict[int, range]()  # where the latest pass has kept the rows of a sequence, by its slot
         self._layers = [layer for layer in range(spec.num_layers) if spec.recurrent.layers[layer]]
         parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
             ("convolution states", spec.recurrent.conv_shape, dtype),
@@ -73,14 +76,14 @@ class StatePool:
         return on_device, sum(memory.nbytes for memory in self._on_host)
 
     def parts(self, slot: int) -> list[Tensor]:
-        """The bytes of a state, layer by layer, all of one tensor first; each is contiguous."""
+        """The bytes of a state, each part contiguous: first all layers' convolution inputs, then all their states."""
         tensors = (self._slot(part, slot) for part in range(len(self._on_device)))
         return [layer.flatten().view(torch.uint8) for tensor in tensors for layer in tensor if layer.numel()]
 
     def copy(self, moves: Iterable[StateMove], stream: Stream, count: Callable[[CopyKind, int, int], None]) -> None:
         """Submit the copies of a step, in order, to the stream of its block moves.
 
-        count: is told the kind of each move, copies (one) and bytes.
+        count: called with the kind of each move, the number of copies (1), and the bytes.
         """
         for move in moves:
             if move.src is not None and not move.num_replayed:
@@ -89,13 +92,13 @@ class StatePool:
     def copy_layers(
         self, src: int, dst: int, layers: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
     ) -> None:
-        """Submit the copy of a part of a state: of the recurrent ones among these layers of the decoder."""
+        """Submit the copy of a part of a state: that of the recurrent layers among these layers of the decoder."""
         own = range(bisect_left(self._layers, layers.start), bisect_left(self._layers, layers.stop))
         if own:
             self._copy(src, dst, own, stream, count)
 
     def replay(self, moves: Sequence[StateMove]) -> None:
-        """Take states through the right tokens of a pass with a wrong draft, before the copies of a step."""
+        """Run the right tokens of a pass with a wrong draft through states, before the copies of a step."""
         replays = [move for move in moves if move.num_replayed]
         if not replays:
             return
@@ -103,7 +106,8 @@ class StatePool:
         computed_in = [(self._rows_of[move.src], move.num_replayed) for move in replays if move.src is not None]
         rows = [row for of_slot, count in computed_in for row in of_slot[:count]]
         device = self._device.torch_device
-        kept, slots = (upload(torch.tensor(each), device) for each in (rows, [move.dst for move in replays]))
+        kept = upload(torch.tensor(rows), device)
+        slots = upload(torch.tensor([move.dst for move in replays]), device)
         runs = runs_of_rows([move.num_replayed for move in replays], slots)
         for index, recurrence in enumerate(self._recurrences):
             states = self._on_device[0][index], self._on_device[1][index]
@@ -113,7 +117,7 @@ class StatePool:
             self._device.end_kernel()
 
     def clear(self, moves: Sequence[StateMove]) -> None:
-        """Make the states that begin in this step those before the first token, after its copies."""
+        """Zero the states of the sequences that begin in this step, after its copies."""
         last = {move.dst: move.src for move in moves}  # a slot may begin, and then be given to another sequence
         for slot in (dst for dst, src in last.items() if src is None):
             for memory in self._on_device:
@@ -130,7 +134,7 @@ class StatePool:
         if any(num_kept):
             ends = [*accumulate(num_kept, initial=0)]
             assert ends[-1] <= self._kept.shape[1], "more rows with drafts than there is memory for"
-            rows = [range(*each) for each in pairwise(ends)]
+            rows = [range(begin, end) for begin, end in pairwise(ends)]
             self._rows_of = dict(zip(slots, rows, strict=True))
             kept = KeptRowsOfStep(self._device, self._layers, self._kept, rows)
         on_device = upload(torch.tensor(slots), self._device.torch_device)
@@ -161,12 +165,14 @@ class StatePool:
     def _copy(
         self, src: int, dst: int, own: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
     ) -> None:
-        """Submit the copies of a state, or of some recurrent layers of it, which count as a copy with the first one."""
+        """Submit the copies of a state, or of some of its layers. What has the first layer counts as the copy."""
         num_bytes = 0
         kind = MOVE_KINDS[src >= self.num_device_slots][dst >= self.num_device_slots]
         for part in range(len(self._on_device)):
-            to, origin = (self._slot(part, slot)[own.start : own.stop] for slot in (dst, src))
-            dpitch, spitch = (each.stride(0) * each.element_size() for each in (to, origin))
+            to = self._slot(part, dst)[own.start : own.stop]
+            origin = self._slot(part, src)[own.start : own.stop]
+            dpitch = to.stride(0) * to.element_size()
+            spitch = origin.stride(0) * origin.element_size()
             width = to[0].numel() * to.element_size()
             if width:  # a convolution over one token keeps nothing
                 self._device.copy_2d(PitchedCopy(to, origin, dpitch, spitch, width, len(to), kind), stream)

@@ -16,9 +16,9 @@ block of the layer buffer. Seven orderings keep the KV correct:
 6. CPU attention reads host blocks after the stores to them have ended: `host_ready` again. If it runs concurrently, on
    its own stream, it starts after its queries are written to host memory (`queries_written`), and its partial state is
    merged, from host memory, after it is written (`partial_written`).
-7. Blocks are copied to buffers of a block store, or from them, after all that used the blocks before: an event of
-   `before_store_copies`. Threads of the store issue some of these copies. Whoever does waits until they have ended: so
-   blocks are attended or written again only after that.
+7. Copies between blocks and the buffers of a block store run after everything that used the blocks before: an event of
+   `before_store_copies`. The thread that issues the copies waits until they have ended, so that blocks are attended or
+   written again only after that.
 
 What needs no event:
 
@@ -74,8 +74,10 @@ class TransferOrder:
         self._storing = False  # whether there are stores that no `host_ready` covers yet
         self._stored = self._device.new_event()
         self._host_ready: Event | None = None  # created at its first record
-        self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
-        self._queries_written, self._partial_written = self._device.new_event(), self._device.new_event()
+        self._moves_begin = self._device.new_event()
+        self._moves_end = self._device.new_event()
+        self._queries_written = self._device.new_event()
+        self._partial_written = self._device.new_event()
 
     # ---- once a step, in this order
 
@@ -153,8 +155,7 @@ class TransferOrder:
         self._streams.append(self._cpu_attention_calls)
 
     def before_cpu_attention_call(self) -> CallStream:
-        """The compute stream has written the queries to the host; CPU attention may be launched on the returned
-        stream."""
+        """The compute stream has written the queries to the host. Returns the stream to launch CPU attention on."""
         self._compute.record(self._queries_written)
         self._cpu_attention_calls.wait(self._queries_written)
         return self._cpu_attention_calls

@@ -18,14 +18,12 @@ SPARE = 1.05  # of the blocks, for those that the block manager keeps free
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """Bytes on the device. what: such as "the draft model takes". longest: tokens of the longest sequence that it
-    drafts for.
-    """
+    """What a network that drafts takes of the device."""
 
-    what: str
+    what: str  # the beginning of a message, such as "the draft model takes"
     weight_bytes: int
     kv_bytes: int
-    longest: int
+    longest: int  # tokens of the longest sequence that it drafts for
     row_bytes: int = 0  # of hidden states that it reads
 
     @property

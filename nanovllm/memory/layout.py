@@ -2,11 +2,11 @@
 
 A block is `[2, kv_heads, block_size, head_dim]` for each of its layers, K before V and heads before tokens. Each layer
 of its KV group has a plane in it (`data.kv_groups`). Groups whose layers have other heads view the same planes in their
-own shape: of as many tokens as take about the same memory in whole hash blocks, and the largest of them say how much it
-is. The device pool is plane-major, so that one layer's pool is one
-tensor; the host pool is block-major, so that one layer of one block is contiguous for streaming, and so are all layers
-of a block. A ring slot holds one layer of one block. In 8 bits a row of
-head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies move it like any other bytes.
+own shape, with as many tokens as take about the same memory in whole hash blocks.
+
+The device pool is plane-major, so that one layer's pool is one tensor. The host pool is block-major, so that one layer
+of one block is contiguous for streaming, and so are all layers of a block. A ring slot holds one layer of one block. In
+8 bits a row of head_dim elements ends with its scale (`ops.kv_quantization`), which copies move like any other bytes.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ BLOCKS_OF_LONGEST = 128  # a quarter of a request of 1/32 of the longest length
 class KVLayout:
     """Geometry of the KV cache. Sizes are in bytes, pitches from the start of one row to the start of the next.
 
-    windows: the sliding window of each layer, None for full attention; () if all layers have that. heads: of each
-    layer, if they differ; num_kv_heads, head_dim and block_size are then those of the layers with the most bytes a
-    token, whose blocks have the fewest tokens. shared: as in `KVGroups`.
+    Where heads differ between layers, num_kv_heads, head_dim and block_size are those of the layers with the most bytes
+    a token, whose blocks have the fewest tokens.
     """
 
-    num_layers: int
+    num_layers: int  # with K and V of their own
     num_kv_heads: int
     head_dim: int
-    block_size: int
+    block_size: int  # tokens
     itemsize: int  # bytes of one element
     scale_bytes: int = 0  # behind the elements of a row; a multiple of itemsize
-    windows: tuple[int | None, ...] = ()
-    heads: tuple[Heads, ...] = ()
-    shared: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()  # of each layer, None for full attention; () if all layers have that
+    heads: tuple[Heads, ...] = ()  # of each layer, if they differ
+    shared: tuple[int, ...] = ()  # as in `KVGroups`
 
     @classmethod
     def of(
@@ -69,7 +68,7 @@ class KVLayout:
             (num_kv_heads, head_dim) = heads[0]
             heads = ()
         else:
-            num_kv_heads, head_dim = max(heads, key=lambda each: (self._bytes_of(each), each))
+            num_kv_heads, head_dim = max(heads, key=lambda of_layer: (self._bytes_of(of_layer), of_layer))
         return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, heads=tuple(heads))
 
     def with_block_size(self, tokens: int) -> KVLayout:
@@ -93,23 +92,18 @@ class KVLayout:
     @cached_property
     def of_groups(self) -> tuple[KVLayout, ...]:
         """Of each KV group the layout of its layers alone, in blocks that have no other planes."""
-        found = []
+        layouts = []
         for group, num_readers in zip(self.groups, self.groups.num_readers, strict=True):
             heads = self.heads[group.layers[0]] if self.heads else (self.num_kv_heads, self.head_dim)
             sizes = {"num_kv_heads": heads[0], "head_dim": heads[1], "block_size": group.block_size}
             shared = (0,) * (num_readers - len(group.layers))
-            found.append(replace(self, num_layers=len(group.layers), windows=(), heads=(), shared=shared, **sizes))
-        return tuple(found)
+            layouts.append(replace(self, num_layers=len(group.layers), windows=(), heads=(), shared=shared, **sizes))
+        return tuple(layouts)
 
     @property
     def num_readers(self) -> int:
         """Layers that attend to K and V, their own or those of another layer."""
         return self.num_layers + len(self.shared)
-
-    @property
-    def widest(self) -> KVLayout:
-        """The layout if all layers were like those with the most bytes a token."""
-        return replace(self, heads=()) if self.heads else self
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Memory of blocks or slots `[..., *block_shape]` in the shape of each KV group's blocks.

@@ -199,8 +199,8 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
     """Compute log-probabilities with as many of the most likely tokens as a request may ask for."""
     rows, vocab_size = logits.shape
     token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    found, _, _ = sampler.chosen_logprobs(logits, token_ids)
-    found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
+    logprobs, _, _ = sampler.chosen_logprobs(logits, token_ids)
+    logprobs.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
 
 
 def _draw(logits: Tensor) -> None:

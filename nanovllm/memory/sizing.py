@@ -24,16 +24,13 @@ LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE 
 
 
 class StateSlots(NamedTuple):
-    """State slots of both tiers. `running`: sequences that may run at once; the others hold snapshots.
+    """State slots of both tiers."""
 
-    draft_rows: rows of a step with drafts, of which the device keeps what the layers' input projections give.
-    """
-
-    device: int
-    host: int
-    running: int
+    device: int  # slots
+    host: int  # slots
+    running: int  # sequences that may run at once; the other slots hold snapshots
     slot_bytes: int
-    draft_rows: int
+    draft_rows: int  # of a step with drafts, of which the device keeps what the layers' input projections give
 
     def transfers(self, moves: Iterable[StateMove]) -> TransferCount:
         """What these moves copy between the tiers."""
@@ -67,9 +64,9 @@ def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
     return replace(
         facts[0],
         device_total=min(fact.device_total for fact in facts) // device_share,
-        device_free=min(each.device_free for each in facts) // device_share,
-        host_free=min(each.host_free for each in facts) // local_size,
-        activation_peak=max(each.activation_peak for each in facts),
+        device_free=min(fact.device_free for fact in facts) // device_share,
+        host_free=min(fact.host_free for fact in facts) // local_size,
+        activation_peak=max(fact.activation_peak for fact in facts),
     )
 
 
@@ -219,11 +216,12 @@ def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
         return config.num_cpu_blocks
     blocks = num_bytes // ranks // layout.block_bytes
     if blocks < 1:
-        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        of_rank = f" for each of {ranks} ranks" if ranks > 1 else ""
         least = -(-layout.block_bytes * ranks * 10**6 // 2**30) / 10**6
         raise ConfigError(
             f"kv_offloading_size={config.kv_offloading_size}: {num_bytes:,} bytes hold no KV block of "
-            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{each}; raise it to at least {least}"
+            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{of_rank}; raise it to at least "
+            f"{least}"
         )
     return blocks
 

@@ -26,9 +26,9 @@ class ChatTemplate:
     """Turns conversations into prompts with the tokenizer's chat template, or with `template` instead.
 
     content_format: "string" joins the parts of a content with newlines to one text, "openai" makes every content a list
-    of parts, and "auto" gives the template lists where it shows their parts, and text where it shows only that.
-    Raises RequestError if there is no template, for template arguments that it does not have, and for conversations
-    that it rejects. Rendering takes what time and memory the template takes: templates have to be trusted so far.
+    of parts, and "auto" gives the template a list where it shows the parts of one, and else text.
+    Raises RequestError if there is no template, for arguments that are not variables of a template, and for
+    conversations that the template rejects. Nothing limits the time and memory that a template takes.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_
     own = tokenizer.chat_template
     named = own if isinstance(own, Mapping) else {"default": own}
     if template is not None:
-        found = named.get(template, template) if isinstance(own, Mapping) else template
+        chosen = named.get(template, template) if isinstance(own, Mapping) else template
     else:
-        found = named.get("tool_use" if with_tools and "tool_use" in named else "default")
-    if not isinstance(found, str):
+        chosen = named.get("tool_use" if with_tools and "tool_use" in named else "default")
+    if not isinstance(chosen, str):
         raise RequestError(
             f"the tokenizer has chat templates named {', '.join(map(str, sorted(named)))} and none is the default: "
             "name one as chat_template"
         )
-    return found
+    return chosen

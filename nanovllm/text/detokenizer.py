@@ -16,8 +16,9 @@ MAX_HELD = 8  # tokens; a character has at most four bytes, so the first of more
 class Detokenizer:
     """Decodes tokens one by one. The pieces that it returns, joined, are the text.
 
-    A piece is what the `_held` tokens add to the text of `_context`, the tokens of the piece before. Tokens are held
-    while their text ends in U+FFFD. Tokens without text, as far as a fast tokenizer tells them, are left out.
+    A token is held while the text so far ends in U+FFFD, which stands for part of a character. A piece is what the held
+    tokens add to the text of the context. Tokens without text, such as special ones, are left out where the tokenizer's
+    backend tells which they are.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Detokenizer:
         self._num_released = 0  # characters
         self._character = 0  # where the last character begins, in characters
         self._held: list[int] = []
+        # The tokens of the last piece, at first the end of the prompt.
         self._context = self._end_of([token for token in prompt_token_ids[-2 * MAX_HELD :] if self._has_text(token)])
 
     def position_of(self, token_id: int, data: bytes | None) -> int:
-        """Characters of the text before a token with these bytes, if they are known. Call it before each `step`.
+        """How many characters of the text come before a token. Call it before the token's `step`.
 
-        A token that goes on with a character begins where that does.
+        data: the token's bytes, None if they are not known. A token that continues a character begins where the
+        character does.
         """
         held = self._text(len(self._held)) if self._held else ""
         if data and not 0x80 <= data[0] < 0xC0 and self._has_text(token_id):  # it begins a character
@@ -47,7 +50,7 @@ class Detokenizer:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the next token is decoded without one before it, and loses the space that decoders drop there."""
+        """Whether no token comes before the next one, so that decoders drop a space in front of it."""
         return not self._context and not self._held
 
     def step(self, token_id: int) -> str:
@@ -69,7 +72,7 @@ class Detokenizer:
         return self._release(len(self._held))
 
     def _settle(self, text: str) -> str:
-        """Release held tokens, whose text is given, up to the last one that ends a character, valid or not."""
+        """Release held tokens up to the last one that ends a character, valid or not. text: of all held tokens."""
         for count in range(len(self._held) - 1, len(self._held) - 4, -1):
             piece = self._text(count)
             # Decoded alone, a token may lose its leading space.

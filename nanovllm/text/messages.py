@@ -1,7 +1,7 @@
-"""Messages as a chat template expects them: as in Transformers, and where that goes wrong, as the template takes them.
+"""Messages as a chat template expects them: as Transformers gives them, or in another form if the template needs one.
 
-OpenAI's messages differ from what templates were written for in a few points, which `TemplateFacts` finds out about:
-the role developer, content in parts, no content beside calls, and the arguments of calls as JSON text.
+OpenAI's messages differ in four points from what templates were written for: the role developer, content in parts, no
+content beside calls, and arguments of calls as JSON text. `TemplateFacts` says what a template takes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
     for message in messages:
         if isinstance(message, str) or not isinstance(message, Sequence) or not message:
             raise RequestError(f"a conversation must be a list of at least one message, got {quoted(message)}")
-    return [(f"messages.{i}", each) for i, each in enumerate(messages)]  # type: ignore[misc]
+    return [(f"messages.{i}", conversation) for i, conversation in enumerate(messages)]  # type: ignore[misc]
 
 
 def template_messages(path: str, messages: Sequence[Message], facts: TemplateFacts, content_format: str) -> list[Json]:

@@ -41,7 +41,7 @@ UNUSED_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_
 
 
 class PromptParts(NamedTuple):
-    """A prompt as the engine takes it: text, token ids, or both if the ids are those of the text."""
+    """A prompt as the engine takes it: its text, its token ids, or both."""
 
     text: str | None
     token_ids: Sequence[int] | None
@@ -49,7 +49,7 @@ class PromptParts(NamedTuple):
 
 
 def prompt_parts(prompts: Prompt | Sequence[Prompt]) -> list[PromptParts]:
-    """The parts of one prompt or many. Raises RequestError."""
+    """The parts of each prompt, of one or many. Raises RequestError."""
     return [prompt_part(prompt) for prompt in prompt_list(prompts)]
 
 

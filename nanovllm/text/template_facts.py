@@ -1,6 +1,6 @@
 """What a chat template does with messages, found by rendering small conversations with it.
 
-Rendering sees what no reading of the template's text does: macros, filters, and what concatenation makes of a list.
+Reading the template's text would miss macros, filters, and what concatenation makes of a list.
 """
 
 from __future__ import annotations
@@ -40,26 +40,23 @@ QUESTION: Mapping[str, Any] = MappingProxyType({"role": "user", "content": "A qu
 
 
 class CallForm(NamedTuple):
-    """How an answer that calls tools is given to a template.
+    """How an answer that calls tools is given to a template."""
 
-    no_content: the fields that stand for no content. arguments_as_text: those of calls are JSON text, not objects.
-    """
-
-    no_content: Mapping[str, Any]
-    arguments_as_text: bool
+    no_content: Mapping[str, Any]  # the fields that stand for no content
+    arguments_as_text: bool  # arguments of calls are JSON text, not objects
 
 
 class TemplateFacts:
-    """The facts of one template. Each is found when it is first needed, in one to seven renderings."""
+    """The facts of one template. Each takes one to seven renderings when it is first needed."""
 
     def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
-        """template: its text. variables: such as the special tokens, which templates need."""
+        """template: its text. variables: what every rendering gets, such as the texts of special tokens."""
         self._template = template
         self._variables = dict(variables)
         self._takes: dict[tuple[str, str], bool] = {}  # by role and form
 
     def takes(self, role: str, form: str) -> bool:
-        """Whether all of a content in a form of `SAMPLES` is shown, and a list not as Python prints one."""
+        """Whether the template shows all of a content in a form of `SAMPLES`, and a list not as Python prints it."""
         if role not in ROLES:  # a name that a request invents is not kept
             return self._shows(role, form)
         if (role, form) not in self._takes:
@@ -68,25 +65,28 @@ class TemplateFacts:
 
     @cached_property
     def knows_developer(self) -> bool:
-        """Whether the role "developer" is more than an unknown name, which the template drops, refuses or copies."""
+        """Whether the template treats the role "developer" otherwise than an unknown one.
+
+        An unknown role is dropped, refused or copied into the text.
+        """
         text = self._developer("developer").casefold()
         return FIRST in text and text.replace("developer", STRANGER) != self._developer(STRANGER).casefold()
 
     @cached_property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning is read from the field `reasoning` alone, which Transformers fills from no other."""
+        """Whether the template reads reasoning from the field `reasoning` alone, which Transformers does not fill."""
         others = re.search(r"\b(reasoning_content|thinking)\b", self._template)
         return others is None and re.search(r"\breasoning\b", self._template) is not None
 
     @cached_property
     def no_answer(self) -> Mapping[str, Any]:
-        """The fields that stand for no content in an answer without calls: none, or an empty text if it needs one."""
+        """The fields that stand for no content in an answer without calls: none, or an empty text if one is needed."""
         without: Mapping[str, Any] = {}
         return without if self._render([QUESTION, {"role": "assistant"}, QUESTION]) is not None else {"content": ""}
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The first form in which the template shows a call: as Transformers gives it if that works."""
+        """The first form in which the template shows a call. The form in which Transformers gives it comes first."""
         for content in ({}, {"content": None}, {"content": ""}):
             for as_text in (False, True):
                 text = self._render(self._call(content, as_text))
@@ -116,7 +116,7 @@ class TemplateFacts:
         as_printed = [repr(SAMPLES[form])] if role == "tool" else [repr(SAMPLES[form]), json.dumps(SAMPLES[form])]
         if form == "thinking":
             as_printed += [repr(SAMPLES[form][0]), json.dumps(SAMPLES[form][0])]
-        return not any(each in text for each in as_printed)
+        return not any(printed in text for printed in as_printed)
 
     def _developer(self, role: str) -> str:
         return self._render([{"role": role, "content": FIRST}, QUESTION]) or ""
@@ -146,4 +146,4 @@ class TemplateFacts:
 def _shows_call(text: str) -> bool:
     """Whether the arguments are there, neither as Python prints them nor as JSON within JSON."""
     wrong = (repr(dict(ARGUMENTS)), json.dumps(json.dumps(dict(ARGUMENTS))), "None")
-    return VALUE in text and not any(each in text for each in wrong)
+    return VALUE in text and not any(form in text for form in wrong)

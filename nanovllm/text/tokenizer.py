@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
         return texts
 
     def template_facts(self, template: str) -> TemplateFacts:
-        """The facts of a chat template's text. Those of the last few templates are kept, as far as they are found."""
+        """The facts of a chat template's text. Those of the last MOST_TEMPLATES templates are kept."""
         special = dict(self.special_tokens_map)
         key = (template, repr(special))
         facts = self._facts.pop(key, None) or TemplateFacts(template, special)
@@ -103,23 +103,23 @@ class HuggingFaceTokenizer:
         """The token as the vocabulary writes it, such as "Ġthe"; None for an id that the vocabulary does not have."""
         if self.backend is not None:
             return self.backend.id_to_token(token_id)
-        found: str | None = self.tokenizer.convert_ids_to_tokens(token_id)
-        return found
+        name: str | None = self.tokenizer.convert_ids_to_tokens(token_id)
+        return name
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that a token adds to a text before it: a word's with its space, those of a part of a character.
+        """The bytes that a token adds to the text before it; None if they are not known.
 
-        A special token has those of its name. None if they are not known.
+        A word has its space in front; a token may be part of a character. A special token has the bytes of its name.
         """
         if token_id not in self._bytes:
             self._bytes[token_id] = self._find_bytes(token_id)
         return self._bytes[token_id]
 
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
-        """Where the tokens of a text begin in it, in characters. Parts of a character begin where that does.
+        """Where each token of a text begins in it, in characters.
 
-        A token that encoding has added begins where the token before it ends. None if these are not the text's tokens,
-        and for a slow tokenizer.
+        A part of a character begins where the character does. A token that encoding has added begins where the token
+        before it ends. None if these are not the text's tokens, and without a backend.
         """
         backend = self.backend
         ids = list(token_ids)
@@ -130,13 +130,13 @@ class HuggingFaceTokenizer:
             encoding = _guarded(lambda: backend.encode(text, add_special_tokens=False))
         if encoding.ids != ids:
             return None
-        found = []
+        starts = []
         end = 0
         for (first, last), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
             # Some tokenizers do not count the spaces before a word to it.
-            found.append(end if is_added else min(first, end + len(text[end:first].rstrip(" "))))
+            starts.append(end if is_added else min(first, end + len(text[end:first].rstrip(" "))))
             end = max(end, last)
-        return found
+        return starts
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         name = self.token_string(token_id)
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
         return next((candidate for candidate in candidates if candidate.decode("utf-8", "replace") == text), None)
 
     def _text_after_another(self, token_id: int) -> str:
-        """What a token adds to the text of another: decoders drop the space before the first word."""
+        """What a token adds to the text of another one. Alone, it might lose its space in front."""
         before = self._another
         known, text = (self.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token_id]))
         return text[len(known) :] if text.startswith(known) else self.token_text(token_id)
@@ -166,7 +166,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _byte_symbols(self) -> dict[str, int]:
-        """The byte of each character in byte-level vocabularies: printable Latin-1 is itself, the others follow."""
+        """The byte that each character of a byte-level vocabulary stands for.
+
+        A printable character of Latin-1 stands for itself; characters from 256 on stand for the other bytes, in order.
+        """
         symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
         own = [ord(symbol) for symbol in symbols if ord(symbol) < 256]
         return dict(zip(symbols, [*own, *sorted(set(range(256)) - set(own))], strict=True))

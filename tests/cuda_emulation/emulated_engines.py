@@ -45,7 +45,7 @@ def loaded(llm: LLM) -> bool:
 
 
 def hit(llm: LLM) -> bool:
-    return llm.metrics().prefix_cache_hit_tokens > 0
+    return llm.metrics().prefix_cache.hit_tokens > 0
 
 
 RESIDENT: dict[str, Any] = {"num_gpu_blocks": 60}
@@ -79,12 +79,12 @@ CASES: dict[str, Case] = {
     "recomputed": Case(
         {**SHORT, "preemption_mode": "recompute"},
         {"max_tokens": 24},
-        happened=lambda llm: llm.metrics().preemptions_by_recompute > 0,
+        happened=lambda llm: llm.metrics().preemptions.recomputed > 0,
     ),
     "swapped": Case(
         {**SHORT, "preemption_mode": "swap", "swap_space": 0.01},
         {"max_tokens": 24},
-        happened=lambda llm: llm.metrics().preemptions_by_swap > 0,
+        happened=lambda llm: llm.metrics().preemptions.swapped > 0,
     ),
     "samples": Case(RESIDENT, SAMPLES),
     "samples, offloaded": Case(RING, SAMPLES),
@@ -118,7 +118,7 @@ CASES: dict[str, Case] = {
         {**SHORT, "preemption_mode": "swap", "swap_space": 0.01},
         {"max_tokens": 24},
         model=RECURRENT,
-        happened=lambda llm: llm.metrics().preemptions_by_swap > 0,
+        happened=lambda llm: llm.metrics().preemptions.swapped > 0,
     ),
 }
 

@@ -103,7 +103,7 @@ def open_inputs(paths: Sequence[str]) -> Inputs:
             raise ConfigError(f"--input {str(file)!r} is not a Parquet file: {told(error)}") from None
         if not is_like_first:
             raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
-    return Inputs(file_format, tuple(files))
+    return Inputs(file_format, tuple(file.absolute() for file in files))  # workers run in other directories
 
 
 def check_pyarrow() -> None:

@@ -6,6 +6,7 @@ driver writes the results.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import traceback
@@ -38,6 +39,8 @@ def cluster(address: str | None, verbose: bool) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
+    if not verbose:
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the command tells of what failed
     try:
         if address is None and not os.environ.get("RAY_ADDRESS"):
             try:
@@ -98,6 +101,9 @@ class SliceReplica:
         self, settings: ReplicaSettings, row_format: RowFormat, inputs: Inputs, machine: str, cpu_kernels: str
     ) -> None:
         """machine, cpu_kernels: of the driver. An actor on a processor of the same kind takes the same kernels."""
+        missing = [str(file) for file in inputs.files if not file.is_file()]
+        if missing:
+            raise ConfigError(f"a node of the cluster has no file {missing[0]!r}: inputs must be there on every node")
         if machine == cpu_machine():
             os.environ["NANOVLLM_CPU_KERNELS"] = cpu_kernels  # before this process first asks for it
         self._replica = Replica(settings)
@@ -107,7 +113,7 @@ class SliceReplica:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A batch is one slice; its result is one list of rows and results. Both are pickled."""
         (content,) = batch["item"]
-        rows = self._inputs.rows(pickle.loads(content), self._row_format.used_columns)
+        rows = list(self._inputs.rows(pickle.loads(content), self._row_format.used_columns))
         try:
             results = [pair for pairs in self._replica.answers(rows, self._row_format) for pair in pairs]
         except EngineError:
@@ -139,6 +145,7 @@ class Pool:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.scheduling_strategy = "SPREAD"
+        context.execution_no_progress_timeout_s = -1  # a slice of long prompts may take hours
         context.max_errored_blocks = -1  # a slice that is lost ends no other
         results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             SliceReplica,
@@ -159,4 +166,5 @@ class Pool:
             for row in results.iter_rows():
                 yield pickle.loads(row["item"])
         except RayError as error:
-            raise EngineError(f"the cluster has no replica: {one_line(str(error), LONGEST_REASON)}") from error
+            *_, reason = str(error).strip().splitlines()  # of the actor, after its traceback
+            raise EngineError(f"the cluster has no replica: {one_line(reason, LONGEST_REASON)}") from error

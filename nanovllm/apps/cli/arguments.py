@@ -205,18 +205,18 @@ def _add_flags(
     group: Any, kind: str, described: type, names: Collection[str], defaults: Mapping[str, Any] | None = None
 ) -> None:
     hints = typing.get_type_hints(described)
-    for found in fields(described):
-        if found.name not in names:
+    for argument in fields(described):
+        if argument.name not in names:
             continue
-        options = _options(hints[found.name])
-        text = found.metadata["help"].replace("%", "%%")
-        default = (defaults or {}).get(found.name, found.default)
+        options = _options(hints[argument.name])
+        text = argument.metadata["help"].replace("%", "%%")
+        default = (defaults or {}).get(argument.name, argument.default)
         if options.get("action") in ("append", _Pairs):
             text += "; repeat it for several"
         if default not in (MISSING, None, ()):
             text += f" (default: {default})"
-        dest = f"{kind}.{found.name}"
-        group.add_argument(flag_name(kind, found.name), dest=dest, default=argparse.SUPPRESS, help=text, **options)
+        dest = f"{kind}.{argument.name}"
+        group.add_argument(flag_name(kind, argument.name), dest=dest, default=argparse.SUPPRESS, help=text, **options)
 
 
 def _options(hint: Any) -> dict[str, Any]:
@@ -298,12 +298,12 @@ def _bias(text: str) -> tuple[int, float]:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{quoted(text)} is not a JSON object, such as {{"top_p": 0.9}}')
-    return found
+    return value
 
 
 class _Pairs(argparse.Action):
@@ -399,7 +399,7 @@ class EngineArgs(_Fields):
 
     def create_engine_config(self) -> EngineConfig:
         """The checked configuration. Raises ConfigError."""
-        arguments = {found.name: getattr(self, found.name) for found in fields(self)}
+        arguments = {argument.name: getattr(self, argument.name) for argument in fields(self)}
         return engine_config(arguments.pop("model"), arguments)
 
     def create_engine(self) -> LLMEngine:
@@ -412,14 +412,16 @@ class EngineArgs(_Fields):
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for every field to the parser, under the field's name in the result. Returns the parser."""
         hints = typing.get_type_hints(EngineConfig)
-        for found in fields(EngineArgs):
-            name = ENGINE_ALIASES.get(found.name, found.name)
+        for argument in fields(EngineArgs):
+            name = ENGINE_ALIASES.get(argument.name, argument.name)
             options = _options(hints[name]) if name in hints else _vllm_options(ENGINE_ARGUMENTS[name])
-            default = found.default_factory() if callable(found.default_factory) else found.default
-            parser.add_argument(f"--{found.name.replace('_', '-')}", dest=found.name, default=default, **options)
+            default = argument.default_factory() if callable(argument.default_factory) else argument.default
+            flag = f"--{argument.name.replace('_', '-')}"
+            parser.add_argument(flag, dest=argument.name, default=default, **options)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """The arguments that a parser with `add_cli_args` has read."""
-        return cls(**{found.name: getattr(args, found.name) for found in fields(cls) if hasattr(args, found.name)})
+        given = vars(args)
+        return cls(**{argument.name: given[argument.name] for argument in fields(cls) if argument.name in given})

@@ -219,8 +219,10 @@ class BatchRun:
             return
         with loading(self.args.model, progress_bar(self.args)):
             replica = Replica(self.settings)
+        self.meter = Meter()
+        num_rows = total - self.output.done.num_done
         try:
-            self._write(replica.answers(self._rows(slices), self.row_format), replica.llm, total)
+            self._write(replica.answers(self._rows(slices), self.row_format), replica.llm, num_rows)
         finally:
             self.kv_stats = replica.llm.kv_stats()
             replica.close()
@@ -238,17 +240,17 @@ class BatchRun:
             gpus = 0 if self.config.device == "cpu" else self.config.tensor_parallel_size
             resources = ray_data.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
             pool = ray_data.Pool(self.settings, self.row_format, self.inputs, args.num_replicas, resources)
-            self._write(pool.answers(self._slices(most_rows)), None, total)
+            self._write(pool.answers(self._slices(most_rows)), None, total - before)
             if done.num_done == before:
                 raise EngineError("no replica on the cluster has answered a row: --verbose shows what they print")
-            self._write(pool.answers(self._slices(1)), None, total)
+            self._write(pool.answers(self._slices(1)), None, total - before)
         for row in self._rows(self._slices()):
             error = f"{row.source}: every worker that ran this row was lost, also when it ran alone"
             self._count(self.output.add(row, failed_result(row.index, error)))
 
-    def _write(self, answers: Iterator[list[tuple[Row, RowResult]]], llm: LLM | None, total: int) -> None:
+    def _write(self, answers: Iterator[list[tuple[Row, RowResult]]], llm: LLM | None, num_rows: int) -> None:
         """Write results as they come, and show how far the job is."""
-        with ProgressBar(progress_bar(self.args), total - self.output.done.num_done, self.meter, llm) as bar:
+        with ProgressBar(progress_bar(self.args), num_rows, self.meter, llm) as bar:
             for ended in answers:
                 for row, result in ended:
                     self._count(self.output.add(row, result))

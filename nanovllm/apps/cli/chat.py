@@ -139,7 +139,7 @@ class Answer:
     """An answer as far as it has been generated, and what it cost."""
 
     metrics: RequestMetrics
-    max_tokens: int | None  # that it was bounded by
+    max_tokens: int | None  # its bound
     text: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None

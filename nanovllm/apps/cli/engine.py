@@ -35,8 +35,8 @@ def load_llm(
 ) -> LLM:
     """The engine of the arguments.
 
-    texts, max_tokens: reads the prompts that are known, and the length of their answers. The KV cache of the longest is
-    what `kv_cache_memory_bytes` is a share of, unless the argument says of how many tokens.
+    texts: reads the prompts that are known. max_tokens: of their answers. If `kv_cache_memory_bytes` is a share, it is
+    one of the KV cache of the longest prompt and its answer, unless the argument says of how many tokens.
     """
     with interrupt.allowed(), loading(args.model, progress_bar(args)):
         from nanovllm import LLM  # imports torch, which takes seconds
@@ -85,11 +85,11 @@ def kv_line(stats: KVStats, tokens: int) -> str:
 
 
 class LoRAModule(NamedTuple):
-    """An adapter as a flag names it. base_model_name: of its parent in the server's list of models."""
+    """An adapter as a flag names it."""
 
     name: str
     path: str
-    base_model_name: str | None = None
+    base_model_name: str | None = None  # its parent in the server's list of models
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:

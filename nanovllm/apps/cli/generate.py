@@ -187,11 +187,11 @@ class Generation:
         self._args = args
         self._template_text = template
         self._file = file
+        self._is_above_bar = file.isatty() and not args.stream  # streamed text takes the bar off its line
         self._interrupt = interrupt
         self._client = EngineClient(llm.engine)
         self._adapters = ChosenAdapters(llm, args)
         given = llm.engine.sampling_defaults | sampling_arguments(args)
-        self._is_bounded = "max_tokens" in given
         kind = RequestOutputKind.DELTA if args.stream else RequestOutputKind.FINAL_ONLY
         self._params = SamplingParams(**given, output_kind=kind)
         self._boundary = Boundary(args.verbose)
@@ -201,10 +201,10 @@ class Generation:
         self._bar = ProgressBar(progress_bar(args), self._num_prompts, self._meter, llm)
         self._running: dict[str, Task] = {}  # by request_id
         self._unwritten: deque[Task] = deque()
-        self._num_taken = self._num_tokens = 0  # prompts taken; prompt tokens in the engine
+        self._num_taken = 0  # prompts
+        self._num_tokens = 0  # prompt tokens in the engine
         self._in_line = False  # whether a streamed text has begun and not ended
-        # Prompts with an output that was cut: all, those at max_tokens' own default, those without a chat template.
-        self._num_cut = self._num_default_cut = self._num_plain_cut = 0
+        self._num_cut = 0  # prompts with an answer that was cut
         self._first_error = ""
 
     def run(self) -> int:
@@ -313,8 +313,6 @@ class Generation:
         self._meter.finished += 1
         if any(completion.finish_reason == "length" for completion in output.outputs):
             self._num_cut += 1
-            self._num_default_cut += not self._is_bounded and "max_tokens" not in task.item.params
-            self._num_plain_cut += task.item.prompt is not None and not self._args.chat
         self._in_line = False
         self._put(task, "\n" if self._args.stream else line)
 
@@ -335,12 +333,13 @@ class Generation:
     def _put(self, task: Task, line: str) -> None:
         """Keep the line of a prompt, and write those before which nothing is missing."""
         task.line = line
+        self._bar.hold(False)
         while self._unwritten and self._unwritten[0].line is not None:
             self._write(self._unwritten.popleft().line or "")
 
     def _write(self, text: str) -> None:
         if text:
-            with tqdm.external_write_mode(file=self._file):  # above a bar on the same terminal
+            with tqdm.external_write_mode() if self._is_above_bar else nullcontext():
                 self._file.write(text)
 
     # ---- the end
@@ -352,22 +351,12 @@ class Generation:
             cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
             say(meter.summary() + cut)
             say(kv_line(self._llm.kv_stats(), meter.num_tokens))
-            if not self._args.json:
-                self._say_more()
         if not meter.failed:
             return 0
         total = meter.finished + meter.failed
         lead = f"{meter.failed:,} of {total:,} prompts failed; the first: " if total > 1 else ""
         say(f"nanovllm generate: error: {lead}{self._first_error}")
         return 1
-
-    def _say_more(self) -> None:
-        """What to do about cut answers."""
-        if self._num_default_cut:
-            cut = of(self._num_default_cut, self._meter.finished)
-            say(f"{cut} cut at the default of {SamplingParams.max_tokens} tokens: --max-tokens 200 allows more")
-        if self._num_plain_cut and getattr(self._llm.engine.tokenizer, "chat_template", None):
-            say("the model has a chat template, and plain text was completed: --chat asks it as a user would")
 
     def _interrupted(self) -> int:
         """Write all finished results, also those after unfinished ones."""

@@ -7,7 +7,6 @@ reader.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import io
 import logging
@@ -45,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in arguments
     open_closed_streams()
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000)  # a start makes so many objects that stay, and looking for cycles takes 0.1 s of it
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8 in every locale
     try:
@@ -67,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             discard(sys.stdout)
         refused = isinstance(error, (ConfigError, ModelError, RequestError))
         return _complain(arguments, f"error: {Boundary(verbose).sentence(error)}", 2 if refused else 1)
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ FILE = "file"
 LINES = "lines"
 JSONL = "jsonl"
 STDIN = "-"
-OF_FLAGS = object()  # what the flags say
+OF_FLAGS = object()  # the adapter that the flags name
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_ID_DIGITS = 18
@@ -51,20 +51,16 @@ class Source:
 
 @dataclass(slots=True)
 class PromptItem:
-    """One prompt in one of three forms, or the error in place of it.
+    """One prompt as text, token ids or messages, or the error in place of it."""
 
-    `params` are sampling parameters. Prompts share cached blocks only with prompts of the same `cache_salt`.
-    `lora`: the name of the adapter, None for the model alone, and OF_FLAGS where the prompt does not say.
-    """
-
-    source: str
+    source: str  # for messages, such as "prompts.txt line 3"
     prompt: str | None = None
     prompt_token_ids: Any = None
     messages: Any = None
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # sampling parameters that it gives
     cache_salt: Any = None
     given_id: Any = None
-    lora: Any = OF_FLAGS
+    lora: Any = OF_FLAGS  # the name of an adapter; None is the model alone
     error: str | None = None
 
 

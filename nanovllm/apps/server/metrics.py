@@ -57,12 +57,12 @@ class ServerMetrics(Collector):
         loading = "Requests whose KV is being read from kv_cache_dir, which vllm:num_requests_waiting counts too"
         speed = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
         for name, text, value in (
-            ("kv_blocks_used", "KV blocks of running requests", engine.used_blocks),
-            ("kv_blocks_cached", "KV blocks that only the prefix cache holds", engine.cached_blocks),
-            ("kv_blocks_free", "Free KV blocks", engine.free_blocks),
-            ("kv_blocks_swapped", "KV blocks in swap space", engine.swapped_blocks),
-            ("requests_swapped", swapped, engine.swapped_requests),
-            ("requests_loading", loading, engine.loading_requests),
+            ("kv_blocks_used", "KV blocks of running requests", engine.blocks.used),
+            ("kv_blocks_cached", "KV blocks that only the prefix cache holds", engine.blocks.cached),
+            ("kv_blocks_free", "Free KV blocks", engine.blocks.free),
+            ("kv_blocks_swapped", "KV blocks in swap space", engine.blocks.swapped),
+            ("requests_swapped", swapped, engine.requests.swapped),
+            ("requests_loading", loading, engine.requests.loading),
             ("kv_link_bytes_per_second", speed, busy.num_bytes / busy.seconds if busy.seconds else 0.0),
         ):
             gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
@@ -74,9 +74,9 @@ class ServerMetrics(Collector):
         copied.add_metric([self._model_name, "d2h"], moved.d2h_bytes)
         text = "Prompt tokens found in the prefix cache, by where their KV was"
         cached = CounterMetricFamily("nanovllm:cached_tokens", text, labels=["model_name", "tier"])
-        host = engine.prefix_cache_hit_tokens_on_host
-        disk = engine.prefix_cache_hit_tokens_on_disk
-        device = engine.prefix_cache_hit_tokens - host - disk
+        host = engine.prefix_cache.hit_tokens_on_host
+        disk = engine.prefix_cache.hit_tokens_on_disk
+        device = engine.prefix_cache.hit_tokens - host - disk
         for tier, tokens in (("device", device), ("host", host), ("disk", disk)):
             cached.add_metric([self._model_name, tier], tokens)
         text = "KV bytes in host memory that the CPU attended to instead"

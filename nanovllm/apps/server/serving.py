@@ -244,7 +244,7 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
         return invalid(f"the body has {error.error_count():,} wrong or unknown fields: send those of the schema only")
     errors = error.errors(include_url=False, include_context=False)
     # A misspelt field before the one that it leaves out.
-    first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
+    first = min(errors, key=lambda wrong: wrong["type"] != "extra_forbidden")
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     path = [str(part) for part in first["loc"]]
@@ -257,7 +257,7 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
         return invalid(f"{message}; a field that is not supported has to be left out", where)
     if first["type"] == "missing":
         return invalid(f"the field {where!r} is missing", where)
-    reasons = dict.fromkeys(each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1])
+    reasons = dict.fromkeys(wrong["msg"] for wrong in errors if wrong["loc"][:1] == first["loc"][:1])
     if len(reasons) > 1:  # the field may be of several types
         return invalid(f"{path[0]}: {' or: '.join(list(reasons)[:4])}; got another value", path[0])
     return invalid(f"{where}: {first['msg']}; got {quoted(first['input'])}", where)

@@ -87,14 +87,14 @@ def as_json(text: str) -> str | None:
     strings = [dumped(part) for part in parts[1::2]]
     if len(parts) % 2 == 0:
         return None
-    found = ""
+    written = ""
     for number, part in enumerate(parts[::2]):
         # A string before a colon is a key already.
-        found += BARE_KEY.sub(lambda match: f"{match[1]}{dumped(match[2])}:", part)
-        found += strings[number] if number < len(strings) else ""
+        written += BARE_KEY.sub(lambda match: f"{match[1]}{dumped(match[2])}:", part)
+        written += strings[number] if number < len(strings) else ""
     try:
-        loaded(found)
+        loaded(written)
     except ValueError:
         word = text.strip()
         return dumped(word) if word and word[:1] not in "{[" and not strings else None
-    return found.strip()
+    return written.strip()

@@ -79,7 +79,7 @@ class JsonCalls(Parser):
     def json_call(self) -> Steps[bool]:
         """Take one object, and make a call of it if it is one."""
         reader = self.reader
-        found = dict[str, Any]()
+        members = dict[str, Any]()
         is_sent = False
         if not (yield from reader.takes("{")):
             return False
@@ -87,9 +87,9 @@ class JsonCalls(Parser):
             key = yield from self._key()
             if key is None or (self.ONLY_KEYS and key not in KEYS):
                 return False
-            may_send = key in ARGUMENTS and "name" in found and not is_sent
+            may_send = key in ARGUMENTS and "name" in members and not is_sent
             if may_send and (yield from reader.char()) == "{":
-                self.call(found["name"])
+                self.call(members["name"])
                 is_sent = True
                 if (yield from json_value(reader, self.arguments)) is None:
                     return False
@@ -97,13 +97,13 @@ class JsonCalls(Parser):
                 text = yield from json_value(reader)
                 if text is None:
                     return False
-                found.setdefault(key, loaded(text) if key == "name" else text)
-                if found.get("name", "") not in self.tools and key == "name":
+                members.setdefault(key, loaded(text) if key == "name" else text)
+                if members.get("name", "") not in self.tools and key == "name":
                     return False
             yield from reader.spaces()
             if not (yield from reader.takes(",")):
                 break
-        return (yield from reader.takes("}")) and (is_sent or self._sends(found))
+        return (yield from reader.takes("}")) and (is_sent or self._sends(members))
 
     def _key(self) -> Steps[str | None]:
         """Take a key with its colon and the spaces around it."""
@@ -116,10 +116,10 @@ class JsonCalls(Parser):
         yield from reader.spaces()
         return str(loaded(text))
 
-    def _sends(self, found: dict[str, Any]) -> bool:
+    def _sends(self, members: dict[str, Any]) -> bool:
         """Send a call whose arguments were not sent as they came. Returns whether it is one."""
-        texts = [found[key] for key in ARGUMENTS if key in found]
-        if found.get("name") not in self.tools or (not texts and self.NEEDS_ARGUMENTS):
+        texts = [members[key] for key in ARGUMENTS if key in members]
+        if members.get("name") not in self.tools or (not texts and self.NEEDS_ARGUMENTS):
             return False
         text = texts[0] if texts else "{}"
         if text.startswith('"'):  # some models write the arguments as JSON text
@@ -127,7 +127,7 @@ class JsonCalls(Parser):
         text = "{}" if text in ("null", "") else text
         if not _is_json(text) or not text.startswith("{"):
             return False
-        self.call(found["name"])
+        self.call(members["name"])
         self.arguments(text)
         return True
 

@@ -40,15 +40,15 @@ Piece = str | Reasoning | Call | Arguments | Ended | Broken  # text is content
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """The pieces with neighbours of the same kind as one."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for piece in pieces:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(piece, str) and isinstance(last, str):
-            found[-1] = last + piece
+            joined[-1] = last + piece
         elif isinstance(piece, Arguments) and isinstance(last, Arguments):
-            found[-1] = Arguments(last.text + piece.text)
+            joined[-1] = Arguments(last.text + piece.text)
         elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + piece.text)
+            joined[-1] = Reasoning(last.text + piece.text)
         else:
-            found.append(piece)
-    return [piece for piece in found if piece != ""]
+            joined.append(piece)
+    return [piece for piece in joined if piece != ""]

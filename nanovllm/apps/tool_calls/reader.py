@@ -111,9 +111,9 @@ class Parser:
 
     def _go(self) -> list[Piece]:
         next(self._steps, None)
-        found = merged(self._pieces)
+        pieces = merged(self._pieces)
         self._pieces = []
-        return found
+        return pieces
 
     # ---- what formats define
 

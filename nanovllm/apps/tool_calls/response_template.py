@@ -44,11 +44,11 @@ class ResponseTemplateParser(Parser):
         self._region = 0  # where the region that is open begins, with its mark
 
     def feed(self, text: str) -> list[Piece]:
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for letter in text:  # so that what comes before a fault is read, however the text comes
             self._fed += letter
-            found += self._guarded(letter)
-        return merged(found)
+            pieces += self._guarded(letter)
+        return merged(pieces)
 
     def finish(self) -> list[Piece]:
         return self._guarded(None)
@@ -85,12 +85,12 @@ class ResponseTemplateParser(Parser):
         field = self._template["fields"][name]
         marks = field.get(kind, [])
         pattern = field.get(f"{kind}_pattern") or "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
-        found = re.compile(pattern, re.DOTALL).match(self._fed, self._shown) if pattern else None
-        return self._shown if found is None else found.end()
+        match = re.compile(pattern, re.DOTALL).match(self._fed, self._shown) if pattern else None
+        return self._shown if match is None else match.end()
 
     def _calls(self, value: Any, written: str) -> list[Piece]:
         """The calls of a region; its text if it calls anything but the request's tools."""
-        found: list[Piece] = []
+        calls: list[Piece] = []
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, Mapping) else {}
             name = function.get("name")
@@ -100,5 +100,5 @@ class ResponseTemplateParser(Parser):
                 arguments = json.loads(arguments)
             if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):
                 return [written]
-            found += [Call(name), Arguments(dumped(arguments)), Ended()]
-        return found
+            calls += [Call(name), Arguments(dumped(arguments)), Ended()]
+        return calls

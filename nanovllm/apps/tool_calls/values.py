@@ -44,12 +44,12 @@ def property_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """JSON Schema's names of the types that a property may have; of one that the schema does not describe, string."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
-        found = properties[name]
+        described = properties[name]
     else:
-        found = schema.get("additionalProperties")
-        if not isinstance(found, Mapping) or not found:
+        described = schema.get("additionalProperties")
+        if not isinstance(described, Mapping) or not described:
             return frozenset({"string"})
-    return frozenset(_types(found, schema, set()) or _ALL)
+    return frozenset(_types(described, schema, set()) or _ALL)
 
 
 _ALL = ("null", "boolean", "integer", "number", "object", "array", "string")
@@ -60,23 +60,23 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    found = {str(each) for each in (kind if isinstance(kind, list) else [kind]) if each is not None}
-    if not found and isinstance(schema.get("enum"), list):
-        found = {_type_of(value) for value in schema["enum"]}
-    if not found and "const" in schema:
-        found = {_type_of(schema["const"])}
+    types = {str(name) for name in (kind if isinstance(kind, list) else [kind]) if name is not None}
+    if not types and isinstance(schema.get("enum"), list):
+        types = {_type_of(value) for value in schema["enum"]}
+    if not types and "const" in schema:
+        types = {_type_of(schema["const"])}
     for union in ("anyOf", "oneOf"):
         for choice in schema[union] if isinstance(schema.get(union), list) and kind is None else ():
-            found |= _types(choice, root, seen)
+            types |= _types(choice, root, seen)
     reference = schema.get("$ref")
-    if not found and isinstance(reference, str) and reference not in seen:
+    if not types and isinstance(reference, str) and reference not in seen:
         seen.add(reference)
-        found = _types(_referred(reference, root), root, seen)
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) and not found else ():
-        found = found or _types(part, root, seen)
-    if not found:
-        found = {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
-    return found | {"null"} if found and schema.get("nullable") is True else found
+        types = _types(_referred(reference, root), root, seen)
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) and not types else ():
+        types = types or _types(part, root, seen)
+    if not types:
+        types = {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
+    return types | {"null"} if types and schema.get("nullable") is True else types
 
 
 def _type_of(value: Any) -> str:
@@ -85,11 +85,11 @@ def _type_of(value: Any) -> str:
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     """The part of the schema that a reference like #/$defs/name stands for; None if there is none."""
-    found: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    part: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part
 
 
 def typed(text: str, types: frozenset[str]) -> str:

@@ -33,8 +33,8 @@ class Tags:
     @property
     def all(self) -> tuple[str, ...]:
         """Every tag."""
-        found = (self.begin, self.name, self.name_end, self.key, self.key_end, self.value, self.value_end)
-        return (*found, self.call_end, self.end)
+        tags = (self.begin, self.name, self.name_end, self.key, self.key_end, self.value, self.value_end)
+        return (*tags, self.call_end, self.end)
 
 
 QWEN3 = Tags(
@@ -96,12 +96,12 @@ class XmlCalls(Parser):
                 return False
             before = ", "
             yield from reader.spaces()
-        found = yield from reader.first_of(ends)
-        if not found:
+        end = yield from reader.first_of(ends)
+        if not end:
             return False
         self.arguments("{}" if before == "{" else "}")
-        if found == tags.call_end or not tags.call_end:
-            reader.position += len(found)
+        if end == tags.call_end or not tags.call_end:
+            reader.position += len(end)
         self.end()
         return True
 
@@ -157,8 +157,8 @@ class XmlCalls(Parser):
     def _next_keys(self, name: str) -> tuple[str, ...]:
         """The lines that begin the tool's arguments."""
         properties = self.tools[name].get("properties")
-        names = properties if isinstance(properties, Mapping) else ()
-        return tuple(f"\n{self._tags.key}{each}{self._tags.key_end}" for each in names)
+        keys = properties if isinstance(properties, Mapping) else ()
+        return tuple(f"\n{self._tags.key}{key}{self._tags.key_end}" for key in keys)
 
     def _all_ends(self) -> Steps[bool]:
         """Take the tag behind all calls. Returns whether it comes next, and the text ends there or calls again."""

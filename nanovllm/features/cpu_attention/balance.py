@@ -2,14 +2,14 @@
 
 Measured bandwidths only say where it begins. A layer is shortest where the CPU's part and the device's part end
 together (`shares.py` has the formula), and both ends are seen. The time by which one of them ended later corrects the
-rate at which CPU attention seems to read from outside, with all that the formula leaves out: threads that wake up,
-memory that the link reads as well, other work on the machine. A correction is bounded, by less after its sign has
-changed and by more as long as it stays (as in Rprop: Riedmiller and Braun, 1993), so that neither a wrong beginning nor
-a single late step leads it astray.
+rate at which CPU attention seems to read. That rate then contains all that the formula leaves out: threads that wake
+up, memory that the link reads as well, other work on the machine. A correction is bounded. The bound shrinks when the
+sign changes and grows while it stays (as in Rprop: Riedmiller and Braun, 1993), so that neither a wrong beginning nor a
+single late step leads it astray.
 
-Where CPU attention does not pay at all, no share does. So where steps are not clearly shorter than loading everything
-would take, a few of them load everything, and the faster way goes on. The other way is tried again after a while, and
-after twice as long each time that it loses.
+Where CPU attention does not pay at all, no share does. There are two ways of a step: to share the host blocks with the
+CPU, or to stream all of them. Where shared steps are not clearly shorter than streaming would take, a few steps stream,
+and the faster way goes on. The other way is tried again after a pause, which doubles each time that it loses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _LEAST = 1 / 32
 _FIRST = 1 / 4
 _MOST = 1 / 2
 _FARTHEST = 16.0  # a rate stays within this factor of the one measured at start
+# the ways of a step
+_SHARED = "shared"
+_STREAMED = "streamed"
+_TRIAL = {_SHARED: 12, _STREAMED: 4}  # steps of a trial: sharing has to find its share
 _SMOOTHING = 1 / 4  # weight of a step in the time of a way
 _NO_DOUBT = 0.85  # of the time that the link would need alone
-_HOPELESS = 2.0  # times the time of loading everything: a step of a trial that ends it
-_CLEARLY = 0.97  # of the other way's time: loading everything must be that much shorter
+_HOPELESS = 2.0  # times the time of streaming: a shared step of a trial that ends it
+_CLEARLY = 0.97  # of the time of sharing: streaming must be that much shorter
 _BEGINNING = 16  # steps before the first doubt
-_TRIAL = {True: 4, False: 12}  # steps of a trial: of loading everything; of CPU attention, which has to find its share
 # steps between trials
 _PAUSE = 128
 _LONGEST_PAUSE = 4096
@@ -53,19 +56,17 @@ class BalancedShare:
         """rates: measured at start; weight_bytes: of a layer."""
         self.rates = rates  # of which `host` is corrected
         self._at_start = rates
-        self._link_alone = rates.link_alone or rates.link
         self._weight_bytes = weight_bytes
-        self._bound = _FIRST
-        self._was_late = False
-        self._seconds: dict[bool, float] = {}  # per byte on the host: with CPU attention, and loading everything
-        self._loads_all = False
+        self._bound = _FIRST  # of the next correction
+        self._was_late = False  # the CPU's part, in the step before
+        self._seconds: dict[str, float] = {}  # of each way, for a byte on the host
+        self._way = _SHARED
         self._is_trial = False
-        # steps
-        self._pause = _PAUSE
-        self._left = _BEGINNING
+        self._pause = _PAUSE  # steps
+        self._left = _BEGINNING  # steps until a way is chosen
 
     def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
-        if self._loads_all:
+        if self._way == _STREAMED:
             return 0
         load = replace(load, weight_bytes=self._weight_bytes)
         # Where one block is too many and none too few, both parts never end together. A trial shows what is faster.
@@ -74,18 +75,19 @@ class BalancedShare:
 
     def observe(self, step: StepTimes) -> None:
         """Follow a step, which may have been planned some steps ago."""
-        way = step.cpu_bytes > 0
+        way = _SHARED if step.cpu_bytes else _STREAMED
         seconds = step.seconds / step.host_bytes
         smoothed = self._seconds.get(way, seconds)
         self._seconds[way] = smoothed + _SMOOTHING * (seconds - smoothed)
-        if step.cpu_bytes:
+        if way == _SHARED:
             self._correct(step.late / step.cpu_bytes)
         self._left -= 1
-        if self._left <= 0 or (self._is_trial and way and seconds > _HOPELESS * self._seconds.get(False, seconds)):
+        is_hopeless = way == _SHARED and seconds > _HOPELESS * self._seconds.get(_STREAMED, seconds)
+        if self._left <= 0 or (self._is_trial and is_hopeless):
             self._choose_way()
 
     def _correct(self, late: float) -> None:
-        """late: of each byte that the CPU read."""
+        """late: seconds for each byte that the CPU read."""
         is_late = late > 0
         self._bound = min(self._bound * 1.25, _MOST) if is_late == self._was_late else max(self._bound / 2, _LEAST)
         self._was_late = is_late
@@ -97,22 +99,26 @@ class BalancedShare:
 
     def _choose_way(self) -> None:
         """End a trial with the faster way, or begin one if there is doubt."""
-        with_cpu = self._seconds.get(True)
+        shared = self._seconds.get(_SHARED)
         if self._is_trial:
-            loads_all = with_cpu is None or self._seconds.get(False, with_cpu) < _CLEARLY * with_cpu
-            self._pause = _PAUSE if loads_all == self._loads_all else min(2 * self._pause, _LONGEST_PAUSE)
-            self._loads_all = loads_all
+            streams = shared is None or self._seconds.get(_STREAMED, shared) < _CLEARLY * shared
+            faster = _STREAMED if streams else _SHARED
+            self._pause = _PAUSE if faster == self._way else min(2 * self._pause, _LONGEST_PAUSE)
+            self._way = faster
             self._is_trial = False
             self._left = self._pause
-        elif not self._loads_all and with_cpu is not None and with_cpu * self._link_alone < _NO_DOUBT:
+        elif self._way == _SHARED and shared is not None and shared * self._at_start.link < _NO_DOUBT:
             self._left = self._pause
-            del self._seconds[True]  # so that it is that of the next steps when it is asked for again
+            del self._seconds[_SHARED]  # so that it is that of the next steps when it is asked for again
         else:
-            self._loads_all = not self._loads_all
-            self._is_trial = True
-            self._left = _TRIAL[self._loads_all]
-            self._seconds.pop(not self._loads_all, None)
-            if not self._loads_all:
-                host = math.sqrt(self.rates.host * self._at_start.host)  # it lost with the one or the other
-                self.rates = replace(self.rates, host=host)
-                self._bound = _FIRST
+            self._begin_trial(_STREAMED if self._way == _SHARED else _SHARED)
+
+    def _begin_trial(self, way: str) -> None:
+        self._way = way
+        self._is_trial = True
+        self._left = _TRIAL[way]
+        self._seconds.pop(way, None)
+        if way == _SHARED:
+            host = math.sqrt(self.rates.host * self._at_start.host)  # it lost with the one or the other
+            self.rates = replace(self.rates, host=host)
+            self._bound = _FIRST

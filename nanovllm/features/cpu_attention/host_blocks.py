@@ -35,7 +35,7 @@ from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import HostAttention
-from nanovllm.ops.merge import merge_states_
+from nanovllm.ops.merge import merge_attention_outputs_
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ def make_cpu_attention(
     engine.order.add_cpu_attention_stream()
     with device.compute():
         rates = measure_bandwidths(engine, geometry, backend, host_backend)
-    gb_s = (rate / 1e9 for rate in (rates.link_alone or rates.link, rates.link, rates.host, rates.device))
-    told = "KV bandwidths in GB/s: link %.1f, beside CPU attention %.1f, CPU attention %.1f, device attention %.1f"
-    logger.info(told + "; round trip %.0f us", *gb_s, rates.round_trip * 1e6)
+    told = "KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f"
+    logger.info(told, rates.link / 1e9, rates.host / 1e9, rates.device / 1e9)
     return HostBlockAttention(engine, geometry, host_backend, BalancedShare(rates, layer_weight_bytes))
 
 
@@ -243,7 +242,7 @@ class ConcurrentCpuAttention:
             self._engine.order.before_merge()
             self._device.declare_kernel("merge CPU attention", reads=(staging.used(rows),))
             partial = staging.state(staging.partial, rows)
-            merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+            merge_attention_outputs_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
             self._device.end_kernel()
         self.clock.layer_ends(layer)
 
@@ -269,7 +268,9 @@ class Staging:
     """
 
     def __init__(self, device: Device, geometry: AttentionGeometry, head_dim: int) -> None:
-        self._heads, self._head_dim = heads, head_dim = geometry.num_heads, head_dim
+        heads = geometry.num_heads
+        self._heads = heads
+        self._head_dim = head_dim
         queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
         partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
         self.host_queries = device.empty_host("CPU attention queries", queries, geometry.dtype)
@@ -313,9 +314,9 @@ def cpu_attention_candidates(reads: Sequence[BlockRead], resident_blocks: int, n
     tokens passes through the ring, which writes and stores them. A shared block is loaded once, but the CPU would read
     it once for each reader. So blocks with few readers come first, and among those the last blocks of the sequences.
     """
-    found = [
+    candidates = [
         index
         for index, read in enumerate(reads)
         if read.physical_id >= resident_blocks and not read.new_tokens and read.readers[-1] < num_short
     ]
-    return sorted(found, key=lambda index: (len(reads[index].readers), -index))
+    return sorted(candidates, key=lambda index: (len(reads[index].readers), -index))

@@ -5,7 +5,7 @@ loaded through the ring to the device, which attends to them and to the resident
 which the CPU takes the share x, R bytes on the device, and the rates W of the link, M of CPU attention and D of the
 device, a layer takes
 
-    max((1 - x) H / W,  weights / D + max((R + (1 - x) H) / D,  round trip + x H / M))
+    max((1 - x) H / W,  weights / D + max((R + (1 - x) H) / D,  x H / M))
 
 since the link loads all the time, across layers, while CPU attention starts only once the layer's queries are computed.
 One term falls with x and the other rises, so at the best x CPU attention and the slower of the other two end together.
@@ -30,9 +30,7 @@ class Bandwidths:
     link: float  # host to device
     host: float  # CPU attention from host memory
     device: float  # attention from device memory
-    round_trip: float = 0.0  # seconds from queries to a partial state, both on the device, without attention
     one_processor: bool = False  # all of them run on the same cores
-    link_alone: float | None = None  # of the link without CPU attention beside it, where that was measured
 
 
 # Reading costs the device and the CPU the same, and only the device's blocks are copied. The formula gives the CPU all
@@ -78,7 +76,7 @@ def layer_seconds(
     weights = weight_bytes / rates.device
     if rates.one_processor:
         return link + cpu + device + weights
-    return max(link, weights + max(device, cpu + rates.round_trip if cpu_attention_bytes else 0.0))
+    return max(link, weights + max(device, cpu))
 
 
 def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:

@@ -1,7 +1,7 @@
-"""The executor of several ranks: starts them, sends every step to all of them, and ends all if one fails.
+"""The executor of several ranks: it starts them, sends every step to all of them, and ends all if one fails.
 
-Every rank is a process of its own, the first one too. So a rank that waits for a dead one never blocks the engine: the
-engine notices the end of a process at once, kills the others and raises the error of the rank that failed first.
+Every rank is a process of its own, the first one too. So a rank that waits for a dead one does not block the engine:
+that notices at once that a process has ended, kills the others and raises the error of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-CAUSE_SECONDS = 1.0  # a rank that fails because of another one often says so first
+CAUSE_SECONDS = 1.0  # to wait for the cause: a rank that fails because of another one often says so first
 CLOSE_SECONDS = 10.0
 
 
@@ -66,17 +66,15 @@ class TensorParallelExecutor:
     ) -> None:
         """Start the ranks and wait until they have loaded the model.
 
-        spec: of the whole model; make_runner: assembles the runner of each rank; make_part: what a feature does in it.
-        Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
+        spec: of the whole model. make_runner: assembles the runner of each rank. make_part: what a feature does there.
+        Raises ConfigError and ModelError as a rank does, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
         spec.of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
-        self._kept: list[LogitsProcessors] = []  # of the step
-        self._interrupted = False  # while a step runs, and after an exception until its result was received
-        self._untold: list[Any] = []  # commands that came while a step was interrupted
-        self._reported: deque[tuple[int, Any]] = deque()  # with the rank's number
-        self._is_ready = False
+        self._kept: list[LogitsProcessors] = []  # of the step in progress, which the ranks do not get
+        self._reported: deque[tuple[int, Any]] = deque()  # by parts, each with the number of its rank
+        self._is_ready = False  # all ranks have loaded the model
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
@@ -96,21 +94,29 @@ class TensorParallelExecutor:
     # ---- what the engine asks for
 
     def execute(self, batch: Batch) -> StepResult:
-        """Run one step on all ranks. Raises EngineError if a rank fails, and from then on."""
+        """Run one step on all ranks. Raises EngineError if a rank fails, and from then on.
+
+        After an interrupt, such as Ctrl-C, the ranks first end the step. A second one ends them.
+        """
         self._check_open()
-        if self._interrupted:
-            self._result(is_wanted=False)
-        message = Execute(self._packed(batch), self._on_layer is not None)
-        self._interrupted = True
-        self._send_all(message)
-        return self._result(is_wanted=True)
+        self._send_all(Execute(self._packed(batch), self._on_layer is not None))
+        try:
+            return self._result(is_wanted=True)
+        except Exception:
+            raise
+        except BaseException:
+            try:
+                self._result(is_wanted=False)
+            except BaseException:
+                self._ended("a step was interrupted twice")
+                raise
+            raise
 
     def check_health(self) -> None:
         """Raise EngineError if no step can run any more, also if a rank has failed since the last step."""
         self._check_open()
-        if not self._interrupted:  # else the next step needs the messages
-            for _ in self._arrived(0.0):
-                pass
+        for _ in self._arrived(0.0):
+            pass
 
     def advise(self, num_tokens: int) -> str:
         return self.sizing.advice(num_tokens)
@@ -122,7 +128,7 @@ class TensorParallelExecutor:
         return before
 
     def kv_stats(self) -> KVStats:
-        """Of the first rank, as of the last message from it."""
+        """Of the first rank, as it said last."""
         return self._stats
 
     def link_busy(self) -> Busy:
@@ -145,20 +151,18 @@ class TensorParallelExecutor:
 
     def tell(self, command: Callable[[Any], None]) -> None:
         """Call the feature's part of every rank, after all so far and before the next step. The call can be pickled."""
-        if self._interrupted:  # a rank may wait for another message
-            self._untold.append(command)
-        elif self._error is None:
+        if self._error is None:
             self._send_all(Tell(command))
 
     def reports(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """What the parts have reported, each with the number of its rank. Waits at most so long for the first.
+        """What the parts have reported, each with the number of its rank. Waits at most `seconds` for the first.
 
         Raises EngineError if a rank fails.
         """
         self._check_open()
         while True:
-            for rank, message in self._arrived(0.0 if self._reported else seconds):
-                self._handle(rank, message, is_wanted=False)
+            for _ in self._arrived(0.0 if self._reported else seconds):
+                pass  # it keeps the reports
             if not self._reported:
                 return
             seconds = 0.0
@@ -178,7 +182,7 @@ class TensorParallelExecutor:
             raise
 
     def _packed(self, batch: Batch) -> bytes:
-        """The batch as the ranks unpickle it, without logits processors, which are kept here."""
+        """The batch as the ranks unpickle it. Logits processors stay here."""
         self._kept = []
         if not any(row.processors is not None for seq in batch.sequences for row in seq.samples):
             return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
@@ -187,9 +191,9 @@ class TensorParallelExecutor:
         return file.getvalue()
 
     def _arrived(self, seconds: float | None = None) -> Iterator[tuple[Rank, Any]]:
-        """The messages that have come, or else the next ones within some seconds. Those of no step are handled here.
+        """The messages of a step that have come, or else the next ones within some seconds; None: any time.
 
-        Raises the error of a rank that fails.
+        Log records and reports are handled here. Raises the error of a rank that fails.
         """
         for key, _ in self._selector.select(seconds):
             rank, has_ended = key.data
@@ -234,25 +238,14 @@ class TensorParallelExecutor:
         """Wait for the result of the step in progress. is_wanted: False if the step was interrupted."""
         while True:
             for rank, message in self._arrived():
-                if (result := self._handle(rank, message, is_wanted)) is not None:
-                    return result
-
-    def _handle(self, rank: Rank, message: Any, is_wanted: bool) -> StepResult | None:
-        """A message of the step in progress; the last one has its result."""
-        if isinstance(message, Done):
-            self._stats = message.stats
-            self._busy = message.busy
-            self._interrupted = False
-            untold = self._untold
-            self._untold = []
-            for command in untold:
-                self.tell(command)
-            return message.result
-        if isinstance(message, Progress) and is_wanted:
-            self._report(message)
-        elif isinstance(message, Process):
-            self._process(rank, message, is_wanted)
-        return None
+                if isinstance(message, Done):
+                    self._stats = message.stats
+                    self._busy = message.busy
+                    return message.result
+                if isinstance(message, Progress) and is_wanted:
+                    self._report(message)
+                elif isinstance(message, Process):
+                    self._process(rank, message, is_wanted)
 
     def _process(self, rank: Rank, message: Process, is_wanted: bool) -> None:
         """Apply logits processors and answer the rank, also if the caller's function is interrupted."""
@@ -276,19 +269,19 @@ class TensorParallelExecutor:
                 message = _last_words(other) if has_ended else _received(other)
                 if message is None or isinstance(message, Failure):
                     failures[other.index] = failures.get(other.index) or message
-        index = next((index for index, each in failures.items() if _is_cause(each)), rank.index)
-        found = failures[index]
-        if found is None:
+        index = next((index for index, other in failures.items() if _is_cause(other)), rank.index)
+        cause = failures[index]
+        if cause is None:
             return self._ended(_how_it_ended(self._ranks[index], self._is_ready))
-        if found.kind is CollectiveError:
-            silent = [str(rank_.index) for rank_ in self._ranks if rank_.index not in failures]
+        if cause.kind is CollectiveError:
+            silent = [str(rank.index) for rank in self._ranks if rank.index not in failures]
             answers = f"; rank {', '.join(silent)} has not answered for {self._patience:g} s" if silent else ""
-            return self._ended(f"{found.message}{answers}", found)
-        if issubclass(found.kind, EngineError):
-            return self._ended(f"rank {index} has failed: {found.message}", found)
-        self._ended(found.message, found)
-        error = found.kind(found.message)
-        error.__cause__ = RankTraceback(found.traceback)
+            return self._ended(f"{cause.message}{answers}", cause)
+        if issubclass(cause.kind, EngineError):
+            return self._ended(f"rank {index} has failed: {cause.message}", cause)
+        self._ended(cause.message, cause)
+        error = cause.kind(cause.message)
+        error.__cause__ = RankTraceback(cause.traceback)
         return error
 
     def _ended(self, message: str, failure: Failure | None = None) -> EngineError:
@@ -304,7 +297,7 @@ class TensorParallelExecutor:
 
 
 def _wait_for_end(rank: Rank, deadline: float) -> None:
-    """Wait until a rank that was told to end has ended: one of torchrun would fail if its connection ended before."""
+    """Wait until a rank that was told to end has ended. One of torchrun fails if its connection is closed before."""
     if rank.process is not None:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         return
@@ -331,7 +324,7 @@ def _last_words(rank: Rank) -> Failure | None:
 
 
 def _is_cause(failure: Failure | None) -> bool:
-    """Whether a failure is no consequence of another rank's. None: the process has ended without a word."""
+    """Whether a failure may be the cause of the others. None, the end of a process without a word, may be too."""
     return failure is None or failure.kind is not CollectiveError
 
 
@@ -351,7 +344,10 @@ def _how_it_ended(rank: Rank, was_ready: bool) -> str:
 
 
 def _end_ranks(owner: int, ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
-    """Kill what still runs, and close the connections, which ends ranks on other machines. Forks of `owner` do not."""
+    """Kill what still runs, and close the connections, which ends ranks on other machines.
+
+    owner: the process id of the engine; a fork of it ends nothing.
+    """
     if os.getpid() != owner:
         return
     selector.close()

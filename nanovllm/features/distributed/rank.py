@@ -45,7 +45,7 @@ MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner
 
 
 class RankPart(Protocol):
-    """What a feature does in every rank. It reports to the engine from any thread."""
+    """What a feature does in every rank. The engine calls it between steps, and it reports from any thread."""
 
     facts: bytes  # what the engine has to know of it before the first step
 
@@ -62,21 +62,20 @@ MakePart = Callable[[EngineConfig, ModelRunner, int, Callable[[Any], None]], Ran
 class RankSetup:
     """What a rank has to know before it can talk to the others.
 
-    spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
-    thousand modules, some 80 MB in every rank. make_runner: assembles the runner of a rank; make_part: what a feature
-    does in it. store_host, store_port: of the TCPStore through which the ranks find each other. Of the process that
-    starts the rank: threads, which the ranks of a machine divide, and cpu_kernels, a `KernelChoice.setting`.
+    A rank does not read the model's config: Transformers' class of a single family can load a thousand modules, some
+    80 MB in every rank.
     """
 
     config: EngineConfig
-    spec: DecoderSpec
+    spec: DecoderSpec  # of the whole model
     make_runner: MakeRunner
     rank: int
-    local_rank: int
+    local_rank: int  # among the ranks of its machine
     local_size: int
-    store_host: str
+    store_host: str  # of the TCPStore through which the ranks find each other
     store_port: int
     make_part: MakePart | None = None
+    # of the process that starts the rank; the ranks of a machine divide its threads
     threads: int = field(default_factory=torch.get_num_threads)
     cpu_kernels: str = field(default_factory=lambda: cpu_kernel_choice().setting)
     log_level: int = field(default_factory=lambda: logging.getLogger("nanovllm").getEffectiveLevel())
@@ -103,18 +102,15 @@ def of_attempt(store: dist.Store) -> dist.Store:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run a step; None instead of it ends the rank.
+    """Run a step. None in place of a message ends the rank."""
 
-    batch: pickled by `BatchPickler`. watched: the first rank reports the progress of the step.
-    """
-
-    batch: bytes
-    watched: bool
+    batch: bytes  # pickled by `BatchPickler`
+    watched: bool  # the first rank reports the progress of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A call of the rank's part."""
+    """A call of the rank's part, which gets it as the argument."""
 
     command: Callable[[Any], None]
 
@@ -158,10 +154,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Logits [vocab] for the callers' logits processors `kept[index]` of the step; the answer is `Processed`."""
+    """Logits for a caller's logits processors. The answer is `Processed`."""
 
-    index: int
-    logits: Tensor
+    index: int  # in `BatchPickler.kept`
+    logits: Tensor  # [vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +204,7 @@ class Channel:
 
 
 class BatchPickler(pickle.Pickler):
-    """Pickles a step without the callers' logits processors, which stay in the engine's process, in `kept`."""
+    """Pickles a batch without the callers' logits processors, which stay in the engine's process, in `kept`."""
 
     def __init__(self, file: io.BytesIO, kept: list[LogitsProcessors]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -222,7 +218,7 @@ class BatchPickler(pickle.Pickler):
 
 
 class BatchUnpickler(pickle.Unpickler):
-    """In place of logits processors the batch has a function that asks the engine to apply them."""
+    """Unpickles a batch. In place of logits processors it has a function that asks the engine to apply them."""
 
     def __init__(self, batch: bytes, channel: Channel) -> None:
         super().__init__(io.BytesIO(batch))
@@ -261,7 +257,7 @@ def run_rank(connection: Connection, setup: RankSetup) -> None:
 
 
 def _end_with(connection: Connection, closed: threading.Event) -> None:
-    """End this process when the engine's end of the connection is closed, as it is after kill -9 of the engine."""
+    """End this process when the engine's end of the connection closes, also because the engine was killed."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     poll.poll()
@@ -281,7 +277,7 @@ class _ToEngine(logging.handlers.QueueHandler):
 
 
 def _send_logs(channel: Channel, setup: RankSetup) -> None:
-    """Log through the engine; ranks after the first would repeat what it says, so that only their errors count."""
+    """Log through the engine. Of ranks after the first only errors count: the rest repeats what the first one says."""
     logger = logging.getLogger("nanovllm")
     logger.handlers = [_ToEngine(channel)]
     logger.propagate = False
@@ -331,14 +327,14 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
 
 
 def _send_reports(channel: Channel, reports: queue.SimpleQueue[Any]) -> None:
-    """Send reports until one is None, in a thread of its own: no other one waits where the engine does not receive."""
+    """Send reports until one is None, in a thread of its own, which alone waits while the engine does not receive."""
     with suppress(OSError):  # the engine has ended, and so will this process
         while (report := reports.get()) is not None:
             channel.send(Reported(report))
 
 
 def with_device(setup: RankSetup) -> EngineConfig:
-    """The configuration with the device that this rank uses: on CUDA, the GPU of its own number."""
+    """The configuration with the device of this rank. On CUDA it is the GPU of its local number."""
     config = setup.config
     count = torch.cuda.device_count()
     if count and config.device != "cpu":

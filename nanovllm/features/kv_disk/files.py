@@ -30,6 +30,7 @@ DRAFT = ".tmp"  # at the end of the name while a file is written
 ABANDONED_SECONDS = 3600.0  # age of a draft that no process is writing any more
 MARGINS = 32  # of the space one part is free after files were deleted
 MODEL = "model.txt"  # in a model's directory: its name, for people
+DIGESTS = "digests.json"  # in the root: of the files of models
 DIRECTORY = re.compile("[0-9a-f]{32}")  # named by what decides bits
 OLD_DIRECTORY = re.compile("[0-9a-f]{64}")  # of an older format, which is not read
 
@@ -82,9 +83,7 @@ def read(path: Path, into: memoryview) -> None:
 def all_files(root: Path) -> list[tuple[Path, os.stat_result]]:
     """The files of all models, least recently used first; drafts that killed processes have left are deleted."""
     files: list[tuple[Path, os.stat_result]] = []
-    for path in root.glob("*/*"):
-        if path.suffix not in (SUFFIX, DRAFT):
-            continue
+    for path in (*root.glob(f"*/*{SUFFIX}"), *root.rglob(f"*{DRAFT}")):
         with suppress(FileNotFoundError):  # another process has deleted it
             stat = path.stat()
             if path.suffix == DRAFT and time.time() - stat.st_mtime > ABANDONED_SECONDS:
@@ -155,6 +154,7 @@ def remove(root: str | Path) -> int:
     size = sum(kept.size for kept in kept_in(root))
     for path in _directories(Path(root)):
         shutil.rmtree(path)
+    (Path(root) / DIGESTS).unlink(missing_ok=True)
     return size
 
 

@@ -33,7 +33,6 @@ WEIGHTS = (".safetensors", ".gguf")
 PACKAGE = Path(__file__).parents[2]
 APPLICATIONS = "apps"  # in the package: all else is the engine
 CODE = (".py", ".so", ".json")  # the last: tables of tuned kernels, whose tiles decide the order of sums
-DIGESTS = "digests.json"  # in the directory of the store: of the files of models
 
 
 def digest(*parts: bytes) -> bytes:
@@ -43,19 +42,6 @@ def digest(*parts: bytes) -> bytes:
         total.update(len(part).to_bytes(8, "little"))
         total.update(part)
     return total.digest()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can write it, the same in every process."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"": type(value).__name__, **{field.name: plain(getattr(value, field.name)) for field in fields(value)}}
-    if isinstance(value, Mapping):
-        return sorted((str(key), plain(item)) for key, item in value.items())
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def model_files(model: str | Path) -> list[Path]:
@@ -72,6 +58,11 @@ def code_files(package: Path = PACKAGE) -> list[Path]:
     return sorted(path for path in files if path.relative_to(package).parts[0] != APPLICATIONS)
 
 
+def code_digest() -> bytes:
+    """Of the engine's code."""
+    return digest(*(part for path in code_files() for part in (path.name.encode(), path.read_bytes())))
+
+
 def file_digest(path: Path) -> bytes:
     """Of the file's bytes. Raises OSError."""
     total = xxhash.xxh3_128()
@@ -86,7 +77,7 @@ class FileDigests:
     """Digests of large files, kept in the store's directory by path, size and times, so that a file is read once."""
 
     def __init__(self, root: Path) -> None:
-        self._path = root / DIGESTS
+        self._path = root / files.DIGESTS
         self._known: dict[str, str] = {}
 
     def load(self) -> None:
@@ -166,4 +157,12 @@ def library_versions() -> list[tuple[str, str]]:
 
 
 def digest_of_facts(facts: Mapping[str, Any]) -> bytes:
-    return digest(json.dumps(plain(facts), sort_keys=True).encode())
+    """The same in every process."""
+    return digest(json.dumps(facts, sort_keys=True, default=_plain).encode())
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know, as one that it knows."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__name__, {field.name: getattr(value, field.name) for field in fields(value)}]
+    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)

@@ -25,7 +25,7 @@ from nanovllm.data.kv_groups import HOLE, KVGroup, KVGroups
 from nanovllm.engine.input_processor import salt_of_content
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.errors import EngineError, told
-from nanovllm.features.kv_disk.identity import FileDigests, adapter_digest, code_files, digest, model_files
+from nanovllm.features.kv_disk.identity import FileDigests, adapter_digest, code_digest, digest, model_files
 from nanovllm.features.kv_disk.part import Looked, Read, Report, StorePart, Warned
 from nanovllm.features.kv_disk.policy import UNIT, first_read, longest_end, needed_units, wanted_units
 from nanovllm.features.kv_disk.units import Place, StatePlace, UnitPlace
@@ -67,22 +67,21 @@ def open_store(config: EngineConfig, parts: Parts, groups: KVGroups, has_states:
     assert config.kv_cache_dir is not None
     digests = FileDigests(Path(config.kv_cache_dir))
     why = _within(OPEN_SECONDS, digests.load)
+    if why is None:
+        try:
+            identity = digest(*parts.part_facts, digests.of(model_files(config.model)), code_digest())
+        except OSError as error:
+            why = str(error)
     if why is not None:
         logger.warning("kv_cache_dir=%r is not used: %s", str(config.kv_cache_dir), why)
         return None
-    model = digests.of(model_files(config.model))
     _within(LATE_SECONDS, digests.save)
-    identity = digest(*parts.part_facts, model, digests_of_code())
     parts.tell(partial(StorePart.open, identity=identity))
     return DiskStore(parts, groups, has_states, identity)
 
 
-def digests_of_code() -> bytes:
-    return digest(*(part for path in code_files() for part in (path.name.encode(), path.read_bytes())))
-
-
 def _within(seconds: float, work: Callable[[], None]) -> str | None:
-    """Let a thread do work that waits for the disk. Returns why it has failed, or not ended in time; None if it has."""
+    """Let a thread do work that waits for the disk. Returns None when it has ended, else why it has not."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -136,10 +135,13 @@ class _Stored:
     root: bytes  # digest of what comes before its tokens
     keys: list[bytes] = field(default_factory=list)  # of its units, as far as they were asked for
     look: int | None = None  # the work that looks for them
-    names: frozenset[str] | None = None  # those that all parts have which have answered
-    wrong: set[str] = field(default_factory=set)  # names that could not be read
-    is_late: bool = False  # a load came too late: nothing more is read
+    names: frozenset[str] | None = None  # that all parts have, of those that have answered; None before the first
+    wrong: set[str] = field(default_factory=set)  # names of files that could not be read
+    is_late: bool = False  # a load was late: nothing more is read
     has_held: bool = False  # the parts hold a state of its output
+
+    def has(self, name: str) -> bool:
+        return self.names is not None and name in self.names and name not in self.wrong
 
 
 class Load:
@@ -241,7 +243,7 @@ class DiskStore:
             return self._found(stored, unit, group) is not None
 
         def has_state(unit: int) -> bool:
-            return not self._has_states or self._is_there(stored, _state_name(stored.keys[unit]))
+            return not self._has_states or stored.has(_state_name(stored.keys[unit]))
 
         return longest_end(self._groups, begin, self._limit(seq), is_stored, has_state)
 
@@ -249,7 +251,7 @@ class DiskStore:
         return seq.num_cacheable // UNIT * UNIT
 
     def _looked(self, seq: TokenSequence, begin: int) -> _Stored | None:
-        """What is known of a sequence, which the parts look for if nothing is. None if it can read nothing."""
+        """What is known of a sequence. The parts begin to look if nothing is. None if it can read nothing."""
         self.hear()
         num_units = self._limit(seq) // UNIT
         if num_units * UNIT <= begin or self.reads.is_late:
@@ -275,14 +277,11 @@ class DiskStore:
         if self._has_states:
             yield _state_name(key)
 
-    def _is_there(self, stored: _Stored, name: str) -> bool:
-        return stored.names is not None and name in stored.names and name not in stored.wrong
-
     def _found(self, stored: _Stored, unit: int, group: int) -> str | None:
         """The name under which there is a unit, or as much of it as this engine's blocks take."""
         key = stored.keys[unit]
         names = (_name(key, group), _name(key, group, first_read(self._groups[group], unit)))
-        return next((name for name in names if self._is_there(stored, name)), None)
+        return next((name for name in names if stored.has(name)), None)
 
     def load(
         self,
@@ -340,7 +339,7 @@ class DiskStore:
         held_for = None
         if state_slot is not None and seq.num_computed % UNIT == 0:
             name = _state_name(keys[seq.num_computed // UNIT - 1])
-            if not self._is_there(stored, name):
+            if not stored.has(name):
                 state = (name, StatePlace(state_slot))
                 # Of a prompt all states are written that are worth it; of an output the last one, when it ends.
                 held_for = seq.seq_id if seq.num_computed > seq.prompt_len else None
@@ -357,7 +356,7 @@ class DiskStore:
         for begin in (unit * UNIT, first_read(group, unit)):
             name = _name(stored.keys[unit], index, begin if begin > unit * UNIT else None)
             place = _place(group, index, unit, begin, table)
-            if self._is_there(stored, name):
+            if stored.has(name):
                 return None
             if HOLE not in place.blocks:
                 return name, place

@@ -1,8 +1,8 @@
 """The files of an adapter in PEFT's format, checked against the model from headers alone: no tensor's data is read.
 
-What would change the meaning of the low-rank additions is refused by name. An adapter that was trained on a whole model
-for images and text has names of that model, which are mapped as those of its checkpoint; what it adds to the parts that
-only images or sounds pass changes nothing of text, and is left out.
+Whatever would change the meaning of the low-rank additions is refused by name. An adapter that was trained on a model
+for images and text uses that model's names, which are mapped like those of its checkpoint. What it adds to the parts
+that only images or sounds pass has no effect on text and is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIX = "base_model.model."  # PEFT's, before the model's own names
 TEXT_PREFIX = "model."  # of the text model's layers, in their own names
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_(A|B)\.weight")
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
-OWN_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these ways to begin a training change the model
+OWN_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's own weights
 RANK = rules.integer(1, 2**15)
 ALPHA = rules.number(0)
 FIELDS = {
@@ -55,7 +55,7 @@ FIELDS = {
         lambda value: not isinstance(value, str) or not value.lower().startswith(OWN_WEIGHTS),
     ),
 }
-# They concern how the adapter was trained or found. Any other field may add terms that the engine does not compute.
+# How the adapter was trained or found. Any other field that is set may add terms that the engine does not compute.
 WITHOUT_EFFECT = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
@@ -67,18 +67,16 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What determines an adapter's numbers, besides its tensors.
+    """What determines an adapter's numbers, besides its tensors. Names are those of the model that it was trained on.
 
-    targets: names of modules, or the ends of names; None if patterns or exclude_modules chose them too. layers: None
-    for all. The patterns give the rank or alpha of modules by their name or its end, or after ^ by their name alone.
-    All names are those of the model that the adapter was trained on.
+    The keys of patterns are names of modules or ends of names; after ^ they are whole names.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    targets: Sequence[str] | None
-    layers: frozenset[int] | None
+    targets: Sequence[str] | None  # names of modules, or ends of names; None if something else chooses modules too
+    layers: frozenset[int] | None  # None: all
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
@@ -92,7 +90,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        """Whether the config says that there are tensors of the module; False if it does not say so of any."""
+        """Whether `targets` and `layers` say that the file has tensors of the module."""
         layer = int(re.findall(r"\.(\d+)\.", module)[0])
         in_layers = self.layers is None or layer in self.layers
         return in_layers and any(_names(target, module) for target in self.targets or ())
@@ -100,30 +98,30 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModuleAdapter:
-    """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank].
-
-    trained: the module's name in the model that the adapter was trained on. a, b: the names of A and B in the file.
-    """
+    """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank]."""
 
     module: str
-    trained: str
+    trained: str  # the module's name in the model that the adapter was trained on
     rank: int
     scale: float
 
     @property
     def a(self) -> str:
+        """The name of A in the file."""
         return f"{PREFIX}{self.trained}.lora_A.weight"
 
     @property
     def b(self) -> str:
+        """The name of B in the file."""
         return f"{PREFIX}{self.trained}.lora_B.weight"
 
 
 class AdapterRegistry:
-    """Finds the adapters that requests name, and numbers them by the path and the stamp of their files.
+    """Finds the adapters that requests name, and gives each content of files a number of its own.
 
-    So a request never shares blocks of the prefix cache, or a copy on the device, with one that named other content.
-    Each content is checked once. See `data.batch.Adapters`.
+    Path and stamp of the files tell contents apart. Because of the number, a request shares blocks of the prefix cache,
+    and a copy on the device, only with requests that named the same content. Each content is checked once. See
+    `data.batch.Adapters`.
     """
 
     def __init__(self, spec: DecoderSpec, max_lora_rank: int) -> None:
@@ -155,14 +153,14 @@ class AdapterRegistry:
                 f"lora_int_id={lora_request.lora_int_id} of {quoted(lora_request.lora_name)} belongs to the adapter in "
                 f"{other}: give every adapter an id of its own, or load_inplace=True to replace it"
             )
-        found = self._known.get((str(path), stamp))
-        if found is None:
+        adapter = self._known.get((str(path), stamp))
+        if adapter is None:
             _tell_left_out(path / WEIGHTS, self._spec)
             read_adapter(path, self._spec, self._max_lora_rank)
-            found = Adapter(len(self._known) + 1, lora_request, path, stamp)
-            self._known[str(path), stamp] = found
+            adapter = Adapter(len(self._known) + 1, lora_request, path, stamp)
+            self._known[str(path), stamp] = adapter
         self._paths[lora_request.lora_int_id] = str(path)
-        return replace(found, request=lora_request)
+        return replace(adapter, request=lora_request)
 
 
 def _resolved(path: str) -> Path:
@@ -179,15 +177,15 @@ def stamp_of(directory: Path) -> tuple[int, ...]:
     stamp: list[int] = []
     for name in (CONFIG, WEIGHTS):
         try:
-            found = (directory / name).stat()
+            status = (directory / name).stat()
         except OSError:
             raise ModelError(f"{directory} has no {name}: save it with PEFT's save_pretrained().") from None
-        stamp += (found.st_size, found.st_mtime_ns, found.st_ino)
+        stamp += (status.st_size, status.st_mtime_ns, status.st_ino)
     return tuple(stamp)
 
 
 def check_unchanged(adapter: Adapter) -> None:
-    """Raise ModelError if the files are not those that the adapter was found with any more."""
+    """Raise ModelError if the files have changed since the adapter was found."""
     if stamp_of(adapter.directory) != adapter.stamp:
         raise ModelError(f"the files in {adapter.directory} have changed since the request was added: send it again.")
 
@@ -195,9 +193,8 @@ def check_unchanged(adapter: Adapter) -> None:
 def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict[str, ModuleAdapter]:
     """The parts of the adapter in a directory, by the names of their modules.
 
-    Raises ModelError, with the field or tensor, if it does not fit the model.
-
-    spec: of the model, or of a tensor-parallel rank's part of it.
+    spec: of the model, or of a tensor-parallel rank's part of it. Raises ModelError, which names the field or tensor,
+    if the adapter does not fit the model.
     """
     spec = spec.whole or spec
     config = _read_config(directory / CONFIG)
@@ -207,47 +204,47 @@ def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict
     modules: dict[str, ModuleAdapter] = {}
     for module, (out_size, in_size) in modules_of(spec).items():
         trained = prefix + module.removeprefix(TEXT_PREFIX)
-        found = ModuleAdapter(module, trained, config.rank_of(trained), config.scale_of(trained))
-        if found.a not in stored and found.b not in stored and not config.targets_module(trained):
+        adapter = ModuleAdapter(module, trained, config.rank_of(trained), config.scale_of(trained))
+        if adapter.a not in stored and adapter.b not in stored and not config.targets_module(trained):
             continue
-        if found.rank > max_lora_rank:
-            rule = f"max_lora_rank={max_lora_rank}: raise max_lora_rank to {found.rank}"
-            raise ModelError(f"{directory}: {module} has rank {found.rank}, and {rule}.")
-        for name, shape in ((found.a, (found.rank, in_size)), (found.b, (out_size, found.rank))):
-            _check_tensor(path, name, shape, stored)
-        modules[module] = found
+        if adapter.rank > max_lora_rank:
+            rule = f"max_lora_rank={max_lora_rank}: raise max_lora_rank to {adapter.rank}"
+            raise ModelError(f"{directory}: {module} has rank {adapter.rank}, and {rule}.")
+        _check_tensor(path, adapter.a, (adapter.rank, in_size), stored)
+        _check_tensor(path, adapter.b, (out_size, adapter.rank), stored)
+        modules[module] = adapter
     return modules
 
 
 def _read_config(path: Path) -> AdapterConfig:
     content = read_json_object(path)
-    found = checked_fields(path, content, FIELDS)
+    fields = checked_fields(path, content, FIELDS)
     for name in ("peft_type", "r", "lora_alpha"):
-        if name not in found:
+        if name not in fields:
             raise ModelError(f"{path} lacks {name}: save the adapter with PEFT's save_pretrained().")
     for name, value in content.items():
         if value and name not in FIELDS and name not in WITHOUT_EFFECT:
             raise ModelError(
                 f"{path}: {quoted(name)}={quoted(value)}: not supported: only plain LoRA is applied; {MERGE}."
             )
-    targets = found.get("target_modules")
-    layers = found.get("layers_to_transform")
+    targets = fields.get("target_modules")
+    layers = fields.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     says_all = isinstance(targets, list) and not content.get("exclude_modules")
     return AdapterConfig(
-        rank=found["r"],
-        alpha=found["lora_alpha"],
-        use_rslora=bool(found.get("use_rslora")),
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        use_rslora=bool(fields.get("use_rslora")),
         targets=targets if says_all else None,
         layers=frozenset(layers) if layers else None,
-        rank_pattern=_pattern(path, "rank_pattern", found, RANK),
-        alpha_pattern=_pattern(path, "alpha_pattern", found, ALPHA),
+        rank_pattern=_pattern(path, "rank_pattern", fields, RANK),
+        alpha_pattern=_pattern(path, "alpha_pattern", fields, ALPHA),
     )
 
 
-def _pattern(path: Path, name: str, found: Mapping[str, Any], rule: Field) -> dict[str, Any]:
-    """A pattern by plain names. PEFT takes regular expressions, of which these are the ones that it writes itself."""
-    pattern = found.get(name) or {}
+def _pattern(path: Path, name: str, fields: Mapping[str, Any], rule: Field) -> dict[str, Any]:
+    """A pattern whose keys are names. PEFT also takes regular expressions, but writes names itself."""
+    pattern = fields.get(name) or {}
     for key in pattern:
         if not re.fullmatch(r"\^?\w+(\.\w+)*", key):
             raise ModelError(f"{path}: {name} has {quoted(key)}: not supported: only names of modules are read.")
@@ -260,7 +257,7 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
 
 
 def _names(name: str, module: str) -> bool:
-    """Whether `name` is the module's, which it may say with ^, or whole parts of its end."""
+    """Whether `name` is the module's name, with or without ^, or its last parts."""
     return module == name.removeprefix("^") or module.endswith(f".{name}")
 
 
@@ -313,8 +310,7 @@ def _check_tensor(path: Path, name: str, shape: tuple[int, int], stored: Mapping
     if name not in stored:
         raise ModelError(f"{path} lacks {name}, which {CONFIG} and its other tensors need: save the adapter anew.")
     if stored[name].shape != shape:
-        expected = list(shape)
-        found = list(stored[name].shape)
-        raise ModelError(f"{path}: {name} expected {expected}, found {found}: take an adapter of this model.")
+        sizes = f"expected {list(shape)}, found {list(stored[name].shape)}"
+        raise ModelError(f"{path}: {name} {sizes}: take an adapter of this model.")
     if stored[name].dtype not in FLOATS:
         raise ModelError(f"{path}: {name} is {stored[name].dtype}: not read; read are {', '.join(FLOATS)}.")

@@ -19,16 +19,12 @@ DeviceAdapters = Mapping[int, tuple[int, AdapterWeights]]  # by number: the slot
 
 @dataclass(frozen=True, slots=True)
 class GroupedAdapters:
-    """Of a part of a batch: its rows with an adapter, int64 [entries], sorted by slot, and int64 [slots], where those
-    of each slot end; the table of each linear layer that some of these adapters change.
+    """The adapters of a part of a batch. See `layers.linear.RowAdapters`."""
 
-    See `layers.linear.RowAdapters`.
-    """
-
-    rows: Tensor
-    ends: Tensor
-    tables: Mapping[Linear, Tensor]
-    memory: Tensor
+    rows: Tensor  # that have an adapter, sorted by its slot: int64 [entries]
+    ends: Tensor  # where the rows of each slot end in `rows`: int64 [slots]
+    tables: Mapping[Linear, Tensor]  # of each linear layer that one of these adapters changes
+    memory: Tensor  # of all adapters: [slots, elements]
     max_rank: int
 
     def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
@@ -38,7 +34,7 @@ class GroupedAdapters:
 
 
 class AdapterTables:
-    """Where in memory the matrices of each slot's adapter are, on the device: see `ops.triton_lora.add_low_rank_`."""
+    """Where the matrices of each slot's adapter are, as tables on the device for `ops.triton_lora.add_low_rank_`."""
 
     def __init__(self, model: Decoder, memory: Tensor, max_rank: int) -> None:
         """memory: of the adapters, [slots, elements]."""
@@ -64,14 +60,11 @@ class AdapterTables:
     def batch_parts(
         self, sequences: Sequence[tuple[int | None, int]], slots: DeviceAdapters, part_rows: int
     ) -> list[GroupedAdapters | None]:
-        """The adapters of each part of a batch, as `lora.weights.batch_parts`.
-
-        slots: the adapters on the device, by their numbers.
-        """
+        """As `lora.weights.batch_parts`. slots: the adapters on the device, by their numbers."""
         return [self._grouped(part, slots) for part in ranges_of_parts(sequences, slots, part_rows)]
 
     def recorded(self, most_rows: int) -> RecordedAdapters:
-        """The adapters of steps that are recorded before their rows are known, which have at most `most_rows`."""
+        """The adapters of steps of at most `most_rows` rows that are recorded before these rows are known."""
         tables = {linear: self._table[index, :, : len(linear.parts)] for linear, index in self._rows.items()}
         return RecordedAdapters(tables, self._memory, self._max_rank, most_rows)
 
@@ -86,10 +79,10 @@ class AdapterTables:
 
 
 class RecordedAdapters:
-    """The rows of each adapter at fixed device addresses, from which a graph reads them at every replay.
+    """The rows of each adapter at fixed addresses of the device, where a graph reads them at every replay.
 
-    Every layer that adapters may change is multiplied with all of them: a layer that an adapter of the step leaves as
-    it is has rank 0 in its table, and nothing is added there.
+    A graph multiplies in every layer that adapters may change. Where an adapter does not change a layer, the layer's
+    table has rank 0, and nothing is added.
     """
 
     def __init__(self, tables: Mapping[Linear, Tensor], memory: Tensor, max_rank: int, most_rows: int) -> None:
@@ -99,12 +92,12 @@ class RecordedAdapters:
         self._packed = torch.zeros(len(memory) + most_rows, dtype=torch.int64, device=memory.device)
 
     def of_rows(self, rows: int) -> GroupedAdapters:
-        """Those of a recorded step of so many rows, whose content is that of the latest `fill`."""
+        """The adapters of a recorded step of `rows` rows, with the content of the latest `fill`."""
         ends, entries = self._packed[: len(self._memory) + rows].tensor_split([len(self._memory)])
         return GroupedAdapters(entries, ends, self._tables, self._memory, self._max_rank)
 
     def fill(self, sequences: Sequence[tuple[int | None, int]], slots: DeviceAdapters) -> None:
-        """See `AdapterTables.batch_parts`, of one part."""
+        """As `AdapterTables.batch_parts`, for a batch of one part."""
         parts = ranges_of_parts(sequences, slots, part_rows=max(1, sum(rows for _, rows in sequences)))
         ranges = {slots[number][0]: of_number for number, of_number in parts[0].items()} if parts else {}
         refill(self._packed, _packed(ranges, len(self._memory)))
@@ -116,5 +109,5 @@ def _packed(ranges: Mapping[int, Sequence[range]], num_slots: int) -> Tensor:
     counts = torch.zeros(num_slots, dtype=torch.int64)
     for slot, of_slot in by_slot:
         counts[slot] = sum(map(len, of_slot))
-    rows = [torch.arange(each.start, each.stop) for _, of_slot in by_slot for each in of_slot]
+    rows = [torch.arange(span.start, span.stop) for _, of_slot in by_slot for span in of_slot]
     return torch.cat([counts.cumsum(0), *rows])

@@ -42,15 +42,16 @@ class LoRAManager:
             from nanovllm.features.lora.grouped_adapters import AdapterTables
 
             self._tables = AdapterTables(model, self._slots, config.max_lora_rank)
-        # Both by the number of the adapter, the least recently used one first.
-        self.on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
+        # By the number of the adapter, the least recently used one first.
+        self.on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()  # with its slot
         self.on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
-        self.num_reads = self.num_loads = 0  # from files, and to the device
+        self.num_reads = 0  # from files
+        self.num_loads = 0  # to the device
 
     def begin_step(self, adapters: Sequence[Adapter]) -> dict[int, str]:
-        """Load the adapters of all running requests, at most max_loras. No other adapter of theirs is evicted for it.
+        """Load the adapters of all running requests, which are at most max_loras and evict only other ones.
 
-        Returns, by the adapter's number, why it cannot be loaded.
+        Returns, by the number of an adapter, why it cannot be loaded.
         """
         for adapter in adapters:
             if adapter.number in self.on_device:
@@ -73,7 +74,7 @@ class LoRAManager:
         return {number: f"the adapter {names[number]!r} cannot be loaded: {why}" for number, why in errors.items()}
 
     def _add_errors_of_ranks(self, adapters: Sequence[Adapter], errors: dict[int, str]) -> None:
-        """Add those that another rank cannot load: what some ranks add to a sum and others not would be wrong."""
+        """Add the adapters that another rank cannot load: a sum to which only some ranks add would be wrong."""
         group = self._model.group
         if group is None or not adapters:
             return

@@ -9,20 +9,16 @@ from nanovllm.errors import RequestError, quoted
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter in PEFT's format. Raises RequestError for values that name none.
+    """An adapter in PEFT's format. Raises RequestError for values that name none."""
 
-    lora_name: for people. lora_int_id: a number of its own for each adapter, from 1. lora_path: a local directory with
-    adapter_config.json and adapter_model.safetensors; when its files have changed, later requests use the new ones.
-    base_model_name: the name of the model that the server reports as the adapter's parent. load_inplace: the id may
-    have belonged to another path before. tensorizer_config_dict is vLLM's, and must be None.
-    """
-
-    lora_name: str
-    lora_int_id: int
+    lora_name: str  # for people
+    lora_int_id: int  # a number of its own for each adapter, from 1
+    # A local directory with adapter_config.json and adapter_model.safetensors. When its files have changed, later
+    # requests use the new ones.
     lora_path: str = ""
-    base_model_name: str | None = None
-    tensorizer_config_dict: None = None
-    load_inplace: bool = False
+    base_model_name: str | None = None  # that the server reports as the adapter's parent
+    tensorizer_config_dict: None = None  # vLLM's
+    load_inplace: bool = False  # the id may have belonged to another path before
 
     def __post_init__(self) -> None:
         rules = {

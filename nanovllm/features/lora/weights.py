@@ -14,7 +14,8 @@ from torch import Tensor
 from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_files import WEIGHTS, ModuleAdapter
 from nanovllm.formats.checkpoint import joined, open_file
-from nanovllm.layers.linear import Linear, linear
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import linear as multiply
 from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
 from nanovllm.memory.adapters import aligned
 from nanovllm.models.decoder import Decoder
@@ -23,12 +24,12 @@ from nanovllm.ops.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """One module of a linear layer: its adapter, the columns of y, rows of the layer's A, and where its B begins."""
+    """Where one module of a linear layer has its part."""
 
     adapter: ModuleAdapter
-    columns: slice
-    ranks: slice
-    b_offset: int
+    columns: slice  # of y
+    ranks: slice  # rows of the layer's A
+    b_offset: int  # of its B, in elements
 
     @property
     def size(self) -> int:
@@ -42,10 +43,10 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayout:
-    """Where the matrices of a linear layer are. The A of its parts, which share the input, are one matrix."""
+    """Where the matrices of a linear layer are. Its parts share the input, so that their A are one matrix."""
 
     linear: Linear
-    a_offset: int
+    a_offset: int  # in elements
     parts: Sequence[PartLayout]
 
     def views(self, memory: Tensor) -> LinearWeights:
@@ -58,16 +59,16 @@ class LinearLayout:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """a: [ranks of all parts, in]; parts: columns of y, rows of a, and B [out, rank] with the scale in it."""
+    """The matrices of a linear layer. Each B is already multiplied by the scale."""
 
-    a: Tensor
-    parts: Sequence[tuple[slice, slice, Tensor]]
+    a: Tensor  # [ranks of all parts, in]
+    parts: Sequence[tuple[slice, slice, Tensor]]  # columns of y, rows of a, and B [out, rank]
 
     def add_(self, x: Tensor, y: Tensor, rows: slice | Tensor) -> None:
         """Add scale * B A x to `rows` of y [rows, out]; x is [rows, in]. Each row is computed independently."""
-        low_rank = linear(x[rows], self.a)
+        low_rank = multiply(x[rows], self.a)
         for columns, ranks, b in self.parts:
-            y[rows, columns] += linear(low_rank[:, ranks], b)
+            y[rows, columns] += multiply(low_rank[:, ranks], b)
 
 
 AdapterWeights = Mapping[Linear, LinearWeights]
@@ -75,36 +76,35 @@ AdapterWeights = Mapping[Linear, LinearWeights]
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter in host memory: elements [n] in the model's dtype, and which of them is what."""
+    """An adapter in host memory."""
 
-    elements: Tensor
-    layout: Sequence[LinearLayout]
+    elements: Tensor  # [n], in the model's dtype
+    layout: Sequence[LinearLayout]  # which of them is what
 
     def weights_in(self, memory: Tensor) -> AdapterWeights:
         """The matrices in a copy of the elements."""
-        return {each.linear: each.views(memory) for each in self.layout}
+        return {linear.linear: linear.views(memory) for linear in self.layout}
 
 
 def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: Decoder) -> PackedAdapter:
     """Read the tensors of the parts that `read_adapter` has found.
 
-    Raises ModelError for numbers that are not finite in the model's dtype.
-
-    A tensor-parallel rank reads its rows of B where it has a module's rows, and its columns of A where it has its
-    columns. B A x of its columns of x is then its part of the sum over the ranks.
+    A tensor-parallel rank that has some rows of a module reads these rows of B. A rank that has some columns reads
+    these columns of A; B A x of its columns of x is its part of the sum over the ranks. Raises ModelError for numbers
+    that are not finite in the model's dtype.
     """
     layout, size = _layout(modules, model)
     elements = torch.zeros(size, dtype=model.dtype)
     path = directory / WEIGHTS
     with open_file(path) as stored:
-        for each in layout:
-            weights = each.views(elements)
-            for part, (_, ranks, b) in zip(each.parts, weights.parts, strict=True):
-                found = part.adapter
-                read_a = _read(stored, found, found.a, (None, Axis(COLUMNS)), model)
-                weights.a[ranks].copy_(_finite(path, found.a, read_a, model.dtype))
-                scaled = _read(stored, found, found.b, (Axis(ROWS), None), model) * found.scale
-                b.copy_(_finite(path, found.b, scaled, model.dtype))
+        for linear_layout in layout:
+            weights = linear_layout.views(elements)
+            for part, (_, ranks, b) in zip(linear_layout.parts, weights.parts, strict=True):
+                adapter = part.adapter
+                a = _read(stored, adapter, adapter.a, (None, Axis(COLUMNS)), model)
+                weights.a[ranks].copy_(_finite(path, adapter.a, a, model.dtype))
+                scaled_b = _read(stored, adapter, adapter.b, (Axis(ROWS), None), model) * adapter.scale
+                b.copy_(_finite(path, adapter.b, scaled_b, model.dtype))
     return PackedAdapter(elements, layout)
 
 
@@ -128,35 +128,32 @@ def _layout(modules: Mapping[str, ModuleAdapter], model: Decoder) -> tuple[list[
     """Where each matrix is, and the number of elements."""
     layout: list[LinearLayout] = []
     offset = 0
-    for each in (found for layer in model.layers for found in layer.linears):
-        ends = list(accumulate(each.parts.values()))
+    for linear in (linear for layer in model.layers for linear in layer.linears):
+        ends = list(accumulate(linear.parts.values()))
         adapted = [
             (modules[module], slice(end - size, end))
-            for (module, size), end in zip(each.parts.items(), ends, strict=True)
+            for (module, size), end in zip(linear.parts.items(), ends, strict=True)
             if module in modules
         ]
         if not adapted:
             continue
         a_offset = offset
-        offset = offset + aligned(each.in_features * sum(adapter.rank for adapter, _ in adapted))
+        offset = offset + aligned(linear.in_features * sum(adapter.rank for adapter, _ in adapted))
         parts: list[PartLayout] = []
         rank = 0
         for adapter, columns in adapted:
             parts.append(PartLayout(adapter, columns, slice(rank, rank + adapter.rank), offset))
             rank = rank + adapter.rank
             offset = offset + aligned(parts[-1].size)
-        layout.append(LinearLayout(each, a_offset, parts))
+        layout.append(LinearLayout(linear, a_offset, parts))
     return layout, offset
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAdapters:
-    """Of a part of a batch: the rows of each adapter, int64 or a slice, and its weights.
+    """The adapters of a part of a batch. See `layers.linear.RowAdapters`."""
 
-    See `layers.linear.RowAdapters`.
-    """
-
-    groups: Sequence[tuple[slice | Tensor, AdapterWeights]]
+    groups: Sequence[tuple[slice | Tensor, AdapterWeights]]  # rows of an adapter, int64 or a slice, and its weights
 
     def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
         """Add each adapter's product to its rows of y, if it adapts this layer."""
@@ -171,9 +168,10 @@ def batch_parts(
     part_rows: int,
     device: torch.device,
 ) -> list[BatchAdapters | None]:
-    """The adapters of each part of `part_rows` rows of a batch; empty if no row has one.
+    """The adapters of each part of a batch, where a part has `part_rows` rows; empty if no row has an adapter.
 
-    sequences: each one's adapter, by its number in `weights`, and its rows, in order. Other numbers are none.
+    sequences: in order, the number of each sequence's adapter and how many rows it has. A number that `weights` does
+    not have is no adapter.
     """
     return [
         BatchAdapters([(_index(ranges, device), weights[number]) for number, ranges in part.items()]) if part else None
@@ -184,7 +182,7 @@ def batch_parts(
 def ranges_of_parts(
     sequences: Sequence[tuple[int | None, int]], known: Container[int | None], part_rows: int
 ) -> list[dict[int, list[range]]]:
-    """For each part of a batch the rows of each adapter, counted within the part; see `batch_parts`."""
+    """The rows of each adapter in each part of a batch, counted within the part; see `batch_parts`."""
     if not any(number in known for number, _ in sequences):
         return []
     parts: list[dict[int, list[range]]] = [{} for _ in range(0, sum(n for _, n in sequences), part_rows)]

@@ -67,15 +67,15 @@ def find_card(name: str) -> Card:
     words = _key(name)
     words = _key(SHORT.get(words, words))
     known = {_key(card.name): card for card in CARDS}
-    found = known.get(words) or known.get(f"rtx{words}")
-    if found is None:
+    card = known.get(words) or known.get(f"rtx{words}")
+    if card is None:
         near = difflib.get_close_matches(words, known, n=3, cutoff=0.5)
         names = ", ".join(known[key].name for key in near) or ", ".join(card.name for card in CARDS)
         raise ValueError(
             f"{name!r} is no card that is known; {'the nearest are' if near else 'known are'} {names}; --gpu-mem and "
             "--compute describe another one, and without all of these the plan is for this machine"
         )
-    return found
+    return card
 
 
 def find_link(name: str) -> float | None:

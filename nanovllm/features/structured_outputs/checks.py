@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Context, Decimal, InvalidOperation
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema
@@ -30,22 +31,18 @@ class _TooLongError(Exception):
 class SchemaCheck:
     """Validates outputs by jsonschema. schema: with numbers as `schemas.read_json` gives them.
 
-    Patterns are judged where every dialect means the same by them, in bounded time; formats are not. dialect: the one
-    that `$schema` names, or else the newest, of those in which the schema is valid. Raises RequestError for an invalid
-    schema.
+    Patterns are judged where every dialect means the same by them, in bounded time; formats are not judged. Raises
+    RequestError for an invalid schema.
     """
 
     def __init__(self, schema: Any) -> None:
-        self.dialect = _dialect(schema)
+        dialect = _dialect(schema)
         self._lock = threading.Lock()
         self._left = 0
-        functions = {name: self._counted(function) for name, function in self.dialect.VALIDATORS.items()}
-        for name, own in (("pattern", _pattern), ("patternProperties", _pattern_properties)):
-            functions[name] = self._counted(own)
-        functions["additionalProperties"] = self._counted(_additional_properties)
-        functions["multipleOf"] = self._counted(_multiple_of)
-        checker = self.dialect.TYPE_CHECKER.redefine("integer", _is_integer)
-        made = validators.extend(self.dialect, functions, type_checker=checker)
+        functions = {**dialect.VALIDATORS, **OWN_FUNCTIONS}
+        counted = {name: self._counted(function) for name, function in functions.items()}
+        checker = dialect.TYPE_CHECKER.redefine("integer", _is_integer)
+        made = validators.extend(dialect, counted, type_checker=checker)
         self._validator = made(schema, registry=Registry())  # nothing is fetched
 
     def error(self, text: str) -> str | None:
@@ -65,7 +62,7 @@ class SchemaCheck:
             self._left = MOST_WORK
             try:
                 error = next(iter(self._validator.iter_errors(instance)), None)
-            except (_TooLongError, RecursionError):
+            except Exception:  # too long, too deep, or a reference to what is no schema
                 return None
             return None if error is None else _sentence(error)
 
@@ -80,6 +77,7 @@ class SchemaCheck:
 
 
 def _dialect(schema: Any) -> Any:
+    """The dialect that `$schema` names, or else the newest one, of those in which the schema is valid."""
     named = schema.get("$schema") if isinstance(schema, dict) else None
     known = validators.validator_for({"$schema": named}, default=None) if isinstance(named, str) else None
     errors = []
@@ -160,3 +158,13 @@ def _additional_properties(validator: Any, others: Any, instance: Any, schema: A
         if name not in named and all(_found(pattern, name) is False for pattern in patterns):
             for error in validator.descend(value, others, path=name):
                 yield jsonschema.ValidationError(f"{name!r} is not allowed") if others is False else error
+
+
+OWN_FUNCTIONS: Mapping[str, Callable[..., Iterator[Any]]] = MappingProxyType(
+    {
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": _additional_properties,
+        "multipleOf": _multiple_of,
+    }
+)

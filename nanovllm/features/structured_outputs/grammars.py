@@ -1,4 +1,4 @@
-"""Compiles grammars with llguidance, and makes the masks of each sequence beside the forward pass."""
+"""Compiles grammars with llguidance, within limits of time, memory and stack."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nanovllm.data.batch import PackedMask
 from nanovllm.errors import RequestError, one_line, quoted, told
+from nanovllm.features.structured_outputs.masks import (
+    MOST_SHOWN,
+    CompiledGrammar,
+    MatchedGrammar,
+    bit_set,
+    library_error,
+)
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 WHITESPACE = r"[ \t\n\r]{1,64}"  # without a bound, small models go on with it for ever
 MOST_KEPT = 32  # compiled grammars, the least recently used is dropped first
 MOST_THREADS = 4
-MOST_SHOWN = 400  # characters of the library's reason
 # The library bounds a mask by these limits. It does not bound the time of compiling, which grows with the square of a
 # grammar's size, nor its recursion, which takes 8 kB of stack for each reference in a chain. The size of the text does:
 # compiling takes a few seconds at most, in a thread that holds no lock of the interpreter.
@@ -61,8 +66,8 @@ class LLGuidanceCompiler:
             self.prepare(params),
             self._pool,
             self._library_tokenizer,
-            eos=_bits(self._library_tokenizer.eos_tokens),
-            ends=_bits(end_tokens),
+            eos=bit_set(self._library_tokenizer.eos_tokens),
+            ends=bit_set(end_tokens),
             allowed=None if allowed is None else int.from_bytes(allowed.bits, "little"),
         )
 
@@ -195,17 +200,16 @@ def matcher_of(tokenizer: Any, kind: str, text: str, options: Mapping[str, Any])
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        grammar = _grammar(kind, text, options)
-    except ValueError as error:
+        matcher = LLMatcher(tokenizer, _grammar(kind, text, options), log_level=0, limits=LLParserLimits(**LIMITS))
+        first = matcher.deep_copy()
+        if not matcher.is_error():
+            first.compute_bitmask()
+    except BaseException as error:  # no Exception if Rust panics; nothing interrupts a thread but the first
         raise RequestError(one_line(str(error), MOST_SHOWN)) from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-    first = matcher.deep_copy()
-    if not matcher.is_error():
-        first.compute_bitmask()
     if not first.is_error():
         return matcher
-    reason = first.get_error().replace("<non-verbose/>", "")
-    raise RequestError("it matches nothing" if "NoExtension" in reason else one_line(reason, MOST_SHOWN))
+    reason = library_error(first)
+    raise RequestError("it matches nothing" if "NoExtension" in reason else reason)
 
 
 def _grammar(kind: str, text: str, options: Mapping[str, Any]) -> str:
@@ -225,121 +229,9 @@ def _grammar(kind: str, text: str, options: Mapping[str, Any]) -> str:
     return str(library.grammar_from(kind, text))
 
 
-def _bits(token_ids: Collection[int]) -> int:
-    """A whole number with these bits."""
-    return sum(1 << token for token in set(token_ids))
-
-
 def _no_judge(_: str) -> None:
     """Of outputs of which the grammar alone knows the language."""
 
 
 def _choice_error(choices: Collection[str], text: str) -> str | None:
     return None if text in choices else "it is none of the choices"
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledGrammar:
-    """matcher: llguidance's, before the first token. judge: says what is wrong with a finished output."""
-
-    matcher: Any
-    judge: Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedGrammar:
-    """A compiled grammar with the tokens that end an output. Sets of tokens are whole numbers, with a bit per token.
-
-    eos: what llguidance takes for end tokens. ends: what ends an output. allowed: the tokens that may be used at all.
-    """
-
-    compiled: CompiledGrammar
-    pool: ThreadPoolExecutor
-    tokenizer: Any
-    eos: int
-    ends: int
-    allowed: int | None
-
-    def start(self) -> MatcherState:
-        return MatcherState(self)
-
-    def error(self, token_ids: Sequence[int]) -> str | None:
-        """See `engine.resolved_sampling.Grammar`."""
-        try:
-            text = self.tokenizer.decode_bytes(list(token_ids)).decode()
-        except UnicodeDecodeError:
-            return "it is not UTF-8"
-        return self.compiled.judge(text)
-
-
-class MatcherState:
-    """The state of one sequence's output, see `engine.resolved_sampling.GrammarState`.
-
-    It outlives preemption, which loses K/V and no tokens.
-    """
-
-    def __init__(self, grammar: MatchedGrammar) -> None:
-        self.num_read = 0
-        self._grammar = grammar
-        self._matcher = grammar.compiled.matcher.deep_copy()
-        self._last: Future[list[PackedMask]] | None = None
-
-    def mask(self, token_ids: Sequence[int], hold_end: bool) -> PendingMask:
-        return self.masks(token_ids, (), (hold_end,))[0]
-
-    def masks(self, token_ids: Sequence[int], drafts: Sequence[int], hold_ends: Sequence[bool]) -> list[PendingMask]:
-        if self._last is not None:  # a step that failed, or that sampled nothing, has not waited for it
-            wait([self._last])
-        self.num_read += len(token_ids)
-        self._last = self._grammar.pool.submit(self._make, list(token_ids), list(drafts), list(hold_ends))
-        return [PendingMask(self._last, index) for index in range(len(hold_ends))]
-
-    def _make(self, token_ids: Sequence[int], drafts: Sequence[int], hold_ends: Sequence[bool]) -> list[PackedMask]:
-        """Runs in a thread of the pool; the library releases the interpreter's lock."""
-        made = [self._after(self._matcher, token_ids, hold_ends[0])]
-        ahead = self._matcher.deep_copy() if drafts and made[0].error is None else None
-        for draft, hold_end in zip(drafts, hold_ends[1:], strict=True):
-            if ahead is None or made[-1].error is not None or not made[-1].allows(draft):
-                break
-            made.append(self._after(ahead, [draft], hold_end))
-        return made + made[-1:] * (len(hold_ends) - len(made))
-
-    def _after(self, matcher: Any, token_ids: Sequence[int], hold_end: bool) -> PackedMask:
-        """The mask once `matcher` has read these tokens."""
-        grammar = self._grammar
-        try:
-            if token_ids:
-                matcher.consume_tokens(token_ids)
-            packed = matcher.compute_bitmask()
-            if matcher.is_error():
-                raise RequestError(one_line(matcher.get_error().replace("<non-verbose/>", ""), MOST_SHOWN))
-        except Exception as error:
-            reason = str(error) if isinstance(error, RequestError) else told(error)
-            return PackedMask(error=f"the structured output cannot go on: {reason}")
-        bits = int.from_bytes(packed, "little") & ~grammar.eos
-        if matcher.is_accepting():
-            bits |= grammar.ends
-        if grammar.allowed is not None:
-            bits &= grammar.allowed
-        if hold_end:
-            bits = bits & ~grammar.ends or bits
-        return PackedMask(bits.to_bytes(max(len(packed), -(-bits.bit_length() // 8)), "little"))
-
-
-class PendingMask:
-    """A mask that another thread makes, see `data.batch.TokenMask`. It is pickled as the finished mask."""
-
-    def __init__(self, made: Future[list[PackedMask]], index: int) -> None:
-        self._made = made
-        self._index = index
-
-    @property
-    def bits(self) -> bytes:
-        return self._made.result()[self._index].bits
-
-    @property
-    def error(self) -> str | None:
-        return self._made.result()[self._index].error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedMask, (self.bits, self.error)

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import re
 
-TOKEN = re.compile(r"\\(?:c[A-Za-z]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\}|[pPx]\{[^}]*\}|(?s:.))|(?s:.)")
-CONTROL = {"\\0": "\\x00"}
-# The library takes quotes and backslashes for a class with all control characters, so none of them keeps NUL.
-NEGATED = "[^\\x00"
-NULS = ("\\x00", "\\u0000", "\\u{0}", "\0")
+TOKEN = re.compile(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[upPx]\{[^}]*\}|.)|.", re.DOTALL)
+REPEATS = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+NUL = "\\x00"
+NULS = (NUL, "\\u0000", "\\u{0}", "\0")
 SET_OPERATORS = ("&", "-", "~")  # doubled, they are operators in the library's classes and characters in ECMA's
 
 
 def for_library(pattern: str) -> str:
-    """The pattern as Rust's regex syntax writes it. Invalid ones stay invalid."""
+    """The pattern as Rust's regex syntax writes it. Invalid ones stay invalid.
+
+    A class with all control characters takes quotes and backslashes in the library, so that no class keeps NUL.
+    """
     tokens = TOKEN.findall(pattern)
     text: list[str] = []
-    inside = False  # a class
+    in_class = False
     for index, token in enumerate(tokens):
-        if token.startswith("\\c"):
-            token = f"\\x{ord(token[2]) % 32:02x}"
-        token = CONTROL.get(token, token)
-        if inside and token == "\\b":
-            token = "\\x08"
-        elif inside and (token == "[" or (token in SET_OPERATORS and text[-1] in (token, f"\\{token}"))):
-            token = f"\\{token}"
-        elif not inside and token == "{" and not re.match(r"\{[0-9]+(,[0-9]*)?\}", "".join(tokens[index : index + 20])):
-            token = "\\{"
-        elif inside and token in NULS and tokens[index + 1 : index + 2] == ["-"]:
+        before = text[-1] if text else ""
+        if not in_class:
+            in_class = token == "["
+            if token == "{" and not REPEATS.match("".join(tokens[index : index + 20])):
+                token = "\\{"
+        elif token == "]":
+            in_class = False
+        elif token == "^" and before == "[":
+            token = f"^{NUL}"
+        elif token in NULS and tokens[index + 1 : index + 2] == ["-"]:
             token = "\\x01"
-        elif not inside and token == "[":
-            inside = True
-            ahead = "".join(tokens[index : index + 3])
-            if ahead.startswith(("[]", "[^]")):
-                token = "[^\\s\\S" if ahead.startswith("[]") else "[\\s\\S"
-            elif ahead.startswith("[^"):
-                token = NEGATED
-                tokens[index + 2 : index + 3] = ["\\-"] if ahead == "[^-" else tokens[index + 2 : index + 3]
-            if ahead.startswith("[^"):
-                tokens[index + 1] = ""
-        elif inside and token == "]":
-            inside = False
+        elif (
+            token == "["
+            or (token == "-" and before == f"^{NUL}")
+            or (token in SET_OPERATORS and before in (token, f"\\{token}"))
+        ):
+            token = f"\\{token}"
         text.append(token)
     return "".join(text)
 
@@ -54,4 +50,4 @@ def is_plain(pattern: str) -> bool:
 
 def for_python(pattern: str) -> str:
     """A pattern that `is_plain`, for Python: there `$` also stands before a last line break."""
-    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda found: r"\Z" if found[0] == "$" else found[0], pattern)
+    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$", lambda match: r"\Z" if match[0] == "$" else match[0], pattern)

@@ -17,17 +17,15 @@ Text = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScore:
-    """The log-probability (natural log, of the raw logits) of a choice after the prompt.
-
-    token_ids, logprobs: its tokens after the prompt and the log-probability of each. logprob: their sum.
-    """
+    """The log-probability (natural log, of the raw logits) of a choice after the prompt."""
 
     choice: Text
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int]  # its tokens after the prompt
+    logprobs: list[float]  # of each of them
 
     @property
     def logprob(self) -> float:
+        """Of the whole choice."""
         return math.fsum(self.logprobs)
 
     @property
@@ -82,6 +80,6 @@ def _score(choice: Text, prompt_ids: list[int], output: RequestOutput) -> Choice
         raise RequestError(f"the choice {quoted(choice)} cannot be scored: {output.error}")
     tokens = output.prompt_token_ids
     start = _num_shared(prompt_ids, tokens)
-    found = [output.prompt_logprobs[position] or {} for position in range(start, len(tokens))]
-    logprobs = [entries[token].logprob for token, entries in zip(tokens[start:], found, strict=True)]
+    of_positions = [output.prompt_logprobs[position] or {} for position in range(start, len(tokens))]
+    logprobs = [entries[token].logprob for token, entries in zip(tokens[start:], of_positions, strict=True)]
     return ChoiceScore(choice, tokens[start:], logprobs)

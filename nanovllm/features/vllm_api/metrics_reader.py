@@ -125,19 +125,19 @@ class MetricsReader:
     def read(self, engine: EngineMetrics) -> list[Metric]:
         """All metrics as they are now, labelled with the model's name."""
         labels = self._labels
-        blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
-        waiting = engine.waiting_requests + engine.loading_requests + engine.swapped_requests
-        preemptions = engine.preemptions_by_recompute + engine.preemptions_by_swap
+        blocks = engine.blocks.used + engine.blocks.cached + engine.blocks.free
+        waiting = engine.requests.waiting + engine.requests.loading + engine.requests.swapped
+        preemptions = engine.preemptions.recomputed + engine.preemptions.swapped
         return [
-            Gauge("vllm:num_requests_running", labels, engine.running_requests),
+            Gauge("vllm:num_requests_running", labels, engine.requests.running),
             Gauge("vllm:num_requests_waiting", labels, waiting),
-            Gauge("vllm:kv_cache_usage_perc", labels, engine.used_blocks / max(blocks, 1)),
-            Counter("vllm:prefix_cache_queries", labels, engine.prefix_cache_queried_tokens),
-            Counter("vllm:prefix_cache_hits", labels, engine.prefix_cache_hit_tokens),
+            Gauge("vllm:kv_cache_usage_perc", labels, engine.blocks.used / max(blocks, 1)),
+            Counter("vllm:prefix_cache_queries", labels, engine.prefix_cache.queried_tokens),
+            Counter("vllm:prefix_cache_hits", labels, engine.prefix_cache.hit_tokens),
             Counter("vllm:num_preemptions", labels, preemptions),
-            Counter("vllm:spec_decode_num_drafts", labels, engine.drafts),
-            Counter("vllm:spec_decode_num_draft_tokens", labels, engine.drafted_tokens),
-            Counter("vllm:spec_decode_num_accepted_tokens", labels, engine.accepted_tokens),
+            Counter("vllm:spec_decode_num_drafts", labels, engine.drafts.drafts),
+            Counter("vllm:spec_decode_num_draft_tokens", labels, engine.drafts.drafted_tokens),
+            Counter("vllm:spec_decode_num_accepted_tokens", labels, engine.drafts.accepted_tokens),
             Counter("vllm:prompt_tokens", labels, self._prompt_tokens),
             Counter("vllm:prompt_tokens_cached", labels, self._cached_tokens),
             Counter("vllm:generation_tokens", labels, self._generated_tokens),

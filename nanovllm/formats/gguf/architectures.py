@@ -28,46 +28,40 @@ LARGEST_GEMMA3 = 62  # layers of the 27B, the only one whose scores are scaled o
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How one architecture is stored. name, model_type: in Transformers.
+    """How the files of one architecture store its network. Mappings of names go from GGUF's to Hugging Face's."""
 
-    keys: of its network, besides those that every architecture may have. biases: fields of config.json that say whether
-    there are biases, and a tensor of the first layer that is there if so. adjust: changes the fields of config.json
-    that all have into its own. modules: names of a layer's modules besides the common ones, and in Hugging Face format;
-    tensors: the same of tensors whose ends differ. pairs_heads: whether the rows of q and k are in the order of RoPE's
-    pairs. adds_one: whether 1 was added to norms, but for that of a recurrence. rotates_part: whether RoPE may turn
-    only the first features of a head. value_heads: the order of value heads, if it has recurrent layers. sizes:
-    metadata that are read in the place of the file's, where its layers differ.
-    """
-
-    name: str
-    model_type: str
-    keys: tuple[str, ...] = ()
+    name: str  # in Transformers
+    model_type: str  # in Transformers
+    keys: tuple[str, ...] = ()  # that its files may have besides those of all architectures
+    # By the field of config.json that says whether there are biases: the tensor of the first layer that is one.
     biases: Mapping[str, str] = field(default_factory=dict)
+    # Turns the fields of config.json that all architectures have into its own.
     adjust: Callable[[GgufHeader, Fields], None] = lambda header, fields: None
-    modules: Mapping[str, str] = field(default_factory=dict)
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    experts: Mapping[str, str] = field(default_factory=dict)
-    pairs_heads: bool = False
-    adds_one: bool = False
-    rotates_part: bool = False
-    value_heads: Callable[[GgufHeader], ValueHeads] | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)  # of a layer, besides the common ones
+    tensors: Mapping[str, str] = field(default_factory=dict)  # of a layer, where the ends of the names differ too
+    experts: Mapping[str, str] = field(default_factory=dict)  # {} stands for the number of the expert
+    pairs_heads: bool = False  # the two rows of q or k that RoPE rotates together are neighbours
+    adds_one: bool = False  # the conversion adds 1 to the weights of norms, except to those of a recurrence
+    rotates_part: bool = False  # RoPE may turn only the first features of a head
+    value_heads: Callable[[GgufHeader], ValueHeads] | None = None  # their order, if it has recurrent layers
+    # Metadata that take the place of the file's, where layers have several sizes.
     sizes: Callable[[GgufHeader], Mapping[str, Any]] = lambda header: {}
 
     def change(self, module: str) -> Change | None:
-        """What is undone of the conversion of a tensor of this module, named as in the file."""
+        """How to undo the conversion of a module's tensor. module: its name in the file."""
         if self.adds_one and module.endswith("norm") and module != "ssm_norm":
             return MINUS_ONE
         return _CHANGES.get(module)
 
 
 def _window_of_all(header: GgufHeader, fields: Fields) -> None:
-    """A Qwen, which has its window in all layers if the file has one."""
+    """Qwen: if the file has a window, it holds for all layers."""
     if window := header.get(f"{fields['model_type']}.attention.sliding_window", integer(0)):
         fields |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
 
 
 def _llama(header: GgufHeader, fields: Fields) -> None:
-    """Llama, or Mistral or Mixtral, which llama.cpp stores as llama."""
+    """llama.cpp stores Llama, Mistral and Mixtral as llama: a window makes a Mistral, experts make a Mixtral."""
     window = header.get("llama.attention.sliding_window", integer(0)) or None
     experts = header.get("llama.expert_count", EXPERT_COUNT)
     if not (window or experts):
@@ -79,7 +73,7 @@ def _llama(header: GgufHeader, fields: Fields) -> None:
 
 
 def _qwen3_moe(header: GgufHeader, fields: Fields) -> None:
-    """llama.cpp computes it with experts in every layer, whose weights it scales to the sum 1."""
+    """As llama.cpp computes it: every layer has experts, and their weights are scaled to the sum 1."""
     used = header.need("qwen3moe.expert_used_count", integer(1))
     inner = header.get("qwen3moe.expert_feed_forward_length", integer(0))
     fields |= {

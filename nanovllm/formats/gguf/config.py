@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the fields of a config.json, which the core checks like any other.
+"""From a GGUF file's metadata to the fields of a config.json, which are then checked like those of any config.json.
 
 The names of llama.cpp's metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -149,7 +149,7 @@ def _refuse_unread(header: GgufHeader, name: str, own_keys: Collection[str]) -> 
         if short == key or short in read:
             continue
         values = value.tolist() if isinstance(value, np.ndarray) else [value]  # of a list, one for each layer
-        if short not in OFF_VALUES or not all(each in OFF_VALUES[short] for each in values):
+        if short not in OFF_VALUES or not all(layer_value in OFF_VALUES[short] for layer_value in values):
             shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
             raise ModelError(f"{header.path}: {shown} may change what the model computes, and it is not supported.")
 
@@ -157,10 +157,10 @@ def _refuse_unread(header: GgufHeader, name: str, own_keys: Collection[str]) -> 
 def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any], rotates_part: bool) -> dict[str, int]:
     """The number of KV heads, and the size of a head."""
     num_heads = int(fields["num_attention_heads"])
-    num_kv_heads, *found = (header.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS)
+    num_kv_heads, key_size, value_size, rotated = (header.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS)
     default = fields["hidden_size"] // num_heads
-    head_dim = found[0] or default
-    sizes = dict(zip(HEAD_KEYS[1:], (head_dim, found[1] or default, found[2] or head_dim), strict=True))
+    head_dim = key_size or default
+    sizes = dict(zip(HEAD_KEYS[1:], (head_dim, value_size or default, rotated or head_dim), strict=True))
     for key, size in sizes.items():
         if size != head_dim and not (rotates_part and key == ROTATED):
             raise ModelError(
@@ -172,12 +172,12 @@ def _heads(header: GgufHeader, name: str, fields: Mapping[str, Any], rotates_par
 
 def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
     theta = header.get(f"{name}.rope.freq_base", ROPE_FIELDS["rope_theta"])
-    found: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
+    rope: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
     for key, field in ROPE_KEYS.items():
         is_off = field in UNSET_AT_ZERO and header.metadata.get(f"{name}.{key}") == 0
         value = None if is_off else header.get(f"{name}.{key}", ROPE_FIELDS[field])
         if value is not None:
-            found[field] = value
+            rope[field] = value
     kind = header.get(f"{name}.rope.scaling.type", TEXT)
     if kind is None:
         kind = "linear"
@@ -185,20 +185,20 @@ def _rope(header: GgufHeader, name: str, positions: int) -> dict[str, Any]:
         raise ModelError(
             f"{header.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
         )
-    if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
+    if kind == "none" or (kind == "linear" and rope.get("factor", 1) == 1):
         kind = "default"
-        found = {"rope_theta": found["rope_theta"]}
+        rope = {"rope_theta": rope["rope_theta"]}
     if kind != "default" and ROPE_FACTORS in header.tensors:
         raise ModelError(f"{header.path}: {ROPE_FACTORS} beside rope.scaling.type={quoted(kind)} is not supported.")
     given = [header.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
     factor = next((value for value in given if value is not None), 1)
     if kind == "yarn":
-        found.setdefault("original_max_position_embeddings", positions)
-        if factor != 1 and found.get("factor"):  # llama.cpp multiplies the paper's factor by this
-            found["attention_factor"] = factor * (0.1 * math.log(max(found["factor"], 1)) + 1)
+        rope.setdefault("original_max_position_embeddings", positions)
+        if factor != 1 and rope.get("factor"):  # llama.cpp multiplies the paper's factor by this
+            rope["attention_factor"] = factor * (0.1 * math.log(max(rope["factor"], 1)) + 1)
     elif factor != 1:
         raise ModelError(f"{header.path}: {name}.{ATTENTION_FACTORS[0]}={factor} is supported with yarn alone.")
-    return {"rope_parameters": {"rope_type": kind, **found}}
+    return {"rope_parameters": {"rope_type": kind, **rope}}
 
 
 def _dtype(header: GgufHeader) -> str:

@@ -21,17 +21,17 @@ _LOGIT_CAP = 30.0  # llama.cpp's, where the file names none
 
 
 def sizes_of_windows(header: GgufHeader) -> dict[str, Any]:
-    """The metadata that say the sizes of a layer, as those of the layers with a window that have keys and values."""
-    found = {f"gemma4.{key}": header.need(f"gemma4.{key}_swa", integer(1, MAX_HEAD_DIM)) for key in _OF_WINDOWS}
+    """The metadata with the sizes of the layers that have a window and keys and values of their own."""
+    sizes = {f"gemma4.{key}": header.need(f"gemma4.{key}_swa", integer(1, MAX_HEAD_DIM)) for key in _OF_WINDOWS}
     windows = _windows(header)
     for key in ("attention.head_count_kv", "feed_forward_length"):
         of_layers = header.each(f"gemma4.{key}", len(windows), integer(1))
-        found[f"gemma4.{key}"] = of_layers[windows.index(True) if True in windows else 0]
-    return found
+        sizes[f"gemma4.{key}"] = of_layers[windows.index(True) if True in windows else 0]
+    return sizes
 
 
 def complete(header: GgufHeader, fields: dict[str, Any]) -> None:
-    """Make the fields of config.json, which have the sizes of layers with a window, those of a Gemma 4."""
+    """Complete the fields of config.json, which so far have the sizes of layers with a window."""
     windows = _windows(header)
     full_head_dim = header.need("gemma4.attention.key_length", integer(1, MAX_HEAD_DIM))
     if windows[-1]:
@@ -68,7 +68,7 @@ def complete(header: GgufHeader, fields: dict[str, Any]) -> None:
 
 
 def rotated_pairs(factors: tuple[float, ...], head_dim: int) -> int:
-    """How many pairs RoPE turns in heads of layers with full attention; of the others, a factor makes the angle 0."""
+    """How many pairs of a head RoPE turns in layers with full attention; large factors make the other angles 0."""
     rotated = factors.count(1.0)
     if len(factors) != head_dim // 2 or any(factor < 1e30 for factor in factors[rotated:]):
         raise ModelError(
@@ -79,13 +79,13 @@ def rotated_pairs(factors: tuple[float, ...], head_dim: int) -> int:
 
 
 def _windows(header: GgufHeader) -> list[bool]:
-    """Of each layer whether it has a window."""
+    """Whether each layer has a window."""
     count = header.need("gemma4.block_count", integer(1, MAX_LAYERS))
     return header.each("gemma4.attention.sliding_window_pattern", count, FLAG)
 
 
 def _shared_layers(header: GgufHeader, count: int) -> dict[str, Any]:
-    """The layers without keys and values, the last ones, whose MLP may be twice as wide."""
+    """The last layers, which have no keys and values of their own, and whose MLP may be twice as wide."""
     shared = header.get("gemma4.attention.shared_kv_layers", integer(0, count)) or 0
     widths = header.each("gemma4.feed_forward_length", count, integer(1))
     owners = set(widths[: count - shared])
@@ -102,8 +102,10 @@ def _shared_layers(header: GgufHeader, count: int) -> dict[str, Any]:
 def _own_inputs(header: GgufHeader) -> dict[str, Any]:
     size = header.get("gemma4.embedding_length_per_layer_input", integer(0)) or 0
     table = header.tensors.get("per_layer_token_embd.weight")
-    found = {"hidden_size_per_layer_input": size}
-    return {**found, "vocab_size_per_layer_input": table.shape[0]} if size and table is not None else found
+    fields = {"hidden_size_per_layer_input": size}
+    if size and table is not None:
+        fields["vocab_size_per_layer_input"] = table.shape[0]
+    return fields
 
 
 def _experts(header: GgufHeader) -> dict[str, Any]:

@@ -49,20 +49,17 @@ RANDOM_SCALES: Mapping[str, Mapping[int, float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class GgufMethod:
-    """How the matrices of a GGUF file are stored: each in its own type.
+    """A `LinearMethod`: every matrix of a GGUF file stays in its own type."""
 
-    types: by module, of those that are packed; value_heads: their order in recurrent layers, if there are any.
-    """
-
-    types: Mapping[str, str]
-    value_heads: ValueHeads | None = None
+    types: Mapping[str, str]  # of each packed module; other modules are plain numbers
+    value_heads: ValueHeads | None = None  # the order of value heads, if there are recurrent layers
 
     @property
     def name(self) -> str:
         return "gguf"
 
     def tensors(self, module: str, out_features: int, in_features: int) -> seam.NamedTensors:
-        """See `LinearMethod.tensors`. The shape is that of the matrix, not that of its bytes."""
+        """See `LinearMethod.tensors`. The shape counts numbers, not bytes."""
         if module not in self.types:
             yield from seam.dense_tensors(module, out_features, in_features)
             return
@@ -99,7 +96,7 @@ class GgufMethod:
         return stack_by_form(parts, lambda module, _: self._type(module), create, dtype)
 
     def _heads_of_inputs(self, module: str, kind: TensorType) -> ValueHeads | None:
-        """The value heads that are a matrix's inputs, if they are in the order of the file; else None."""
+        """The value heads that are the inputs of a matrix, if its columns keep the file's order of them; else None."""
         heads = self.value_heads
         of_heads = heads is not None and heads.tiled and module.endswith(".linear_attn.out_proj")
         return heads if of_heads and heads is not None and not heads.moves(kind.block_size) else None
@@ -133,9 +130,9 @@ class GgufWeight(PackedMatrix):
 
 
 class ReorderedInputs:
-    """A packed matrix whose columns are value heads in the order of the file, as blocks of it are larger than heads.
+    """A packed matrix whose columns keep the file's order of value heads, because a block spans several heads.
 
-    Its inputs are put into that order instead.
+    `apply` puts the inputs into that order.
     """
 
     dense = None
@@ -154,8 +151,8 @@ class ReorderedInputs:
         return self._weight.apply(tiled, bias, out)
 
     def rows(self, indices: Tensor) -> Tensor:
-        found = self._weight.rows(indices)
-        return found.unflatten(1, (*self._heads[::-1], -1)).transpose(1, 2).flatten(1)
+        rows = self._weight.rows(indices)
+        return rows.unflatten(1, (*self._heads[::-1], -1)).transpose(1, 2).flatten(1)
 
     def slots(self) -> seam.NamedSlots:
         yield from self._weight.slots()
@@ -184,16 +181,12 @@ def _randomizer(view: Tensor, kind: TensorType, columns: int) -> Callable[[torch
 
 
 class GgufConfig(NamedTuple):
-    """What a file says about the network.
+    """What a file says about the network."""
 
-    fields: as in config.json; generation: as in generation_config.json; rope_factors: what each RoPE frequency is
-    divided by, or none; method: how the matrices are stored, None if all are plain numbers.
-    """
-
-    fields: dict[str, Any]
-    generation: Mapping[str, Any]
-    rope_factors: tuple[float, ...]
-    method: GgufMethod | None
+    fields: dict[str, Any]  # as in config.json
+    generation: Mapping[str, Any]  # as in generation_config.json
+    rope_factors: tuple[float, ...]  # what each RoPE frequency is divided by; empty if the file has none
+    method: GgufMethod | None  # how the matrices are stored; None if all are plain numbers
 
 
 def read_config(path: Path) -> GgufConfig:
@@ -213,12 +206,12 @@ def read_config(path: Path) -> GgufConfig:
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Each tensor by its name in Hugging Face format. Shapes count numbers, also those of packed matrices.
+    """Each tensor by its name in Hugging Face format. Shapes count numbers, those of packed matrices too.
 
-    A matrix in MXFP4 is two tensors, as in a checkpoint of that form. Raises ModelError for a file that is damaged or
-    not supported.
+    A matrix in MXFP4 becomes two tensors, blocks and scales, as in a checkpoint in MXFP4. Raises ModelError for a file
+    that is damaged or not supported.
     """
-    found = {}
+    stored = {}
     for named in named_tensors(read_header(path)):
         name = named.name
         tensor = named.tensor
@@ -226,14 +219,14 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
         if name == config.ROPE_FACTORS:
             continue
         if kind != MXFP4.name or len(named.shape) != 2:
-            found[name] = StoredTensor(tensor.file, named.shape, kind, partial(read_tensor, named))
+            stored[name] = StoredTensor(tensor.file, named.shape, kind, partial(read_tensor, named))
             continue
         module = name.removesuffix(".weight")
         (rows, columns) = named.shape[-2:]
         for suffix, filling in Mxfp4().fillings(rows, columns).items():
             read = partial(_read_mxfp4, named, suffix)
-            found[f"{module}.{suffix}"] = StoredTensor(tensor.file, filling.tensor.shape, "U8", read)
-    return found
+            stored[f"{module}.{suffix}"] = StoredTensor(tensor.file, filling.tensor.shape, "U8", read)
+    return stored
 
 
 def read_tensor(named: NamedTensor, part: tuple[slice, ...] = ()) -> Tensor:
@@ -261,7 +254,7 @@ def read_tensor(named: NamedTensor, part: tuple[slice, ...] = ()) -> Tensor:
 
 
 def _picked(data: Any, columns: Any, kind: TensorType) -> Any:
-    """The columns of rows of bytes, which are those of whole blocks."""
+    """The bytes of `columns`, which make whole blocks, from the bytes of whole rows."""
     blocks = data.reshape(len(data), -1, kind.block_bytes)[:, columns[:: kind.block_size] // kind.block_size]
     return blocks.reshape(len(data), -1)
 
@@ -269,8 +262,8 @@ def _picked(data: Any, columns: Any, kind: TensorType) -> Any:
 def _read_mxfp4(named: NamedTensor, suffix: str, part: tuple[slice, ...] = ()) -> Tensor:
     """The blocks uint8 [rows, groups, 16] or the scales uint8 [rows, groups] of a matrix in MXFP4.
 
-    A byte of a file's block has number i in its low half and number i + 16 in the high one; those of a checkpoint have
-    neighbours.
+    A byte of a GGUF block holds the numbers i and i + 16, the first in its low half. A byte of a checkpoint's block
+    holds the numbers 2 i and 2 i + 1.
     """
     size = MXFP4.block_size
     (rows, kept) = (*part, slice(None), slice(None))[:2]
@@ -284,19 +277,22 @@ def _read_mxfp4(named: NamedTensor, suffix: str, part: tuple[slice, ...] = ()) -
 
 
 def _read_rows(tensor: GgufTensor, rows: Any, columns: range, num_columns: int) -> Any:
-    """The bytes of rows, in this order, and of columns of a matrix [., num_columns]: uint8 [rows, bytes]."""
+    """The bytes of some rows, in the order of `rows`, and of some columns: uint8 [rows, bytes].
+
+    num_columns: of the whole matrix.
+    """
     if not len(rows):
         return np.empty((0, 0), np.uint8)
     ascending = np.sort(rows)
     runs = np.split(ascending, np.flatnonzero(np.diff(ascending) != 1) + 1)
     spans = [range(int(run[0]), int(run[-1]) + 1) for run in runs]
-    found = [_read_bytes(tensor, span, columns, num_columns).reshape(len(span), -1) for span in spans]
-    data = found[0] if len(found) == 1 else np.concatenate(found)
+    pieces = [_read_bytes(tensor, span, columns, num_columns).reshape(len(span), -1) for span in spans]
+    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     return data if np.array_equal(rows, ascending) else data[np.searchsorted(ascending, rows)]
 
 
 def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: int) -> Any:
-    """The bytes of rows and columns of a matrix [., num_columns], a piece of the file after the other."""
+    """The same of consecutive rows; whole rows are one piece of the file, and else each row is one."""
     block = tensor.type
     first, size, row_bytes = (
         number // block.block_size * block.block_bytes for number in (columns.start, len(columns), num_columns)

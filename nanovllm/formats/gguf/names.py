@@ -50,17 +50,16 @@ OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of the checkpoint, or what a packed one of two consists of, and where it is in the file.
+    """A tensor under its name in Hugging Face format, and where it is in the file.
 
-    rows, columns: of each its place in the file; None if it is its own, or if the shape is one that the loader refuses.
-    change: what is undone of its conversion.
+    rows and columns are None if the order is the file's, or if the shape is one that the loader refuses.
     """
 
     name: str
     tensor: GgufTensor
-    rows: Indices | None = None
-    change: Change | None = None
-    columns: Indices | None = None
+    rows: Indices | None = None  # the place in the file of each row
+    change: Change | None = None  # how to undo its conversion
+    columns: Indices | None = None  # the place in the file of each column
 
     @property
     def shape(self) -> Shape:
@@ -69,10 +68,11 @@ class NamedTensor:
 
 
 def named_tensors(header: GgufHeader) -> Iterator[NamedTensor]:
-    """The tensors of a file under their names in Hugging Face format; those without one keep the name that they have.
+    """The tensors of a file under their names in Hugging Face format; a tensor without such a name keeps its own.
 
-    A tensor with the matrices, or the biases, of all experts of a layer gives one of each. Tensors of layers for
-    multi-token prediction get names that begin with "mtp.". Raises ModelError if experts have another shape.
+    A tensor that holds the matrices, or the biases, of all experts of a layer becomes one tensor for each expert.
+    Tensors of layers for multi-token prediction get names that begin with "mtp.". Raises ModelError if a tensor of
+    experts has another shape.
     """
     key, architecture = architecture_of(header)
     num_experts = header.get(f"{key}.expert_count", EXPERT_COUNT) or 0
@@ -124,13 +124,13 @@ def hugging_face_name(name: str, architecture: Architecture) -> str:
 
 
 def _rotated_heads(header: GgufHeader, key: str) -> dict[str, int]:
-    """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
+    """The number of heads of each module whose rows llama.cpp puts into another order for RoPE."""
     num_heads = header.need(f"{key}.attention.head_count", integer(1))
     return {"attn_q": num_heads, "attn_k": header.get(f"{key}.attention.head_count_kv", integer(1)) or num_heads}
 
 
 def _parts(names: Sequence[str], matrix: GgufTensor) -> Iterator[NamedTensor]:
-    """A matrix as parts of as many rows, one below the other; whole if it is one, or cannot be divided."""
+    """The matrix divided into parts of equal numbers of rows, one for each name; whole if it cannot be divided."""
     rows = matrix.shape[0] // len(names)
     for index, name in enumerate(names):
         is_whole = len(names) == 1 or matrix.shape[0] % len(names)

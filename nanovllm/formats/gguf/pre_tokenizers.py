@@ -34,16 +34,12 @@ TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is split. expressions: each splits the pieces of the one before; what it does not match are pieces too.
+    """How text is split."""
 
-    ignore_merges: a piece that is a token stays one, whatever the merges say. add_bos: if the file does not say. nfc:
-    text is normalized to NFC first.
-    """
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    nfc: bool = False
+    expressions: tuple[str, ...]  # each splits the pieces of the one before into its matches and the rest
+    ignore_merges: bool = False  # a piece that is a token stays one, whatever the merges say
+    add_bos: bool = False  # if the file does not say it
+    nfc: bool = False  # text is normalized to NFC first
 
 
 _GPT2 = PreTokenizer((WORDS,))

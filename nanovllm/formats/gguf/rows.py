@@ -1,4 +1,4 @@
-"""The order of rows and columns of a file's matrices where it is not that of a checkpoint, and the changed values."""
+"""How to undo what llama.cpp's conversion changes in tensors: the order of rows and columns, and some values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 
 class Change(NamedTuple):
-    """What is undone of llama.cpp's conversion: of the numbers, and of the shape."""
+    """How to undo a change of llama.cpp's conversion."""
 
-    numbers: Callable[[Tensor], Tensor]
-    shape: Callable[[Shape], Shape] = lambda shape: shape
+    numbers: Callable[[Tensor], Tensor]  # from the file's numbers to the checkpoint's
+    shape: Callable[[Shape], Shape] = lambda shape: shape  # from the file's shape to the checkpoint's
 
 
 def _log_of_negative(numbers: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ ONE_ROW = Change(lambda numbers: numbers.reshape(1, -1), lambda shape: (1, shape
 
 
 def rows_of_pairs(heads: int, num_rows: int) -> Indices | None:
-    """Of each row its place in a file in which the two rows of a rotated pair are neighbours."""
+    """The place of each row in a file in which the two rows that RoPE rotates together are neighbours: [num_rows]."""
     if num_rows % (2 * heads):
         return None  # a shape that the loader refuses
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -43,27 +43,27 @@ def rows_of_pairs(heads: int, num_rows: int) -> Indices | None:
 
 @dataclass(frozen=True, slots=True)
 class ValueHeads:
-    """The value heads of a recurrent layer: `repeats` for each key head.
+    """The value heads of a recurrent layer. Several of them belong to each key head.
 
-    A checkpoint has those of the first key head first. llama.cpp has the first ones of all key heads first, then the
-    second ones, if `tiled`.
+    A checkpoint stores all value heads of the first key head, then all of the second, and so on. A tiled file stores
+    the first value head of every key head, then the second of every key head, and so on.
     """
 
     key_heads: int
-    repeats: int
+    repeats: int  # value heads of each key head
     value_dim: int
     key_rows: int  # of queries and keys, in front of the values
     tiled: bool
 
     def order(self, width: int) -> Indices:
-        """Of each of `width` numbers of every value head its place in the file."""
+        """The place in the file of each of the `width` numbers of every value head: [heads * width]."""
         places = np.arange(self.key_heads * self.repeats * width)
         if self.tiled:
             places = places.reshape(self.repeats, self.key_heads, width).swapaxes(0, 1).reshape(-1)
         return places
 
     def rows(self, module: str) -> Indices | None:
-        """Of each row of a module, named as in the file, its place in the file; None if it is its own."""
+        """The place in the file of each row of `module`, a name in the file; None if the order is the same."""
         if module in ("attn_qkv", "ssm_conv1d"):
             return np.concatenate((np.arange(self.key_rows), self.key_rows + self.order(self.value_dim)))
         if module == "attn_gate":
@@ -71,14 +71,14 @@ class ValueHeads:
         return self.order(1) if module in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt") else None
 
     def columns(self, module: str, block_size: int) -> Indices | None:
-        """The same of each column. None too if heads are no whole blocks, so that these stay in the file's order."""
+        """The same for columns. None too if a head is no whole number of blocks: then columns keep the file's order."""
         return self.order(self.value_dim) if module == "ssm_out" and self.moves(block_size) else None
 
     def moves(self, block_size: int) -> bool:
-        """Whether columns of a head can be moved in a matrix whose rows are blocks of so many numbers."""
+        """Whether the columns of a head can move in a matrix whose rows consist of blocks of `block_size` numbers."""
         return block_size > 0 and self.value_dim % block_size == 0
 
     def merged_rows(self) -> tuple[Indices, Indices]:
-        """Of b and of a their rows in one matrix that has both of each key head."""
+        """The rows of b and the rows of a in one matrix that stores b and then a of each key head."""
         both = np.arange(2 * self.key_heads * self.repeats).reshape(self.key_heads, 2, self.repeats)
         return both[:, 0].reshape(-1), both[:, 1].reshape(-1)

@@ -71,11 +71,11 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def end_token_ids(header: GgufHeader) -> list[int]:
-    """The tokens that end a sequence: those that the metadata name, and control tokens known to end a turn."""
+    """The tokens that end a sequence: those that the metadata name, and the control tokens of `END_TEXTS`."""
     tokens, types = _tokens(header)
     named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     known = [i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] == CONTROL]
-    if {"<|return|>", "<|call|>"} <= {tokens[i] for i in known}:  # of gpt-oss, where this ends one message of several
+    if {"<|return|>", "<|call|>"} <= {tokens[i] for i in known}:  # gpt-oss, whose <|end|> ends one message of several
         known = [i for i in known if tokens[i] != "<|end|>"]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
@@ -84,12 +84,12 @@ def token_id(header: GgufHeader, name: str) -> int | None:
     """The id of a special token, such as "eos"; None if there is none."""
     count = len(header.texts(f"{PREFIX}tokens"))
     key = f"{PREFIX}{name}_token_id"
-    found = header.get(key, integer(0, 2**32 - 1))
-    if found is None or found == 2**32 - 1:  # which older files have for "none"
+    given = header.get(key, integer(0, 2**32 - 1))
+    if given is None or given == 2**32 - 1:  # which older files have for "none"
         return None
-    if found >= count:
-        raise ModelError(f"{header.path}: {key}={found}: must be one of the {count} tokens.")
-    return int(found)
+    if given >= count:
+        raise ModelError(f"{header.path}: {key}={given}: must be one of the {count} tokens.")
+    return int(given)
 
 
 def _tokens(header: GgufHeader) -> tuple[list[str], list[int]]:
@@ -98,7 +98,7 @@ def _tokens(header: GgufHeader) -> tuple[list[str], list[int]]:
     if len(tokens) > MAX_TOKENS:
         raise ModelError(f"{header.path}: {PREFIX}tokens has {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
     types = header.numbers(f"{PREFIX}token_type", len(tokens), default=1)
-    return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)], [int(each) for each in types]
+    return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)], [int(type_) for type_ in types]
 
 
 def _vocab(header: GgufHeader, tokens: list[str]) -> dict[str, int]:
@@ -157,7 +157,7 @@ def _pair(header: GgufHeader, merge: str) -> tuple[str, str]:
 
 
 def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
-    """BPE over characters, with bytes for those that the vocabulary lacks, as Llama 2 and Mistral have it."""
+    """BPE over characters, as Llama 2 and Mistral have it; bytes stand for characters that the vocabulary lacks."""
     scores = header.numbers(f"{PREFIX}scores", len(tokens), default=None)
     special = {text for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL, BYTE)}
     merges = merges_by_score(_vocab(header, tokens), dict(zip(tokens, map(float, scores), strict=True)), special)
@@ -200,9 +200,9 @@ def _with_byte_fallback(
 def merges_by_score(
     vocab: Mapping[str, int], scores: Mapping[str, float], special: Collection[str]
 ) -> list[tuple[str, str]]:
-    """The merges of a vocabulary whose tokens have scores: all pairs whose union is a token, that of the best first.
+    """The merges of a vocabulary whose tokens have scores: every pair that makes a token, the best token first.
 
-    Of equal scores, the pair with the longer first part comes first, then that with the lower ids.
+    Among equal scores the pair with the longer first part comes first, then the pair with the lower ids.
     """
     pairs: list[tuple[float, int, int, str, str]] = []
     for text, score in scores.items():
@@ -228,7 +228,7 @@ def _added(text: str) -> AddedToken:
 
 
 def _adds(header: GgufHeader, name: str, kind: str) -> bool:
-    """Whether encoding adds the token in front, or at the end. Where the file says nothing, llama.cpp's defaults."""
+    """Whether encoding adds "bos" in front, or "eos" at the end: as the file says, else as llama.cpp does."""
     given = header.get(f"{PREFIX}add_{name}_token", FLAG)
     if given is not None or name == "eos":
         return bool(given)

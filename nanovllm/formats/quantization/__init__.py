@@ -43,9 +43,9 @@ def read_quantization(
     """
     name: str | None = checked_fields(WHERE, config, {"quant_method": TEXT}).get("quant_method")
     if name is None or name not in METHODS:
-        found = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"
+        given = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"
         raise ModelError(
-            f"{WHERE}: {found}: not supported; supported are {', '.join(METHODS)}, and checkpoints in float32, "
+            f"{WHERE}: {given}: not supported; supported are {', '.join(METHODS)}, and checkpoints in float32, "
             "float16, bfloat16."
         )
     method = METHODS[name](config, dtype)

@@ -1,6 +1,6 @@
 """Checkpoints of AutoRound in its own form: the tensors of GPTQ or AWQ, and a config that names the quantized blocks.
 
-Which tensors they are, `packing_format` says, or `backend` in older configs. Source: auto-round, export of the format
+`packing_format`, or `backend` in older configs, says which tensors they are. Source: auto-round, export of the format
 auto_round, and inference/convert_model.py.
 """
 
@@ -74,9 +74,9 @@ def _format(fields: Mapping[str, Any]) -> PackedFormat:
 
 
 def _own_modules(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The patterns, as `Modules` has them, of what `extra_config` leaves plain, and of what it quantizes as the others.
+    """The patterns for `Modules` of what `extra_config` leaves plain, and of what it quantizes.
 
-    Raises ModelError for modules that it quantizes differently.
+    Raises ModelError if it quantizes modules in another form than the rest.
     """
     common = {"sym": True, "data_type": "int", "pack_dtype": "int32", **fields}
     ignored = list[str]()
@@ -106,7 +106,7 @@ def _pattern(name: str) -> str:
 
 
 def _names(blocks: str | list[Any]) -> Iterator[str]:
-    """The names that modules of quantized blocks begin with, from a text, a list, or lists in a list."""
+    """What the names of quantized modules begin with, from a text, a list, or a list of lists."""
     if isinstance(blocks, str):
         yield from filter(None, (name.strip() for name in blocks.split(",")))
     else:

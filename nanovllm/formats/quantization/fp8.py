@@ -39,11 +39,11 @@ _RULES: Mapping[str, Field] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The format. scale: the name of the scales in the checkpoint; fp8_inputs: whether it asks for inputs in fp8."""
+    """The format."""
 
-    scale: str
+    scale: str  # the name of the scales in the checkpoint
     in_blocks: bool
-    fp8_inputs: bool = False
+    fp8_inputs: bool = False  # the checkpoint asks for inputs in fp8
 
     def layout(self, out_features: int, in_features: int) -> Layout:
         group_size = min(BLOCK, in_features) if self.in_blocks else in_features

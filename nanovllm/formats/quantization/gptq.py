@@ -27,7 +27,7 @@ _SKIPPED = "-:"  # begins a pattern of modules that stay plain
 # Patterns of modules, and how they differ from the others.
 DYNAMIC = Field(
     "an object that says of no pattern more than that its modules are quantized or not",
-    lambda value: isinstance(value, dict) and all(each in ({}, True) for each in value.values()),
+    lambda value: isinstance(value, dict) and all(said in ({}, True) for said in value.values()),
 )
 _RULES: Mapping[str, Field] = MappingProxyType(
     {
@@ -45,12 +45,12 @@ _RULES: Mapping[str, Field] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The format. zero_offset: what is added to the stored zeros, 1 in the first version and 0 in the second."""
+    """The format."""
 
     bits: int
     group_size: int
     symmetric: bool
-    zero_offset: int
+    zero_offset: int  # added to the stored zeros: 1 in the first version of the format, 0 in the second
 
     def layout(self, out_features: int, in_features: int) -> Layout:
         return packing.integer_layout(in_features, self.bits, self.group_size, "float16", zeros=not self.symmetric)
@@ -116,5 +116,5 @@ def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
 
 
 def skipped_modules(dynamic: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns, as `Modules` has them, of what stays plain."""
+    """The patterns for `Modules` of what `dynamic` leaves as plain numbers."""
     return tuple(f"re:{name.removeprefix(_SKIPPED)}" for name in dynamic if name.startswith(_SKIPPED))

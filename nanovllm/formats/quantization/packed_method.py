@@ -1,6 +1,7 @@
-"""The method of checkpoints whose matrices become `PackedWeight`s: which tensors fill which part of which matrix.
+"""How quantized checkpoints fill `PackedWeight`s: which tensor fills which part of which matrix.
 
-And the integers of 4 or 8 bits that such checkpoints pack into int32, as the data and zeros of `PackedWeight`.
+The last section turns the integers of 4 or 8 bits that checkpoints pack into int32 into data and zeros of a
+`PackedWeight`.
 """
 
 from __future__ import annotations
@@ -31,21 +32,18 @@ _DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
-
-    scales_dtype: of torch, by name; fp8_inputs: see `PackedWeight`. Modules with equal layouts can be stored one below
-    the other.
-    """
+    """What the config says of a `PackedWeight`. Modules with equal layouts can be stored one below the other."""
 
     scheme: Scheme
     in_features: int
-    group_size: int
-    scales_dtype: str
-    zeros: bool = False
-    fp8_inputs: bool = False
+    group_size: int  # inputs that share a scale
+    scales_dtype: str  # of torch, by name
+    zeros: bool = False  # there is a zero for each scale
+    fp8_inputs: bool = False  # see `PackedWeight`
 
     @property
     def scale_columns(self) -> int:
+        """Scales of each output."""
         return -(-self.in_features // self.group_size)
 
     @property
@@ -81,14 +79,11 @@ def integer_layout(in_features: int, bits: int, group_size: int, scales_dtype: s
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How one tensor of a checkpoint fills its module's rows of a weight.
-
-    part: of the `PackedWeight`; convert: from the tensor to the rows of the part; raises ModelError for values that
-    cannot be used. Both are None for a tensor that is only checked.
-    """
+    """How one tensor of a checkpoint fills its module's rows of a `PackedWeight`."""
 
     tensor: CheckpointTensor
-    part: Literal["data", "scales", "zeros"] | None = None
+    part: Literal["data", "scales", "zeros"] | None = None  # None: the tensor is only checked
+    # From the tensor to the rows of the part. Raises ModelError for values that cannot be used.
     convert: Callable[[Tensor], Tensor] | None = None
 
 
@@ -165,7 +160,7 @@ class PackedMethod:
             yield f"{module}.{suffix}", filling.tensor
 
     def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
-        """See `LinearMethod.units`. An entry that stands for all rows or columns stands for those of each rank too."""
+        """See `LinearMethod.units`. An entry for all rows or all columns does not limit how ranks divide them."""
         if not self.modules.include(module):
             return 1, 1
         fillings = _fillings(self.format, out_features, in_features).values()
