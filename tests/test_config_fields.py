@@ -1,7 +1,8 @@
-"""Which fields of config.json a family reads, which have no effect, and that all others are refused by name."""
+"""Which fields of Transformers' config classes a family reads, which have no effect, and which values are refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from checkpoints import FAMILIES as TINY
 from checkpoints import edit_config, make_checkpoint, refusal
 from engines import greedy, token_ids
 from tokenizer_files import write_byte_level
+from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
-from nanovllm.formats.config_fields import FIELDS_WITHOUT_EFFECT, NETWORK_FIELDS, OFF_VALUES, READ_BY_ALL
 from nanovllm.models.families import FAMILIES
+from nanovllm.models.family import Family, decoder_spec
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
+from nanovllm.models.rope_config import rope_specs
 
 SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -147,43 +150,82 @@ def test_what_transformers_itself_writes_is_read(family: str, tmp_path: Path) ->
     assert load_decoder_spec(tmp_path).num_layers == everything["num_hidden_layers"]
 
 
-WITH_EFFECT = [
-    ("llama", {"embedding_multiplier": 12.0}),
-    ("llama", {"no_rope_layers": [1, 0]}),
-    ("llama", {"a_field_of_tomorrow": 1}),
-    ("mistral", {"attention_bias": True}),
-    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}),
-    ("qwen3", {"mlp_bias": True}),
-    ("gemma3", {"attn_logit_softcapping": 50.0}),
-]
-ONLY = [("qwen3_moe", {"use_qk_norm": False}), ("qwen3_5", {"output_gate_type": "sigmoid"})]
+# Fields of Transformers' config classes that change no logits of a causal model: tokens, training, how it is run.
+WITHOUT_EFFECT = {
+    *("bos_token_id", "pad_token_id", "eos_token_id", "use_cache", "pretraining_tp", "initializer_range"),
+    *("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    # of all models: what is returned, how a checkpoint is stored, classification
+    *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id"),
+    *("output_hidden_states", "problem_type", "return_dict", "transformers_version"),
+    # what Transformers makes other fields of, which are read: windows by layer
+    *("use_sliding_window", "max_window_layers", "original_max_position_embeddings"),
+}
 
 
-def test_a_field_that_the_family_does_not_read_is_refused_by_name(tmp_path: Path) -> None:
-    for family, field in WITH_EFFECT:
-        config = default_config(family)
-        ((name, value),) = field.items()
-        write_config(tmp_path, {**config, **field})
-        message = refusal(lambda: load_decoder_spec(tmp_path))
-        assert f"{name!r}: {value!r}" in message and config["architectures"][0] in message and "\n" not in message
-        assert f"hf_overrides={{{name!r}: None}}" in message
-        spec = load_decoder_spec(tmp_path, {name: None})
-        assert spec == load_decoder_spec(write_config(tmp_path, config))
+# "minimax" is a type of published configs, whose class in Transformers is that of an earlier model.
+TYPES = [(family, name) for family in FAMILIES.values() for name in family.model_types if name != "minimax"]
+SMALL_SIZES = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "top_k_experts": 2, "enable_moe_block": True}
+SMALL_SIZES |= {"num_experts": 8, "moe_intermediate_size": 64}
 
 
-def test_another_value_of_a_field_that_describes_the_family_is_refused(tmp_path: Path) -> None:
-    for family, changes in ONLY:
-        write_config(tmp_path, default_config(family, **changes))
-        ((field, value),) = changes.items()
-        assert f"{field}={value!r}: must be" in refusal(lambda: load_decoder_spec(tmp_path))
+@pytest.mark.parametrize(("family", "model_type"), TYPES, ids=[name for _, name in TYPES])
+def test_every_field_of_a_config_class_is_read_or_without_effect(
+    family: Family, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that a new version of Transformers adds is neither until somebody has looked at it."""
+    config_class = CONFIG_MAPPING[model_type]
+    names = {field.name for field in dataclasses.fields(config_class)}
+    sizes = {name: value for name, value in SMALL_SIZES.items() if name in names}
+    config = config_class(**sizes, **SIZES.get(family.model_type, {}))
+    config.allow_global_per_layer_attribute_access = True
+    read: set[str] = set()
+    get = config_class.__getattribute__
+
+    def recording(self: Any, name: str) -> Any:
+        read.add(config_class.attribute_map.get(name, name))
+        return get(self, name)
+
+    monkeypatch.setattr(config_class, "__getattribute__", recording)
+    decoder_spec(family, config, None, rope_specs(family, config))
+    assert {config_class.attribute_map.get(name, name) for name in names} - WITHOUT_EFFECT <= read
 
 
-def test_the_lists_name_each_field_once() -> None:
-    for family in FAMILIES.values():
-        typed = NETWORK_FIELDS.keys() | family.own_fields.keys() | READ_BY_ALL
-        assert family.defaults.keys() <= typed, "every field that is read has a type and a range"
-        assert not FIELDS_WITHOUT_EFFECT & (family.own_fields.keys() | READ_BY_ALL | family.defaults.keys())
-    assert not FIELDS_WITHOUT_EFFECT & OFF_VALUES.keys()
+def test_values_that_are_not_computed_are_refused_by_name(tmp_path: Path) -> None:
+    for architecture, family in FAMILIES.items():
+        tested = next(name for name, tiny in TINY.items() if tiny.model.__name__ == architecture)
+        for field in family.only:
+            value = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": "all"}.get(field, 50.0)
+            value = True if (tested, field) == ("gemma3", "use_bidirectional_attention") else value
+            write_config(tmp_path, default_config(tested, **{field: value}))
+            message = refusal(lambda: load_decoder_spec(tmp_path))
+            assert f"{field}={value!r}" in message and architecture in message and "\n" not in message
+
+
+def test_fields_of_other_tools_change_nothing(tmp_path: Path) -> None:
+    """As in Transformers; names of its attributes and methods too, which a file must not replace."""
+    config = default_config("llama")
+    plain = load_decoder_spec(write_config(tmp_path, config))
+    others = {
+        "a_field_of_tomorrow": 1,
+        "sliding_window": 4,  # of other families
+        "hidden_activation": "gelu",
+        "num_labels": 10**12,
+        "output_attentions": True,
+        "attribute_map": {"vocab_size": "__class__"},
+        "get_text_config": 5,
+        "_heterogeneity_spec": {},
+        "auto_map": {"AutoConfig": "configuration.Config"},
+    }
+    assert load_decoder_spec(write_config(tmp_path, {**config, **others})) == plain
+
+
+def test_code_of_a_model_directory_is_never_run(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
+    write_config(tmp_path, default_config("minimax_m2", auto_map=auto_map))
+    for name in ("configuration", "modeling"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit({name!r})")
+    assert load_decoder_spec(tmp_path, {"trust_remote_code": True}).architecture == "MiniMaxM2ForCausalLM"
 
 
 # ---- hf_overrides and generation_config

@@ -142,7 +142,7 @@ def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
         ({"architectures": ...}, ["no architecture", *ARCHITECTURES]),
         ({"model_type": "llama"}, ["Qwen3ForCausalLM", "'qwen3'", "'llama'"]),
         ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
-        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, ["'longrope'", "yarn"]),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, ["'su'", "yarn"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "gptq", "bfloat16"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
@@ -152,6 +152,8 @@ def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
         ({"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention", "sliding_attention"]),
         *(({"num_hidden_layers": value}, [f"num_hidden_layers={value!r}: must be"]) for value in WRONG_SIZES),
         ({"rms_norm_eps": "x"}, ["rms_norm_eps='x': must be"]),
+        ({"attention_bias": "x"}, ["attention_bias", "'x'"]),  # Transformers' own check
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn", "factor"]),
         ({"tie_word_embeddings": "no"}, ["tie_word_embeddings='no': must be"]),
         ({"rope_parameters": "x"}, ["rope_parameters='x': must be"]),
     ):

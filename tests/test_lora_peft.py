@@ -19,7 +19,7 @@ from nanovllm import LLM
 from nanovllm.errors import RequestError
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.models.hf_config import TEXT_MODELS, load_decoder_spec
+from nanovllm.models.hf_config import WHOLE_MODELS, load_decoder_spec
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -143,7 +143,7 @@ def test_the_tokens_of_a_whole_model_are_those_of_peft(
 
 
 def test_every_whole_model_is_tested() -> None:
-    assert {name.split()[0] for name in WHOLE} == set(TEXT_MODELS)
+    assert {name.split()[0] for name in WHOLE} == set(WHOLE_MODELS)
 
 
 NAME = "base_model.model.{}.layers.0.{}.lora_{}.weight"

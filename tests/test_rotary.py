@@ -113,6 +113,6 @@ def test_rotate_turns_as_transformers_does(dtype: torch.dtype) -> None:
     ],
 )
 def test_bad_parameters_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
-    fields = {"rope_parameters": {**ROPES["default"], **changes}}
-    message = refusal(lambda: rope_spec(rope_parameters(fields, 4096, 1e4), 4096, 64))
+    parameters = {**ROPES["default"], **changes}
+    message = refusal(lambda: rope_spec(rope_parameters(parameters), 4096, 64))
     assert [word for word in words if word not in message] == []

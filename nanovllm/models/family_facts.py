@@ -1,6 +1,6 @@
 """The facts of single families that take more than a table: experts, recurrent layers, Gemma 4's layers.
 
-Each function reads a complete config and raises ModelError for values that contradict each other.
+Each function reads Transformers' config object and raises ModelError for values that contradict each other.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from typing import Any
 
 from nanovllm.data.network import ExpertSpec, Gemma4Spec, RecurrentSpec, SharedExpert
 from nanovllm.errors import ModelError, quoted
+
+_FULL_ONLY = (
+    "layers with full attention may share another head_dim and num_key_value_heads, and no other layer anything"
+)
+_NO_SKIP: tuple[str, list[str]] = ("skip", [])  # what Transformers adds to the config of a layer
 
 
 def _experts(
@@ -47,12 +52,6 @@ def mixtral_experts(config: Any, architecture: str = "MixtralForCausalLM") -> Ex
 
 def gpt_oss(config: Any) -> dict[str, Any]:
     experts = _experts_of_all_layers(config, config.intermediate_size, "num_local_experts", "GptOssForCausalLM")
-    if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act={quoted(config.hidden_act)}: a GptOssForCausalLM has silu, which it clamps.")
-    chosen = experts.num_experts_per_tok
-    other = getattr(config, "experts_per_token", None)
-    if other not in (None, chosen):
-        raise ModelError(f"experts_per_token={other} and num_experts_per_tok={chosen} are two names of one field.")
     experts = replace(experts, router_name="router", scoring="softmax_of_chosen", biases=True, interleaved=True)
     return {"experts": experts, "activation": "clamped_swiglu", "attention_sinks": True, "wide_norms": True}
 
@@ -89,12 +88,6 @@ def minimax_experts(config: Any) -> ExpertSpec:
     return replace(experts, scoring="sigmoid", correction_bias="e_score_correction_bias")
 
 
-def rotated_share_of_minimax(config: Any) -> float | None:
-    """Older configs give the number of rotated features instead of their share."""
-    rotary_dim = getattr(config, "rotary_dim", None)
-    return None if rotary_dim is None else min(1.0, rotary_dim / config.head_dim)
-
-
 def _recurrent(config: Any, *, merged_projections: bool = False) -> RecurrentSpec | None:
     """The recurrent layers of a config; None if all layers have attention."""
     layers = tuple(kind == "linear_attention" for kind in config.layer_types)
@@ -122,33 +115,30 @@ def qwen3_5_experts(config: Any) -> ExpertSpec:
     return _experts_of_all_layers(config, config.moe_intermediate_size, "num_experts", "Qwen3_5MoeForCausalLM")
 
 
-def complete_gemma4(config: Any) -> None:
-    """The heads of layers with full attention, which a config has by two names or for each of these layers."""
-    if config.layer_types[-1] != "full_attention":  # as Transformers does
-        config.layer_types = [*config.layer_types[:-1], "full_attention"]
-    heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or config.num_key_value_heads
-    config.full_kv_heads = heads
-    config.full_head_dim = config.global_head_dim
-    if config.per_layer_config is None:
-        return
-    known = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
-    full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    # Transformers writes the layers' indices with as many digits as the last one has.
-    given = {int(key) if key.isdecimal() and len(key) < 9 else key: own for key, own in config.per_layer_config.items()}
-    found = [given.get(index, {}) for index in full]
-    fits = all(isinstance(each, dict) and each == found[0] and set(each) <= set(known) for each in found)
-    fits = fits and set(given) <= set(full) and len(given) == len(config.per_layer_config)
-    numbers = [] if not fits else [{**known, **found[0]}[name] for name in known]
-    if not fits or any(type(number) is not int or number < 1 for number in numbers):
+def gemma4_full_heads(config: Any) -> tuple[int, int]:
+    """Of layers with full attention: the number of KV heads and the size of a head. Transformers has both by layer."""
+    of_all = vars(config)
+    heads: set[tuple[int, int]] = set()
+    for kind, layer in zip(config.layer_types, config.per_layer_config, strict=True):
+        others = {
+            name for name, value in vars(layer).items() if of_all.get(name) != value and (name, value) != _NO_SKIP
+        }
+        if kind == "full_attention":
+            others -= {"num_key_value_heads", "head_dim"}
+            heads.add((layer.num_key_value_heads, layer.head_dim))
+        if others:
+            raise ModelError(
+                f"per_layer_config is not supported with {quoted(sorted(others))} of a layer; {_FULL_ONLY}."
+            )
+    if len(heads) != 1:
         raise ModelError(
-            f"per_layer_config={quoted(config.per_layer_config)} is not supported: it must give the layers with full "
-            f"attention the same head_dim and num_key_value_heads, and no other layer anything."
+            f"per_layer_config gives layers with full attention other heads than each other; {_FULL_ONLY}."
         )
-    config.full_head_dim, config.full_kv_heads = numbers
+    return heads.pop()
 
 
 def gemma4_experts(config: Any) -> ExpertSpec | None:
-    if not config.enable_moe_block:
+    if not getattr(config, "enable_moe_block", False):
         return None
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if not getattr(config, name):
@@ -169,11 +159,6 @@ def gemma4_experts(config: Any) -> ExpertSpec | None:
 
 
 def gemma4(config: Any) -> Gemma4Spec:
-    if config.use_bidirectional_attention not in (None, "vision"):  # "vision" is of images
-        raise ModelError(
-            f"use_bidirectional_attention={quoted(config.use_bidirectional_attention)} is not supported: attention is "
-            "causal."
-        )
     full = tuple(kind == "full_attention" for kind in config.layer_types)
     owners = full[: len(full) - config.num_kv_shared_layers]
     if config.num_kv_shared_layers >= len(full) or set(full[len(owners) :]) - set(owners):
@@ -181,26 +166,25 @@ def gemma4(config: Any) -> Gemma4Spec:
             f"num_kv_shared_layers={config.num_kv_shared_layers}: of each kind of layers that have no keys and values, "
             f"one of the others must have them, but these are layers of {quoted(', '.join(config.layer_types))}."
         )
-    size = config.hidden_size_per_layer_input or 0
-    if size and config.vocab_size_per_layer_input < config.vocab_size:
+    size = getattr(config, "hidden_size_per_layer_input", 0)
+    vocab = getattr(config, "vocab_size_per_layer_input", 0)
+    if size and vocab < config.vocab_size:
+        raise ModelError(f"vocab_size_per_layer_input={vocab} must not be below vocab_size={config.vocab_size}.")
+    kv_heads, head_dim = gemma4_full_heads(config)
+    if config.num_attention_heads % kv_heads or head_dim % 2:
         raise ModelError(
-            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} must not be below "
-            f"vocab_size={config.vocab_size}."
-        )
-    if config.num_attention_heads % config.full_kv_heads or config.full_head_dim % 2:
-        raise ModelError(
-            f"Layers with full attention have {config.full_kv_heads} KV heads of {config.full_head_dim}: "
+            f"Layers with full attention have {kv_heads} KV heads of {head_dim}: "
             f"num_attention_heads={config.num_attention_heads} must be a multiple of them, and their size even."
         )
     return Gemma4Spec(
         full=full,
-        full_kv_heads=config.full_kv_heads,
-        full_head_dim=config.full_head_dim,
+        full_kv_heads=kv_heads,
+        full_head_dim=head_dim,
         key_is_value=config.attention_k_eq_v,
         num_shared=config.num_kv_shared_layers,
         shared_intermediate_size=config.intermediate_size * (2 if config.use_double_wide_mlp else 1),
         per_layer_size=size,
-        per_layer_vocab=config.vocab_size_per_layer_input,
+        per_layer_vocab=vocab,
         packed_layers=len(full),
         logit_cap=config.final_logit_softcapping,
     )

@@ -1,32 +1,28 @@
 """Reading the config of a Hugging Face model directory or GGUF file: which network it is, where its sequences end.
 
-Nothing in the directory is trusted. Only fields that `config_fields.py` and the family list are read, after they were
-checked; the family has those that a config leaves out. Fields that it does not read are refused if they may have an
-effect.
+Transformers' config classes read config.json, as `AutoConfig` with trust_remote_code=False does: code in a model
+directory is never run. The files are not trusted: sizes are checked before a config class sees them, and a family
+refuses the values that it does not compute.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.data.json_fields import OBJECT, checked_fields, read_json_object
-from nanovllm.errors import ConfigError, ModelError, quoted, unknown_name_message
-from nanovllm.formats.config_fields import (
-    FIELDS_WITHOUT_EFFECT,
-    GENERATION_FIELDS,
-    NETWORK_FIELDS,
-    OFF_VALUES,
-    OTHER_FIELDS,
-)
+from nanovllm.data.json_fields import checked_fields, read_json_object
+from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
+from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS
 from nanovllm.formats.hub import MODELOPT, is_gguf
 from nanovllm.models.families import FAMILIES
-from nanovllm.models.family import Family, complete_config, decoder_spec
+from nanovllm.models.family import Family, decoder_spec
 from nanovllm.models.rope_config import rope_specs
 from nanovllm.models.spec import DecoderSpec
 
@@ -37,8 +33,22 @@ if TYPE_CHECKING:  # imports torch
 _SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_DEFAULTS = {**{name: name for name in _SAME_NAMES}, "max_new_tokens": "max_tokens"}
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
-_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
+# Fields that a config class is given although every class has an attribute of that name. The others are methods, or say
+# how Transformers runs a model.
+_GIVEN = ("rope_scaling", "per_layer_config")
+# Fields of a larger model's config that its text model reads too.
+_SHARED = (*_DTYPES, "eos_token_id", "tie_word_embeddings", "quantization_config")
+WHOLE_MODELS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.wholes))
+# Architectures that can be the text model of a larger one, whose tensors then have other names.
+TEXT_ARCHITECTURES = frozenset(name for name, family in FAMILIES.items() if family.wholes)
+# Prefixes of tensors, of newer and older checkpoints: those of the text model with its own, and the others.
+_TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_IMAGES = (
+    *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+    *("model.visual.", "visual."),
+    *("model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio."),
+)
 
 
 class ModelConfig:
@@ -55,35 +65,35 @@ class ModelConfig:
         """generation_config: as the engine argument."""
         self._model = Path(model_dir)
         self._generation_config = generation_config
-        self._config = _read_config(self._model, overrides)
-        self._family = _family(self._config)
-        self.spec = _spec(self._config, self._family)
+        self._file = _read_config(self._model, overrides)
+        self._network = _Network(self._file)
+        self.spec = self._network.spec
 
     @property
     def model_type(self) -> str:
         """The family's name in Transformers, which selects its tokenizer class."""
-        return self._family.model_type
+        return self._network.family.model_type
 
     @cached_property
     def _generation(self) -> Mapping[str, Any]:
         """The fields of generation_config.json."""
         if self._generation_config not in ("auto", "vllm"):
             return _generation_fields(Path(self._generation_config))
-        if self._config.gguf is not None:
-            return checked_fields(self._model, self._config.gguf.generation, GENERATION_FIELDS)
+        if self._file.gguf is not None:
+            return checked_fields(self._model, self._file.gguf.generation, GENERATION_FIELDS)
         return _generation_fields(self._model)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
 
         With generation_config "vllm", the model's own file still counts here, as in vLLM. If neither file has the key,
-        the family's default applies (Llama and Mistral: 2).
+        the default of Transformers' config class applies (Llama and Mistral: 2).
         """
-        sources = [_network_fields(self._config, self._family), self._generation]
-        if not any("eos_token_id" in source for source in sources):
-            sources = [self._family.defaults]
-        ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
-        return tuple(dict.fromkeys(ids))
+        sources = [self._file.fields, self._generation]
+        values = [source["eos_token_id"] for source in sources if "eos_token_id" in source]
+        if not values:
+            values = [getattr(self._network.config, "eos_token_id", None)]
+        return tuple(dict.fromkeys(token for value in values for token in _token_ids(value)))
 
     def sampling_defaults(self, overrides: Mapping[str, Any] = NO_OVERRIDES) -> dict[str, Any]:
         """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM.
@@ -99,8 +109,8 @@ class ModelConfig:
             checked_fields("override_generation_config", overrides, GENERATION_FIELDS)
         except ModelError as error:
             raise ConfigError(str(error)) from None
-        found = {} if self._generation_config == "vllm" else self._generation
-        recommended = {**found, **overrides}
+        own = {} if self._generation_config == "vllm" else self._generation
+        recommended = {**own, **overrides}
         return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
 
 
@@ -114,8 +124,7 @@ def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVER
     path = Path(config)
     if not path.is_file() or is_gguf(path):
         return load_decoder_spec(path, overrides)
-    fields = _with_overrides(path, read_json_object(path), overrides)
-    return _spec(fields, _family(fields))
+    return _Network(_with_overrides(path, read_json_object(path), overrides)).spec
 
 
 def _generation_fields(directory: Path) -> dict[str, Any]:
@@ -125,19 +134,22 @@ def _generation_fields(directory: Path) -> dict[str, Any]:
     return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
 
-class _Config(NamedTuple):
-    """The fields of a config.json, and where they come from, for messages.
+def _read_gguf(path: Path) -> GgufConfig:
+    from nanovllm.formats.gguf.model import read_config  # imports torch
 
-    gguf: what else a GGUF file says; is_part: whether they are those of the text model of a larger one.
-    """
-
-    where: str
-    fields: dict[str, Any]
-    gguf: GgufConfig | None = None
-    is_part: bool = False
+    return read_config(path)
 
 
-def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
+class _ConfigFile(NamedTuple):
+    """The fields of a config.json, those of its text model if it is of a larger one."""
+
+    where: str  # begins messages
+    fields: Mapping[str, Any]
+    whole_type: str | None = None  # the model type of the larger model
+    gguf: GgufConfig | None = None  # what else a GGUF file says
+
+
+def _read_config(model: Path, overrides: Mapping[str, Any]) -> _ConfigFile:
     """The config of a model directory or a GGUF file."""
     if is_gguf(model):
         gguf = _read_gguf(model)
@@ -154,14 +166,28 @@ def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
 
 
 def _with_overrides(
-    path: Path, fields: dict[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
-) -> _Config:
-    text = text_fields(str(path), fields)
-    if path.name == "config.json" and {**text, **overrides}.get("quantization_config") is None:
+    path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
+) -> _ConfigFile:
+    """The config of `path` with those of `overrides` in the place of its own fields; a text model's are changed."""
+    where = str(path)
+    whole_type = None
+    names = content.get("architectures")
+    whole = next((name for name in WHOLE_MODELS if isinstance(names, list) and name in names), None)
+    if whole is not None:
+        fields = checked_fields(where, content, NETWORK_FIELDS)
+        for name in ("model_type", "text_config"):
+            if fields.get(name) is None:
+                raise ModelError(f"{where}: {name} is missing, which a {whole} needs.")
+        whole_type = fields["model_type"]
+        shared = {name: fields[name] for name in (*_SHARED, "architectures") if fields.get(name) is not None}
+        content = {**fields["text_config"], **shared}
+    if overrides:
+        where = f"{path} with hf_overrides"
+        content = _overridden(content, overrides)
+    checked_fields(where, content, NETWORK_FIELDS)
+    if path.name == "config.json" and content.get("quantization_config") is None:
         _refuse_modelopt(path.with_name(MODELOPT))
-    if not overrides:
-        return _Config(str(path), text, gguf, text is not fields)
-    return _Config(f"{path} with hf_overrides", _overridden(text, overrides), gguf, text is not fields)
+    return _ConfigFile(where, content, whole_type, gguf)
 
 
 def _refuse_modelopt(path: Path) -> None:
@@ -198,19 +224,89 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     return merged
 
 
-def _spec(config: _Config, family: Family) -> DecoderSpec:
-    fields = _network_fields(config, family)
-    _refuse_unread(config, family)
+class _Network:
+    """What a config file describes: its family, Transformers' config object of it, and the network."""
+
+    def __init__(self, file: _ConfigFile) -> None:
+        """Raises ModelError for what cannot be read or is not supported."""
+        self.family = _family(file)
+        with _quiet_transformers():
+            self.config = _transformers_config(file, self.family)
+            try:
+                self.spec = _spec(file, self.family, self.config)
+            except ModelError as error:
+                raise ModelError(f"{file.where}: {error}") from None
+
+
+def _family(file: _ConfigFile) -> Family:
+    """The family of a config, by its architecture, and of a larger model by the type of its text model too."""
+    names = file.fields.get("architectures") or []
+    families = [family for family in FAMILIES.values() if not {family.architecture, *family.wholes}.isdisjoint(names)]
+    if not families:
+        given = f"architectures={quoted(names)} is not supported" if names else "it names no architecture"
+        raise ModelError(f"{file.where}: {given}; supported: {', '.join((*FAMILIES, *WHOLE_MODELS))}.")
+    types = {name: family for family in families for name in family.model_types}
+    model_type = file.fields.get("model_type", families[0].model_type)
+    if model_type in types:
+        return types[model_type]
+    if file.whole_type is not None:
+        raise ModelError(
+            f"{file.where}: text_config: model_type {quoted(model_type)} is not supported; take a checkpoint whose "
+            f"text model has {' or '.join(map(repr, types))}."
+        )
+    raise ModelError(
+        f"{file.where} contradicts itself: architecture {families[0].architecture} has model_type "
+        f"{families[0].model_type!r}, not {quoted(model_type)}."
+    )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Context without Transformers' warnings: values that are not computed are refused."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        complete = complete_config(family, fields)
-        complete.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec = decoder_spec(family, complete, *rope_specs(family, complete, config.fields))
-        quantization = config.fields.get("quantization_config")
-        if config.gguf is not None:
-            return _gguf_spec(spec, quantization, config.gguf)
-        return _with_quantization(spec, quantization, config.is_part)
-    except ModelError as error:
-        raise ModelError(f"{config.where}: {error}") from None
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _transformers_config(file: _ConfigFile, family: Family) -> Any:
+    """Transformers' config object of a network. Raises ModelError for what its class refuses."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    fields = {
+        name: copy.deepcopy(value)  # which a config class changes
+        for name, value in file.fields.items()
+        if name in _GIVEN or not (name.startswith("_") or hasattr(PreTrainedConfig, name))
+    }
+    try:
+        if file.whole_type is None:
+            config = AutoConfig.for_model(family.model_type, **fields)
+        else:
+            fields |= {name: file.fields[name] for name in ("model_type",) if name in file.fields}
+            config = AutoConfig.for_model(file.whole_type, text_config=fields).get_text_config()
+        # Of a Gemma 4, whose layers differ in their heads: read without a layer, they are those of a window.
+        config.allow_global_per_layer_attribute_access = True
+    except Exception as error:  # the validators of config classes raise many types
+        raise ModelError(f"{file.where}: Transformers' config class refuses it: {told(error)}") from None
+    if (own_type := type(config).model_type) not in family.model_types:
+        raise ModelError(
+            f"{file.where} contradicts itself: a model of type {quoted(file.whole_type)} has a text model of type "
+            f"{own_type!r}, not {family.model_type!r}."
+        )
+    return config
+
+
+def _spec(file: _ConfigFile, family: Family, config: Any) -> DecoderSpec:
+    dtype = next((file.fields[name] for name in _DTYPES if file.fields.get(name) is not None), None)
+    spec = decoder_spec(family, config, dtype, rope_specs(family, config))
+    quantization = file.fields.get("quantization_config")
+    if file.gguf is not None:
+        return _gguf_spec(spec, quantization, file.gguf)
+    return _with_quantization(spec, quantization, file.whole_type is not None)
 
 
 def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
@@ -235,59 +331,6 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
     return replace(spec, rope=rope, quantization=gguf.method, recurrent=recurrent)
 
 
-def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
-    """The checked fields of the network that the family reads."""
-    rules = {name: field for name, field in {**NETWORK_FIELDS, **family.own_fields}.items() if family.reads(name)}
-    fields = checked_fields(config.where, config.fields, rules)
-    counts = {name: fields[name] for name in _EXPERT_COUNTS if name in fields}
-    if len(set(counts.values())) > 1:
-        given = " and ".join(f"{name}={value}" for name, value in counts.items())
-        raise ModelError(f"{config.where} contradicts itself: {given} are two names of one field.")
-    return fields
-
-
-def _refuse_unread(config: _Config, family: Family) -> None:
-    """Raise ModelError for a field that may change the network and that the family does not read, unless it is off."""
-    for name, value in config.fields.items():
-        if family.reads(name) or name in FIELDS_WITHOUT_EFFECT or value is None:
-            continue
-        if name not in OFF_VALUES or value != OFF_VALUES[name]:
-            raise ModelError(
-                f"{config.where}: {quoted(name)}: {quoted(value)} is a field that a {family.architecture} does not "
-                "have, and it may change what the model computes. If it does not, leave it out with "
-                f"hf_overrides={{{quoted(name)}: None}}."
-            )
-
-
-def _family(config: _Config) -> Family:
-    where = config.where
-    fields = checked_fields(where, config.fields, OTHER_FIELDS)
-    named = fields.get("architectures") or []
-    family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
-    if family is None:
-        found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
-        raise ModelError(f"{where}: {found}; supported: {', '.join((*FAMILIES, *TEXT_MODELS))}.")
-    known = (family.model_type, *family.other_types)
-    model_type = fields.get("model_type", family.model_type)
-    if model_type not in known and config.is_part:  # an architecture can have text models of several families
-        raise ModelError(
-            f"{where}: text_config: model_type {quoted(model_type)} is not supported; take a checkpoint whose text "
-            f"model has {' or '.join(map(repr, known))}."
-        )
-    if model_type not in known:
-        raise ModelError(
-            f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
-            f"not {quoted(model_type)}."
-        )
-    return family
-
-
-def _read_gguf(path: Path) -> GgufConfig:
-    from nanovllm.formats.gguf.model import read_config  # imports torch, which no other config needs
-
-    return read_config(path)
-
-
 def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None, is_part: bool) -> DecoderSpec:
     """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported.
 
@@ -309,63 +352,6 @@ def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None, is_p
 
 def _token_ids(value: Any) -> list[int]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-# The architecture of the whole model, and that of its text model.
-TEXT_MODELS: Mapping[str, str] = MappingProxyType(
-    {
-        "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-        "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
-        "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
-        "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-        "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-        "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-    }
-)
-# The text models of other types that an architecture may have.
-_OTHER_TEXT: Mapping[tuple[str, str], str] = MappingProxyType(
-    {("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM"}
-)
-TEXT_ARCHITECTURES = frozenset((*TEXT_MODELS.values(), *_OTHER_TEXT.values()))
-# What a text model's config takes where it names nothing, as far as its family takes something else.
-_OTHER_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "Gemma4UnifiedForConditionalGeneration": {
-            "hidden_size_per_layer_input": 0,
-            "max_position_embeddings": 262_144,
-            "sliding_window": 1024,
-        },
-        "Qwen3VLForConditionalGeneration": {"max_position_embeddings": 128_000, "rope_theta": 500_000},
-    }
-)
-# Fields that the whole model has and the text model reads.
-_SHARED = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
-# Prefixes of tensors, of newer and older checkpoints: those of the text model with its own, and the others.
-_TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_IMAGES = (
-    *("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
-    *("model.visual.", "visual."),
-    *("model.embed_vision.", "model.vision_embedder.", "model.audio_tower.", "model.embed_audio."),
-)
-
-
-def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of config.json as the text model would have them; those of a model for text as they are.
-
-    Raises ModelError if a model for text and images does not say what its text model is.
-    """
-    named = fields.get("architectures")
-    names = named if isinstance(named, list) else ()  # whatever else is there is refused later
-    whole = next((name for name in TEXT_MODELS if name in names), None)
-    if whole is None:
-        return fields
-    text = checked_fields(where, fields, {"text_config": OBJECT}).get("text_config")
-    if text is None:
-        raise ModelError(f"{where}: text_config is missing, which a {whole} needs.")
-    shared = {name: fields[name] for name in _SHARED if fields.get(name) is not None}
-    architecture = _OTHER_TEXT.get((whole, str(text.get("model_type"))), TEXT_MODELS[whole])
-    return {**_OTHER_DEFAULTS.get(whole, {}), **text, **shared, "architectures": [architecture]}
 
 
 def text_name(name: str) -> str | None:

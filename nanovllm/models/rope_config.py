@@ -7,43 +7,30 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.data.json_fields import NULL, OBJECT, checked_fields
+from nanovllm.data.json_fields import checked_fields
 from nanovllm.data.network import RopeSpec
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import ROPE_FIELDS
-from nanovllm.models.family import Family
+from nanovllm.models.family import Family, head_dim_of
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[RopeSpec, RopeSpec | None]:
+def rope_specs(family: Family, config: Any) -> tuple[RopeSpec, RopeSpec | None]:
     """The RoPE of a network, and that of its layers with a sliding window if they have one of their own.
 
-    config: complete; fields: of config.json, checked by `OTHER_FIELDS`. Raises ModelError on what is not supported.
+    config: Transformers' object, whose `rope_parameters` are in its newest form. Raises ModelError on what is not
+    supported.
     """
+    if not family.has_local_rope:
+        return _rope(family, config, config.rope_parameters, head_dim_of(config)), None
+    unknown = sorted(set(config.rope_parameters) - set(_LAYER_TYPES))
+    if unknown:
+        raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(_LAYER_TYPES)}.")
+    full, local = (config.rope_parameters.get(name) for name in _LAYER_TYPES)
+    full_head_dim = (family.full_head_dim or head_dim_of)(config)
+    ropes = _rope(family, config, full, full_head_dim), _rope(family, config, local, head_dim_of(config))
     positions = config.max_position_embeddings
-    kinds = family.rope_kinds
-    rotates_part = family.rotates_part
-
-    if family.rope and not (fields.get("rope_scaling") or fields.get("rope_parameters")):
-        fields = {**fields, "rope_parameters": family.rope}
-
-    def spec(fields: Mapping[str, Any], theta: float, head_dim: int = config.head_dim) -> RopeSpec:
-        trained = getattr(config, "original_max_position_embeddings", None)
-        found = rope_parameters(fields, positions, theta, trained)
-        if (share := family.rotated_share(config)) is not None:
-            found.setdefault("partial_rotary_factor", share)
-        if not family.scales_queries:
-            found.pop("llama_4_scaling_beta", None)
-        elif "llama_4_scaling_beta" not in found:
-            raise ModelError(f"rope_parameters: llama_4_scaling_beta is missing, which a {family.architecture} needs.")
-        return rope_spec(found, positions, head_dim, kinds, rotates_part)
-
-    if family.local_theta is None:
-        return spec(fields, family.theta), None
-    full, local = _by_layer_type(fields)
-    full_head_dim = getattr(config, "full_head_dim", config.head_dim)
-    ropes = spec(full, family.theta, full_head_dim), spec(local, family.local_theta)
     return _scaled_before(ropes[0], positions), _scaled_before(ropes[1], positions)
 
 
@@ -53,57 +40,26 @@ def _scaled_before(spec: RopeSpec, positions: int) -> RopeSpec:
     return replace(spec, original_max_position=trained) if spec.kind == "linear" else spec
 
 
-def rope_parameters(
-    fields: Mapping[str, Any], max_position: int, default_theta: float, trained: int | None = None
-) -> dict[str, Any]:
-    """The checked RoPE parameters of config.json: its `rope_parameters`, or the fields of older configs.
+def _rope(family: Family, config: Any, given: Mapping[str, Any] | None, head_dim: int) -> RopeSpec:
+    parameters = rope_parameters(given or {})
+    if not family.scales_queries:
+        parameters.pop("llama_4_scaling_beta", None)
+    elif "llama_4_scaling_beta" not in parameters:
+        raise ModelError(f"rope_parameters: llama_4_scaling_beta is missing, which a {family.architecture} needs.")
+    return rope_spec(parameters, config.max_position_embeddings, head_dim, family.rope_kinds, family.rotates_part)
 
-    They are read as Transformers reads them. `rope_theta` and other fields outside of the mapping apply if the mapping
-    lacks them. For yarn, llama3 and longrope, the trained length is `trained`, the family's, unless the config has one
-    outside of the mapping; without either it defaults to max_position_embeddings. Raises ModelError.
-    """
-    where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    mapping = fields.get(where) or {}
-    nested = [name for name, value in mapping.items() if isinstance(value, dict)]
+
+def rope_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The RoPE parameters that are read, without those that are null. Raises ModelError for values out of range."""
+    nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
-        raise ModelError(f"{where}: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
-    found = {name: value for name, value in checked_fields(where, mapping, ROPE_FIELDS).items() if value is not None}
-    found.setdefault("rope_type", found.get("type", "default"))
-    if found["rope_type"] == "su" or (found["rope_type"] == "yarn" and "short_factor" in found):
-        found["rope_type"] = "longrope"  # as older checkpoints call it
-    theta = fields.get("rope_theta")
-    found.setdefault("rope_theta", default_theta if theta is None else theta)
-    if fields.get("partial_rotary_factor") is not None:
-        found.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
-    if found["rope_type"] == "yarn" and "factor" not in mapping:  # null means the ratio of the lengths
-        raise ModelError(f"{where}: factor is missing, which yarn needs.")
-    if found["rope_type"] in ("llama3", "yarn", "longrope"):
-        trained = fields.get("original_max_position_embeddings") or trained
-        if trained is not None:
-            found["original_max_position_embeddings"] = trained
-        found.setdefault("original_max_position_embeddings", max_position)
-    return found
-
-
-def _by_layer_type(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The fields as `rope_parameters` reads them for layers with full attention, and for those with a sliding window.
-
-    Newer configs have a mapping for each layer type, older ones rope_theta and rope_scaling, and rope_local_base_freq
-    for the layers with a window. Raises ModelError.
-    """
-    mapping = fields.get("rope_parameters") or {}
-    unknown = sorted(set(mapping) - set(_LAYER_TYPES))
-    if unknown:
-        raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(_LAYER_TYPES)}.")
-    both = checked_fields("rope_parameters", mapping, dict.fromkeys(_LAYER_TYPES, OBJECT | NULL))
-    full, local = (both.get(name) for name in _LAYER_TYPES)
-    if full and fields.get("rope_scaling"):
-        full = {**full, **fields["rope_scaling"]}
-        fields = {**fields, "rope_scaling": None}
-    return {**fields, "rope_parameters": full}, {
-        "rope_parameters": local,
-        "rope_theta": fields.get("rope_local_base_freq"),
-    }
+        raise ModelError(
+            f"rope_parameters: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported."
+        )
+    checked = checked_fields("rope_parameters", given, ROPE_FIELDS)
+    parameters = {name: value for name, value in checked.items() if value is not None}
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return parameters
 
 
 def rope_spec(
@@ -113,7 +69,7 @@ def rope_spec(
     kinds: Collection[str] = ("default", "linear", "dynamic", "llama3", "yarn"),
     rotates_part: bool = False,
 ) -> RopeSpec:
-    """What `rope_parameters` has found, for a family that has these kinds.
+    """The RoPE of these `rope_parameters`, for a family that has these kinds.
 
     rotates_part: whether the family may rotate only the first features of a head. Raises ModelError on what is missing
     or not supported.
@@ -125,9 +81,9 @@ def rope_spec(
         return float(parameters[name])
 
     kind = parameters["rope_type"]
-    theta = float(parameters["rope_theta"])
     if kind not in kinds:
         raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(kinds)}.")
+    theta = needed("rope_theta")
     if kind == "proportional":
         share = parameters.get("partial_rotary_factor", 1.0)
         factor = parameters.get("factor") or 1.0

@@ -16,14 +16,14 @@ from bounded import LONGEST
 from checkpoints import make_checkpoint
 from fast import fast_only
 from lora_helpers import adapter_tensors, write_adapter
-from test_model_files import BY_VALUES, OWN_FIELDS, TOKENIZER_FIELDS, as_json, original, outcome
+from test_model_files import BY_VALUES, OF_CLASSES, TOKENIZER_FIELDS, as_json, original, outcome
 from test_quantized_fuzz import FORMS
 from test_quantized_fuzz import original as quantized
 from test_quantized_fuzz import outcome as quantized_outcome
 
 from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_files import CONFIG, FIELDS, read_adapter
-from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, ROPE_FIELDS
 from nanovllm.models.hf_config import load_decoder_spec
 
 JSON_VALUES: dict[str, Any] = {
@@ -41,7 +41,7 @@ JSON_VALUES: dict[str, Any] = {
 }
 FAST = ("long text", "nested objects", "huge number", "long key", "half a character")
 KNOWN = {
-    "config.json": (*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS),
+    "config.json": (*NETWORK_FIELDS, *OF_CLASSES),
     "generation_config.json": tuple(GENERATION_FIELDS),
     "tokenizer_config.json": TOKENIZER_FIELDS,
     "tokenizer.json": (),

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
-from nanovllm.models.families import FAMILIES
+from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, ROPE_FIELDS
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -86,15 +85,15 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=6,
 )
-OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
 TOKENIZER_FIELDS = (
     *("bos_token", "eos_token", "tokenizer_class", "auto_map", "model_max_length", "chat_template"),
     *("response_template", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
     *("padding_side", "truncation_side", "add_bos_token", "add_prefix_space", "clean_up_tokenization_spaces"),
 )
-NAMES = sorted(
-    {*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *TOKENIZER_FIELDS, "weight_map"}
-)
+# Of all config classes, and what every object of one has.
+OF_CLASSES = {"attention_bias", "hidden_act", "initializer_range", "per_layer_config", "id2label", "num_labels"}
+OF_CLASSES |= {"output_attentions", "get_text_config", "attribute_map", "pad_token_id", "use_sliding_window"}
+NAMES = sorted({*NETWORK_FIELDS, *OF_CLASSES, *ROPE_FIELDS, *GENERATION_FIELDS, *TOKENIZER_FIELDS, "weight_map"})
 # A change: where (numbers that choose a member at each level), what to do there, and with what.
 CHANGES = st.lists(
     st.fixed_dictionaries(
