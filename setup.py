@@ -1,12 +1,13 @@
 """Builds the C++ extensions. pyproject.toml has the package's metadata.
 
 NANOVLLM_CUDA=1 compiles the CUDA sources and fails without a working nvcc; NANOVLLM_CUDA=0 leaves them out. Without the
-variable they are compiled if a working nvcc is found. The build prints the choice; `nanovllm.comm._sgdma.cuda_version`
-tells it later.
+variable they are compiled if a working nvcc is found. The build prints the choice, and
+`nanovllm.comm._sgdma.cuda_version()` tells it later.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -24,21 +25,34 @@ from setuptools.command.build_ext import build_ext
 CXX_FLAGS = ["-std=c++17", "-fvisibility=hidden", "-O2", "-g0", "-Wall", "-Wextra"]
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-# What is added by file. The kernels' loops over vectors are unrolled as they say themselves, so -O2 is enough for them,
-# and nothing is left to vectorize. Only loops over rows are vectorized; what whole vectors leave of a row goes by
-# elements, since most rows leave nothing. The gated delta rule takes half as long at -O3, which keeps a tile's sums in
-# registers. The bindings and the portable kernels, which few machines run, take the lowest level.
+# What is added by file. The source unrolls the loops over vectors, so -O2 is enough for them and nothing is left to
+# vectorize. The compiler vectorizes only loops over rows; the elements after a row's last whole vector go one by one,
+# since most rows have none. The gated delta rule takes half as long at -O3, which keeps a tile's sums in registers. The
+# bindings, and the portable kernels, which few machines run, take the lowest level.
 FLAGS_OF_FILES = (
-    (re.compile(r"cpu_(kernels|linear|rows|packed|delta)\w*\.cpp$"), PLAIN_FLOAT),
-    (re.compile(r"cpu_rows\w*\.cpp$"), ["-ftree-vectorize", "-fvect-cost-model=dynamic"]),
-    (re.compile(r"cpu_delta\w*\.cpp$"), ["-O3"]),
-    (re.compile(r"cpu_(rows|delta)\w*\.cpp$"), ["--param=vect-epilogues-nomask=0"]),
+    (re.compile(r"(_kernels|_bindings|cpu_(linear|packed)\w*)\.cpp$"), PLAIN_FLOAT),
+    (re.compile(r"cpu_rows_kernels\.cpp$"), ["-ftree-vectorize", "-fvect-cost-model=dynamic"]),
+    (re.compile(r"cpu_delta_kernels\.cpp$"), ["-O3"]),
+    (re.compile(r"cpu_(rows|delta)_kernels\.cpp$"), ["--param=vect-epilogues-nomask=0"]),
     (re.compile(r"_avx\w+\.cpp$"), ["-fno-tree-vectorize"]),
-    (re.compile(r"(sgdma|cpu_kernels|_portable)\.cpp$"), ["-O1"]),  # of two levels the last counts
+    (re.compile(r"(sgdma|cpu_kernels|_bindings|_portable)\.cpp$"), ["-O1"]),  # of two levels the last counts
 )
-# Those that take longest first, so that no core waits for another one's last file.
-CPU_KERNELS = ("cpu_attention", "cpu_rows", "cpu_delta", "cpu_kernels", "cpu_packed", "cpu_linear", "cpu_threads")
+# Those that take longest come first, so that no core waits for another one's last file.
+CPU_KERNELS = ("cpu_attention", "cpu_rows", "cpu_delta", "cpu_layer", "cpu_products", "cpu_kernels", "cpu_packed",
+               "cpu_linear", "cpu_threads")  # fmt: skip
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+
+
+def pybind11_include() -> str:
+    """The folder of pybind11's headers: of the package, else torch's copy, for a machine without network."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return pybind11.get_include()
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise SystemExit("The build needs pybind11: pip install pybind11.")
+    return str(Path(torch.origin).parent / "include")
 
 
 def find_nvcc() -> Path | None:
@@ -145,6 +159,7 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> Extension:
     return Extension(
         name,
         [path for stem in stems for path in sorted(glob(f"csrc/{stem}*.c*"))],
+        include_dirs=[pybind11_include()],
         depends=sorted(glob("csrc/*.h")),
         language="c++",
         extra_compile_args=[*CXX_FLAGS, *flags],

@@ -17,7 +17,7 @@ from nanovllm.ops.backends import CHECK_BOUND, difference_from_reference
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.gguf_planes import PLANES
 from nanovllm.ops.kv_quantization import LARGEST, quantize_rows_torch
-from nanovllm.ops.merge import merge_attention_outputs_torch_
+from nanovllm.ops.merge import merge_attention_outputs_torch
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
@@ -81,7 +81,7 @@ class KernelChecks:
         out, part = self.random(2, ROWS, HEADS, HEAD_DIM).float()
         lse, part_lse = self.random(2, HEADS, ROWS).float()
         plain = out.cpu().clone(), lse.cpu().clone()
-        merge_attention_outputs_torch_(*plain, part.cpu(), part_lse.cpu())
+        merge_attention_outputs_torch(*plain, part.cpu(), part_lse.cpu())
         merge_parts_triton(out, lse, out, lse, part[None], part_lse[None])
         expect_close(out.cpu(), plain[0], 1e-5)
         expect_close(lse.cpu(), plain[1], 1e-5)

@@ -37,7 +37,7 @@ from nanovllm.ops.attention import (
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.kernel_config import DecodeConfig
 from nanovllm.ops.kv_quantization import LARGEST, dtype_name, quantize_rows_torch
-from nanovllm.ops.merge import merge_attention_outputs_, merge_attention_outputs_torch_
+from nanovllm.ops.merge import merge_attention_outputs, merge_attention_outputs_torch
 from nanovllm.ops.prefill_libraries import LIBRARIES, difference_from_fp64, installed
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.segment_attention import Library, SegmentAttention
@@ -143,10 +143,10 @@ def merge(sizes: Sizes, device: torch.device) -> list[Figure]:
         part_lse = torch.randn_like(state.lse)
 
         def ours(s: AttentionState = state, p: Tensor = part, lse: Tensor = part_lse) -> None:
-            merge_attention_outputs_(s.out, s.lse, p, lse)
+            merge_attention_outputs(s.out, s.lse, p, lse)
 
         def theirs(s: AttentionState = state, p: Tensor = part, lse: Tensor = part_lse) -> None:
-            merge_attention_outputs_torch_(s.out, s.lse, p, lse)
+            merge_attention_outputs_torch(s.out, s.lse, p, lse)
 
         own, torch_ = (seconds(work, device, sizes.repeats) for work in (ours, theirs))
         moved = 2 * state.out.nbytes + part.nbytes + 3 * state.lse.nbytes

@@ -39,7 +39,7 @@ from nanovllm.memory.budget import DeviceSplit
 from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.cpu_attention import empty_task
-from nanovllm.ops.merge import merge_attention_outputs_
+from nanovllm.ops.merge import merge_attention_outputs
 
 SMALL = 16 << 10  # bytes: about a partial state of 32 heads of 128
 LOADS = 4
@@ -132,7 +132,7 @@ class Link:
         rows = STATE_HEADS * HEAD_DIM
         out = partial[:rows].view(self._out.shape)
         lse = partial[rows : rows + STATE_HEADS].view(self._lse.shape)
-        merge_attention_outputs_(self._out, self._lse, out, lse)
+        merge_attention_outputs(self._out, self._lse, out, lse)
 
     def _round_trip(self, calls: Any) -> None:
         compute = self.device.compute_stream

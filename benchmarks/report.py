@@ -51,7 +51,7 @@ def gpu_facts() -> dict[str, Any]:
         "gpu_memory_bytes": memory,
         "driver": _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
-        "extension_cuda": _sgdma.cuda_version,
+        "extension_cuda": _sgdma.cuda_version(),
         "triton": _version_of("triton"),
     }
 

@@ -1,35 +1,18 @@
-// The extension module of the kernels on the CPU.
-//
-// All bindings are compiled here, at once.
-#include "python_calls.h"
-
-#include "cpu_attention_bindings.h"
-#include "cpu_delta_bindings.h"
-#include "cpu_layer_bindings.h"
-#include "cpu_linear_bindings.h"
+// The extension module of the CPU kernels.
+#include "bindings.h"
 #include "cpu_names.h"
-#include "cpu_packed_bindings.h"
-#include "cpu_rows_bindings.h"
 
-namespace {
-
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_cpu_kernels", "Attention, linear layers and row-wise work on the CPU.",
-                       -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-
-}  // namespace
-
-PyMODINIT_FUNC PyInit__cpu_kernels() {
-    return nanovllm::python::import_module(kModule, [](PyObject* module) {
-        static PyMethodDef functions[] = {
-            nanovllm::python::function<&nanovllm::instruction_sets>(
-                "instruction_sets", "Instruction sets that this machine runs, best first."),
-            {}};
-        nanovllm::python::add_functions(module, functions);
-        nanovllm::define_attention(module);
-        nanovllm::define_linear(module);
-        nanovllm::define_rows(module);
-        nanovllm::define_delta(module);
-        nanovllm::define_packed(module);
-        nanovllm::define_layer(module);
-    });
+PYBIND11_MODULE(_cpu_kernels, module) {
+    module.doc() =
+        "Attention, linear layers and row-wise work on the CPU. Use nanovllm.ops, which checks the arguments.\n\n"
+        "A tensor is its address, or a pair of its address and its stride from row to row in elements. Address 0 means\n"
+        "that there is none. `dtype` is \"bfloat16\", \"float16\" or \"float32\"; `isa` is one of `instruction_sets()`.";
+    module.def("instruction_sets", &nanovllm::instruction_sets,
+               "The instruction sets that this machine runs, best first. Raises ValueError if NANOVLLM_CPU_ISA names "
+               "another.");
+    nanovllm::bind_products(module);
+    nanovllm::bind_rows(module);
+    nanovllm::bind_delta(module);
+    nanovllm::bind_layer(module);
+    nanovllm::bind_attention(module);
 }

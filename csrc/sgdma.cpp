@@ -1,10 +1,13 @@
 // Memory copies for the KV cache: pitched (2D) ones, `height` rows of `width` bytes, `pitch` bytes from one row to the
-// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory, and host tasks on streams.
+// next, and batches of copies of any sizes. Also page-locked host memory, and host tasks on streams.
 //
-// The module does not link against torch: pointers, pitches and a stream handle go in, so that one build serves every
-// torch version. All checking that needs to know a tensor is done before, in nanovllm/comm/sgdma.py.
+// The module takes addresses, pitches and stream handles and does not link against torch, so that one build serves every
+// torch version. nanovllm/comm/sgdma.py does all checks that need a tensor.
 
-#include "python_calls.h"
+#include "sgdma.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,39 +21,30 @@
 #include <utility>
 #include <vector>
 
-#include "sgdma.h"
+#include "sgdma_polled.h"
 
-namespace python = nanovllm::python;
+namespace py = pybind11;
+using namespace pybind11::literals;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-#ifdef NANOVLLM_WITH_CUDA
-constexpr bool kHasCuda = true;
-#else
-constexpr bool kHasCuda = false;
-#endif
+using sgdma::check;
+using sgdma::function_at;
+using sgdma::HostFunction;
+using sgdma::pointer;
+using sgdma::PolledCalls;
 
-// Taking the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a
-// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is never kept for
-// device copies: where CUDA's queue is full they wait for the stream.
+// Copies within host memory release the GIL from this many bytes on, where a row counts as at least a cache line. Taking
+// the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a small copy.
+// Device copies always release it, because they wait for the stream where CUDA's queue is full.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
-
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
-[[noreturn, maybe_unused]] void refuse_without_cuda(const std::string& what) {
-    throw std::runtime_error("This build of nanovllm.comm._sgdma has no CUDA, so " + what +
-                             ": rebuild with NANOVLLM_CUDA=1 on a machine that has nvcc.");
-}
 
 void check_kind(std::string_view kind) {
     if (kind != "h2h" && kind != "h2d" && kind != "d2h" && kind != "d2d") {
         throw std::invalid_argument("kind must be h2h, h2d, d2h or d2d, got " + std::string(kind) + ".");
     }
-}
-
-[[maybe_unused]] void check(const char* error, const std::string& what) {
-    if (error != nullptr) throw std::runtime_error(what + " failed: " + error + ".");
 }
 
 // ---- pitched copies
@@ -72,14 +66,8 @@ void copy_on_host(const sgdma::Copy2D& copy) {
 }
 
 void copy_on_device(const sgdma::Copy2D& copy, std::string_view kind, std::uintptr_t stream) {
-#ifdef NANOVLLM_WITH_CUDA
     check(sgdma::cuda_copy(copy, kind, stream), "A " + std::string(kind) + " copy of " + std::to_string(copy.height) +
                                                     " rows of " + std::to_string(copy.width) + " bytes");
-#else
-    (void)copy;
-    (void)stream;
-    refuse_without_cuda("a " + std::string(kind) + " copy cannot run");
-#endif
 }
 
 void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch, std::size_t spitch,
@@ -88,7 +76,7 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     if (width == 0 || height == 0) return;
     const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
     const bool on_host = kind == "h2h";
-    std::optional<python::WithoutGil> released;
+    std::optional<py::gil_scoped_release> released;
     if (!on_host || worth_releasing_gil(copy)) released.emplace();
     if (on_host) {
         copy_on_host(copy);
@@ -124,14 +112,8 @@ std::size_t total(const sgdma::CopyBatch& batch) {
 }
 
 void copy_batch_on_device(sgdma::CopyBatch& batch, std::string_view kind, std::uintptr_t stream) {
-#ifdef NANOVLLM_WITH_CUDA
     check(sgdma::cuda_copy_batch(batch, kind, stream),
           "A batch of " + std::to_string(batch.size.size()) + " " + std::string(kind) + " copies");
-#else
-    (void)batch;
-    (void)stream;
-    refuse_without_cuda("a " + std::string(kind) + " copy cannot run");
-#endif
 }
 
 std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src,
@@ -144,7 +126,7 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
     sgdma::CopyBatch batch = joined(dst, src, size);
     if (batch.size.empty()) return 0;
     const bool on_host = kind == "h2h";
-    std::optional<python::WithoutGil> released;
+    std::optional<py::gil_scoped_release> released;
     if (!on_host || total(batch) >= kKeepGilBelow) released.emplace();
     if (on_host) {
         for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
@@ -156,151 +138,50 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
 
 // ---- host tasks: C++ functions with their data, that streams call as they come to them
 
-using HostFunction = void (*)(void*);
-
-HostFunction function_at(std::uintptr_t address) { return reinterpret_cast<HostFunction>(address); }
-
 void run_host_task(std::uintptr_t function, std::uintptr_t data) {
-    const python::WithoutGil released;
     function_at(function)(pointer(data));
 }
 
 void launch_host_task(std::uintptr_t function, std::uintptr_t data, std::uintptr_t stream) {
-#ifdef NANOVLLM_WITH_CUDA
-    const python::WithoutGil released;
     check(sgdma::cuda_launch(function_at(function), pointer(data), stream), "cudaLaunchHostFunc");
-#else
-    (void)function;
-    (void)data;
-    (void)stream;
-    refuse_without_cuda("no task can be put on a stream");
-#endif
 }
 
 // Owns the copy's arguments.
-[[maybe_unused]] void run_host_copy(void* data) {
+void run_host_copy(void* data) {
     const std::unique_ptr<sgdma::Copy2D> copy(static_cast<sgdma::Copy2D*>(data));
     copy_on_host(*copy);
 }
 
 void launch_host_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch, std::size_t spitch,
                       std::size_t width, std::size_t height, std::uintptr_t stream) {
-#ifdef NANOVLLM_WITH_CUDA
-    const python::WithoutGil released;
     auto copy = std::make_unique<sgdma::Copy2D>(
         sgdma::Copy2D{pointer(dst), pointer(src), dpitch, spitch, width, height});
     check(sgdma::cuda_launch(run_host_copy, copy.get(), stream), "cudaLaunchHostFunc");
     copy.release();
-#else
-    (void)dst, (void)src, (void)dpitch, (void)spitch, (void)width, (void)height, (void)stream;
-    refuse_without_cuda("no h2h copy can be put on a stream");
-#endif
 }
 
-}  // namespace
-
-#ifdef NANOVLLM_WITH_CUDA
-#include "sgdma_polled.h"
-#endif
-
-namespace {
-
-// ---- streams
+// ---- streams and memory
 
 std::uintptr_t create_stream() {
     std::uintptr_t stream = 0;
-#ifdef NANOVLLM_WITH_CUDA
     check(sgdma::cuda_create_stream(stream), "Making a stream");
-#else
-    refuse_without_cuda("there are no streams");
-#endif
     return stream;
 }
 
-void destroy_stream(std::uintptr_t stream) {
-#ifdef NANOVLLM_WITH_CUDA
-    check(sgdma::cuda_destroy_stream(stream), "Destroying a stream");
-#else
-    (void)stream;
-    refuse_without_cuda("there are no streams");
-#endif
-}
-
-// ---- memory
+void destroy_stream(std::uintptr_t stream) { check(sgdma::cuda_destroy_stream(stream), "Destroying a stream"); }
 
 std::pair<std::string, int> memory_of(std::uintptr_t address) {
-#ifdef NANOVLLM_WITH_CUDA
     const sgdma::Place place = sgdma::cuda_memory_of(pointer(address));
     return {place.memory, place.device};
-#else
-    (void)address;
-    return {"pageable", -1};
-#endif
 }
 
 std::uintptr_t device_address(std::uintptr_t address) {
-    std::uintptr_t found = 0;
-#ifdef NANOVLLM_WITH_CUDA
-    check(sgdma::cuda_device_address(pointer(address), found), "cudaHostGetDevicePointer");
-#else
-    (void)address;
-    refuse_without_cuda("no device sees host memory");
-#endif
-    return found;
+    std::uintptr_t on_device = 0;
+    check(sgdma::cuda_device_address(pointer(address), on_device), "cudaHostGetDevicePointer");
+    return on_device;
 }
-
-void lock_pages(std::uintptr_t start, std::size_t size) {
-#ifdef NANOVLLM_WITH_CUDA
-    const python::WithoutGil released;
-    check(sgdma::cuda_lock_pages(pointer(start), size), "cudaHostRegister of " + std::to_string(size) + " bytes");
-#else
-    (void)start;
-    refuse_without_cuda(std::to_string(size) + " bytes cannot be page-locked");
-#endif
-}
-
-void unlock_pages(std::uintptr_t start) {
-#ifdef NANOVLLM_WITH_CUDA
-    const python::WithoutGil released;
-    check(sgdma::cuda_unlock_pages(pointer(start)), "cudaHostUnregister");
-#else
-    (void)start;
-    refuse_without_cuda("no memory is page-locked");
-#endif
-}
-
-std::size_t max_pitch(int device) {
-    std::size_t pitch = 0;
-#ifdef NANOVLLM_WITH_CUDA
-    check(sgdma::cuda_max_pitch(device, pitch), "Asking device " + std::to_string(device) + " for its largest pitch");
-#else
-    refuse_without_cuda("device " + std::to_string(device) + " cannot be asked");
-#endif
-    return pitch;
-}
-
-std::string pci_bus_id(int device) {
-    std::string id;
-#ifdef NANOVLLM_WITH_CUDA
-    check(sgdma::cuda_pci_bus_id(device, id), "Asking device " + std::to_string(device) + " for its PCI address");
-#else
-    refuse_without_cuda("device " + std::to_string(device) + " cannot be asked");
-#endif
-    return id;
-}
-
-int cuda_version() {
-#ifdef NANOVLLM_WITH_CUDA
-    return sgdma::cuda_version();
-#else
-    return 0;
-#endif
-}
-
-// ---- the module
 
 void touch_pages(std::uintptr_t start, std::size_t size, unsigned threads) {
-    const python::WithoutGil released;
     sgdma::touch_pages(pointer(start), size, threads);
 }
 
@@ -308,72 +189,67 @@ bool prefer_node(std::uintptr_t start, std::size_t size, int node) {
     return sgdma::prefer_node(pointer(start), size, node);
 }
 
-constexpr auto kCopy2D = python::names("dst_ptr", "src_ptr", "dpitch", "spitch", "width", "height", "kind", "stream");
-constexpr auto kCopyBatch = python::names("dst_ptrs", "src_ptrs", "sizes", "kind", "stream");
-constexpr auto kHostTask = python::names("function", "data");
-constexpr auto kHostTaskOnStream = python::names("function", "data", "stream");
-constexpr auto kHostCopy = python::names("dst_ptr", "src_ptr", "dpitch", "spitch", "width", "height", "stream");
-constexpr auto kStream = python::names("stream");
-constexpr auto kAddress = python::names("address");
-constexpr auto kTouch = python::names("start", "size", "threads");
-constexpr auto kPrefer = python::names("start", "size", "node");
-constexpr auto kPages = python::names("start", "size");
-constexpr auto kStart = python::names("start");
-constexpr auto kDevice = python::names("device");
+void lock_pages(std::uintptr_t start, std::size_t size) {
+    check(sgdma::cuda_lock_pages(pointer(start), size), "cudaHostRegister of " + std::to_string(size) + " bytes");
+}
 
-#ifdef NANOVLLM_WITH_CUDA
-constexpr auto kPolledCalls = python::names("words", "on_device");
+void unlock_pages(std::uintptr_t start) { check(sgdma::cuda_unlock_pages(pointer(start)), "cudaHostUnregister"); }
 
-PyMethodDef kOfPolledCalls[] = {
-    python::method<&PolledCalls::launch, kHostTaskOnStream>("launch", "As launch_host_task, on a thread of its own."),
-    python::method<&PolledCalls::close>("close", "End the thread; streams wait for it no more."),
-    {}};
-#endif
+std::size_t max_pitch(int device) {
+    std::size_t pitch = 0;
+    check(sgdma::cuda_max_pitch(device, pitch), "Asking device " + std::to_string(device) + " for its largest pitch");
+    return pitch;
+}
 
-PyMethodDef kFunctions[] = {
-    python::function<&memcpy_2d_async, kCopy2D>(
-        "memcpy_2d_async",
-        "Copy `height` rows of `width` bytes. h2h is done on return; the other kinds are queued on `stream`."),
-    python::function<&memcpy_batch_async, kCopyBatch>(
-        "memcpy_batch_async",
-        "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours."),
-    python::function<&run_host_task, kHostTask>(
-        "run_host_task", "Call the C function at `function` with `data`, without the GIL."),
-    python::function<&launch_host_task, kHostTaskOnStream>(
-        "launch_host_task",
-        "The same on a thread of CUDA's when `stream` gets to it. The function must use neither CUDA nor Python."),
-    python::function<&launch_host_copy, kHostCopy>(
-        "launch_host_copy", "Copy rows within host memory when `stream` gets to it."),
-    python::function<&create_stream>(
-        "create_stream",
-        "The handle of a new stream of the current device, for this caller alone; it ignores the default stream."),
-    python::function<&destroy_stream, kStream>("destroy_stream", "The work on it still runs."),
-    python::function<&memory_of, kAddress>(
-        "memory_of",
-        "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA."),
-    python::function<&device_address, kAddress>(
-        "device_address", "Where kernels of the current device find page-locked host memory."),
-    python::function<&touch_pages, kTouch>("touch_pages", "Write 0 into every page."),
-    python::function<&prefer_node, kPrefer>(
-        "prefer_node", "Place pages that are not there yet on a NUMA node; False where that cannot be had."),
-    python::function<&lock_pages, kPages>("lock_pages", "cudaHostRegister."),
-    python::function<&unlock_pages, kStart>("unlock_pages", "cudaHostUnregister, once the device is idle."),
-    python::function<&max_pitch, kDevice>("max_pitch", "Bytes: the largest pitch that the device copies with."),
-    python::function<&pci_bus_id, kDevice>("pci_bus_id", "Such as 0000:17:00.0."),
-    {}};
+std::string pci_bus_id(int device) {
+    std::string id;
+    check(sgdma::cuda_pci_bus_id(device, id), "Asking device " + std::to_string(device) + " for its PCI address");
+    return id;
+}
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_sgdma",
-                       "Memory copies on raw addresses; use nanovllm.comm, which checks its arguments.", -1, kFunctions,
-                       nullptr, nullptr, nullptr, nullptr};
+void bind_copies(py::module_& module) {
+    module.def("memcpy_2d_async", &memcpy_2d_async, "dst_ptr"_a, "src_ptr"_a, "dpitch"_a, "spitch"_a, "width"_a,
+               "height"_a, "kind"_a, "stream"_a,
+               "Copy `height` rows of `width` bytes. h2h is done on return; the other kinds are queued on `stream`.");
+    module.def("memcpy_batch_async", &memcpy_batch_async, "dst_ptrs"_a, "src_ptrs"_a, "sizes"_a, "kind"_a, "stream"_a,
+               "Copy sizes[i] bytes for each i, in any order. Returns the number of copies after joining neighbours.");
+    module.def("run_host_task", &run_host_task, "function"_a, "data"_a, WithoutGil(),
+               "Call the C function at `function` with `data`.");
+    module.def("launch_host_task", &launch_host_task, "function"_a, "data"_a, "stream"_a, WithoutGil(),
+               "The same on a thread of CUDA's when `stream` gets to it. The function must use neither CUDA nor Python.");
+    module.def("launch_host_copy", &launch_host_copy, "dst_ptr"_a, "src_ptr"_a, "dpitch"_a, "spitch"_a, "width"_a,
+               "height"_a, "stream"_a, WithoutGil(), "Copy rows within host memory when `stream` gets to it.");
+    py::class_<PolledCalls>(module, "PolledCalls", "Host tasks on a stream, run by a thread that polls.")
+        .def(py::init<std::uintptr_t, std::uintptr_t>(), "words"_a, "on_device"_a,
+             "128 bytes of page-locked memory, at the host's address and at the device's.")
+        .def("launch", &PolledCalls::launch, "function"_a, "data"_a, "stream"_a, WithoutGil(),
+             "As `launch_host_task`, on a thread of its own.")
+        .def("close", &PolledCalls::close, WithoutGil(), "End the thread. Streams no longer wait for it.");
+}
+
+void bind_memory(py::module_& module) {
+    module.def("create_stream", &create_stream,
+               "The handle of a new stream of the current device, for this caller alone. It ignores the default stream.");
+    module.def("destroy_stream", &destroy_stream, "stream"_a, "The work on it still runs.");
+    module.def("memory_of", &memory_of, "address"_a,
+               "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
+    module.def("device_address", &device_address, "address"_a,
+               "Where kernels of the current device find page-locked host memory.");
+    module.def("touch_pages", &touch_pages, "start"_a, "size"_a, "threads"_a, WithoutGil(), "Write 0 into every page.");
+    module.def("prefer_node", &prefer_node, "start"_a, "size"_a, "node"_a,
+               "Place pages that are not there yet on a NUMA node. False where that cannot be had.");
+    module.def("lock_pages", &lock_pages, "start"_a, "size"_a, WithoutGil(), "cudaHostRegister.");
+    module.def("unlock_pages", &unlock_pages, "start"_a, WithoutGil(), "cudaHostUnregister, once the device is idle.");
+    module.def("max_pitch", &max_pitch, "device"_a, "Bytes: the largest pitch that the device copies with.");
+    module.def("pci_bus_id", &pci_bus_id, "device"_a, "Such as 0000:17:00.0.");
+}
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__sgdma() {
-    return python::import_module(kModule, [](PyObject* module) {
-        python::add(module, "has_cuda", PyBool_FromLong(kHasCuda));
-        python::add(module, "cuda_version", PyLong_FromLong(cuda_version()));
-#ifdef NANOVLLM_WITH_CUDA
-        python::add_class<PolledCalls, &new_polled_calls, kPolledCalls>(module, "_sgdma.PolledCalls", kOfPolledCalls);
-#endif
-    });
+PYBIND11_MODULE(_sgdma, module) {
+    module.doc() = "Memory copies on raw addresses, sizes and pitches in bytes. Use nanovllm.comm, which checks them.";
+    module.def("cuda_version", &sgdma::cuda_version,
+               "Of the CUDA runtime that is linked in, 13000 for 13.0. 0 in a build without CUDA.");
+    bind_copies(module);
+    bind_memory(module);
 }

@@ -1,9 +1,10 @@
-// What the parts of the sgdma extension share: sgdma.cpp (the module), sgdma_pages.cpp (host pages) and
-// sgdma_kernel.cu (the CUDA half, compiled by nvcc and left out of builds without it).
+// What the parts of the sgdma extension share: sgdma.cpp (the module), sgdma_pages.cpp (host pages) and the CUDA half,
+// which is sgdma_kernel.cu, compiled by nvcc, or sgdma_without_cuda.cpp in builds without it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,9 +42,19 @@ void touch_pages(void* start, std::size_t size, unsigned threads);
 // Asks for the pages of a mapping to be placed on a NUMA node when they are touched; false where that cannot be had.
 bool prefer_node(void* start, std::size_t size, int node);
 
+using HostFunction = void (*)(void*);
+
+inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+inline HostFunction function_at(std::uintptr_t address) { return reinterpret_cast<HostFunction>(address); }
+
 // ---- the CUDA half. A `const char*` is nullptr, or what CUDA says went wrong; no error is left behind for later calls.
 
-int cuda_version();  // of the runtime that is linked in, 13000 for 13.0
+// Throws where a function of the CUDA half has failed.
+inline void check(const char* error, const std::string& what) {
+    if (error != nullptr) throw std::runtime_error(what + " failed: " + error + ".");
+}
+
+int cuda_version();  // of the runtime that is linked in, 13000 for 13.0; 0 in builds without CUDA
 
 // Queues an h2d, d2h or d2d copy on `stream` (a cudaStream_t; 0 is the default stream).
 const char* cuda_copy(const Copy2D& copy, std::string_view kind, std::uintptr_t stream);
@@ -53,7 +64,7 @@ const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintpt
 
 // Calls `call(data)` on a thread of CUDA's when `stream` gets to it. `call` must not use CUDA, nor wait for a thread
 // that may: CUDA holds locks meanwhile. Python's GIL is such a wait, so no Python runs there.
-const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream);
+const char* cuda_launch(HostFunction call, void* data, std::uintptr_t stream);
 
 // A stream of the current device that waits for no other, not even for the default stream. Destroying it drops no work.
 const char* cuda_create_stream(std::uintptr_t& stream);

@@ -3,23 +3,19 @@
 //
 // The stream is released in any case: by the thread when the task has run, and by `close`, which ends the thread. What a
 // stream never asked for, because its device has failed, is not run.
-//
-// Included once, by sgdma.cpp.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
 
-#include "python_calls.h"
 #include "sgdma.h"
 
-namespace {
+namespace sgdma {
 
 class PolledCalls {
 public:
@@ -30,30 +26,21 @@ public:
         done_.store(0);
         thread_ = std::thread([this] { work(); });
     }
-    ~PolledCalls() { stop(); }
+    ~PolledCalls() { close(); }
 
     // As `launch_host_task`. Nothing was taken if it throws.
     void launch(std::uintptr_t function, std::uintptr_t data, std::uintptr_t stream) {
-        const python::WithoutGil released;
         const std::lock_guard<std::mutex> guard(launching_);
         if (closed_) throw std::runtime_error("The thread that runs the tasks has ended.");
         const std::uint32_t number = ++launched_;
-        check(sgdma::cuda_write_word(on_device_, number, stream), "cuStreamWriteValue32");
-        const char* failure = sgdma::cuda_wait_for_word(on_device_ + kWordDistance, number, stream);
+        check(cuda_write_word(on_device_, number, stream), "cuStreamWriteValue32");
+        const char* failure = cuda_wait_for_word(on_device_ + kWordDistance, number, stream);
         if (failure == nullptr) push({function_at(function), pointer(data), number});
         check(failure, "cuStreamWaitValue32");
     }
 
-    // Ends the thread and releases the stream. Safe to call twice; the words are not used any more.
+    // Ends the thread and releases the stream. Safe to call twice. Afterwards nothing uses the words.
     void close() {
-        const python::WithoutGil released;
-        stop();
-    }
-
-private:
-    static constexpr std::uintptr_t kWordDistance = 64;  // each in a cache line of its own
-
-    void stop() {
         const std::lock_guard<std::mutex> launches(launching_);
         if (!thread_.joinable()) return;
         {
@@ -64,6 +51,9 @@ private:
         thread_.join();
         done_.store(launched_, std::memory_order_release);
     }
+
+private:
+    static constexpr std::uintptr_t kWordDistance = 64;  // each in a cache line of its own
 
     struct Call {
         HostFunction function;
@@ -122,8 +112,4 @@ private:
     std::thread thread_;
 };
 
-std::shared_ptr<PolledCalls> new_polled_calls(std::uintptr_t words, std::uintptr_t on_device) {
-    return std::make_shared<PolledCalls>(words, on_device);
-}
-
-}  // namespace
+}  // namespace sgdma

@@ -104,7 +104,7 @@ def test_copies_calls_and_merges_follow_the_formula(
     watch = Watch()
     monkeypatch.setattr(cpu, "copy_pitched", watch.around("copy", cpu.copy_pitched))
     monkeypatch.setattr(
-        torch_attention, "merge_attention_outputs_", watch.around("merge", torch_attention.merge_attention_outputs_)
+        torch_attention, "merge_attention_outputs", watch.around("merge", torch_attention.merge_attention_outputs)
     )
     monkeypatch.setattr(backend, "attend", watch.around("attend", backend.attend))
     with offloaded_cache(backend, chunk) as kv_cache:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
-from nanovllm.kvcache.chunked_attention import merge_attention_outputs
 from nanovllm.ops import merge
-from nanovllm.ops.merge import merge_attention_outputs_
+from nanovllm.ops.merge import merge_attention_outputs
 from nanovllm.ops.reference_attention import reference_attention
 
 TOKENS = 5
@@ -20,7 +19,7 @@ HEADS = 3
 HEAD_DIM = 16
 INF = math.inf
 SHAPES = [(1, 1, 16), (5, 3, 64), (33, 4, 80), (17, 8, 96), (16, 2, 112), (40, 7, 128), (3, 2, 256)]
-BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}  # of one rounding of values of size 1
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the part that is merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in subtract")  # inf - inf, which is discarded
 
@@ -62,42 +61,39 @@ def exact(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     return (o1.double() * w1 + o2.double() * w2) / (w1 + w2), torch.logaddexp(lse1.double(), lse2.double())
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_dtypes(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    o1, o2 = torch.rand(2, *shape, generator=generator).to(dtype)
+    o1, o2 = torch.rand(2, *shape, generator=generator)
+    o2 = o2.to(dtype)
     lse1, lse2 = torch.randn(2, shape[1], shape[0], generator=generator) * 3
     expected_out, expected_lse = exact(o1, lse1, o2, lse2)
-    given = [tensor.to(device) for tensor in (o1, lse1, o2, lse2)]
-    before = [tensor.clone() for tensor in given]
-    out, lse = merge_attention_outputs(*given)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    assert (out.cpu() - expected_out).abs().max() <= BOUNDS[dtype]
+    out, lse, part_out, part_lse = (tensor.to(device) for tensor in (o1.clone(), lse1.clone(), o2, lse2))
+    merge_attention_outputs(out, lse, part_out, part_lse)
+    assert (out.cpu() - expected_out).abs().max() <= 1e-6
     assert (lse.cpu() - expected_lse).abs().max() <= 2e-6
-    assert all(map(torch.equal, given, before)), "the inputs are left alone"
+    assert torch.equal(part_out.cpu(), o2) and torch.equal(part_lse.cpu(), lse2), "the other side is left alone"
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_edges(device: str, dtype: torch.dtype) -> None:
     for left, right, merged in EDGES.values():
         sides = [tensor.to(device) for side in (left, right) for tensor in state(*side)]
         expected_out, expected_lse = state(*merged)
-        out, lse = merge_attention_outputs(*sides)
-        merge_attention_outputs_(sides[0], sides[1], sides[2].to(dtype), sides[3])  # in place, into fp32
-        for found_out, found_lse in ((out, lse), sides[:2]):
-            torch.testing.assert_close(found_out.cpu(), expected_out, rtol=1e-6, atol=0)
-            torch.testing.assert_close(found_lse.cpu(), expected_lse, rtol=1e-6, atol=0)
+        merge_attention_outputs(sides[0], sides[1], sides[2].to(dtype), sides[3])
+        torch.testing.assert_close(sides[0].cpu(), expected_out, rtol=1e-6, atol=0)
+        torch.testing.assert_close(sides[1].cpu(), expected_lse, rtol=1e-6, atol=0)
 
 
 def test_views_of_a_larger_state_are_merged_in_place_and_no_rows_are_no_work(device: str) -> None:
     out = torch.zeros(9, 6, 16, device=device)
     lse = torch.full((6, 9), -INF, device=device)
     part_out, part_lse = (tensor.to(device) for tensor in state(3.0, 1.0))
-    merge_attention_outputs_(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
+    merge_attention_outputs(out[2:7, 1:4], lse[1:4, 2:7], part_out, part_lse)
     assert (out[2:7, 1:4] == 3).all() and (lse[1:4, 2:7] == 1).all()
     assert out.count_nonzero() == 5 * 3 * 16 and (lse > -INF).sum() == 5 * 3
-    assert merge_attention_outputs(out[:0], lse[:, :0], out[:0], lse[:, :0])[0].shape == (0, 6, 16)
+    merge_attention_outputs(out[:0], lse[:, :0], out[:0], lse[:, :0])
 
 
 def parts(count: int, keys_each: int, seed: int) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
@@ -117,7 +113,7 @@ def parts(count: int, keys_each: int, seed: int) -> tuple[list[tuple[Tensor, Ten
 def merged(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out, lse = (tensor.to(pieces[0][0].device) for tensor in state(0.0, -INF))
     for piece_out, piece_lse in pieces:
-        merge_attention_outputs_(out, lse, piece_out, piece_lse)
+        merge_attention_outputs(out, lse, piece_out, piece_lse)
     return out, lse
 
 
@@ -144,12 +140,5 @@ def test_an_empty_part_changes_no_bit() -> None:
     pieces, _ = parts(3, 4, 2)
     out, lse = merged(pieces)
     again = out.clone(), lse.clone()
-    merge_attention_outputs_(*again, *state(0.0, -INF))
+    merge_attention_outputs(*again, *state(0.0, -INF))
     assert torch.equal(again[0], out) and torch.equal(again[1], lse)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    out, lse = state(1.0, 0.0)
-    for bad in ((out[:2], lse, out, lse), (out, lse.T, out, lse), (out, lse, out, lse[:, :1])):
-        with pytest.raises(ValueError, match=r"outputs must be \[tokens, heads, head_dim\] and LSEs"):
-            merge_attention_outputs(*bad)

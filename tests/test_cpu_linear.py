@@ -225,7 +225,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": bf16(2, 0), "weight": bf16(4, 0)}, "in being positive"),
     ({"bias": bf16(8)[::2]}, "bias torch.bfloat16 (4,) with strides (2,)"),
     ({"x": bf16(2, 16)[:, ::2]}, "(2, 8) with strides (16, 2)"),
-    ({"num_threads": 0}, "threads be positive"),
     ({"isa": "mmx"}, "Instruction set 'mmx' does not run on this machine"),
 ]
 

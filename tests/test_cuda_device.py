@@ -96,7 +96,7 @@ def test_an_extension_without_cuda_is_refused_by_name_and_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda._sgdma, "has_cuda", False)
+    monkeypatch.setattr(cuda._sgdma, "cuda_version", lambda: 0)
     with pytest.raises(ConfigError, match=r"the extension was built without CUDA; .*NANOVLLM_CUDA=1 python setup\.py"):
         check_cuda()
     with caplog.at_level(logging.WARNING):

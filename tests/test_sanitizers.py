@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pybind11
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ def build(
 ) -> None:
     """Compile an extension into a copy of the package. own_flags: of each file, besides `flags` for all."""
     target = package_parent / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    includes = [f"-I{sysconfig.get_paths()['include']}"]
+    includes = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
     files = sorted(path for source in sources for path in (REPOSITORY / "csrc").glob(source))
     link = list(flags)
     for file in files:

@@ -26,7 +26,7 @@ from nanovllm.ops import row_kernels, triton_decode, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
-from nanovllm.ops.merge import merge_attention_outputs_torch_
+from nanovllm.ops.merge import merge_attention_outputs_torch
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, decode_whole, partitions_of
@@ -194,7 +194,7 @@ def test_partitions_are_summed_by_block_and_blocks_merged_in_order(
         mass = (weight * total[block]).sum(0)
         out = (weight[..., None] * acc[block]).sum(0) / mass.masked_fill(mass == 0, 1.0)[..., None]
         lse = (highest + mass.log2()) * math.log(2.0)
-        merge_attention_outputs_torch_(expected.out, expected.lse, out[..., :head_dim], lse.t())
+        merge_attention_outputs_torch(expected.out, expected.lse, out[..., :head_dim], lse.t())
     torch.testing.assert_close(state.out, expected.out, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(state.lse, expected.lse, rtol=2e-6, atol=2e-6)
     assert torch.equal(found, state.out.to(NARROW)) and not state.out[1, 2].any()

@@ -373,7 +373,7 @@ def check_cuda() -> None:
     """Raise ConfigError, with the reason, unless a CUDA device can be driven."""
     if not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch sees no CUDA device; use device='cpu' or leave it out")
-    if not _sgdma.has_cuda:
+    if not _sgdma.cuda_version():
         raise ConfigError(
             "device='cuda': the extension was built without CUDA; put nvcc on PATH and build it again with "
             "`NANOVLLM_CUDA=1 python setup.py build_ext --inplace`"

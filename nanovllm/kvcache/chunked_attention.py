@@ -29,7 +29,9 @@ from nanovllm.kvcache.step_plan import (
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales
-from nanovllm.ops.merge import merge_attention_outputs as merge_attention_outputs
+from nanovllm.ops.merge import (
+    merge_attention_outputs as merge_attention_outputs,  # where users of the cache look for it
+)
 from nanovllm.ops.row_kernels import as_stored, narrow_
 
 

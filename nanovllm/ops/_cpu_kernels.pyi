@@ -1,267 +1,60 @@
-"""csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_kernels, which checks arguments.
+"""
+Attention, linear layers and row-wise work on the CPU. Use nanovllm.ops, which checks the arguments.
 
-Addresses are ints, or pairs with the stride from row to row in elements (of store_kv: in bytes). `dtype` is "bfloat16",
-"float16" or "float32"; `isa` is one of `instruction_sets()`; `activation` is "silu", "gelu_tanh" or "clamped_swiglu".
+A tensor is its address, or a pair of its address and its stride from row to row in elements. Address 0 means
+that there is none. `dtype` is "bfloat16", "float16" or "float32"; `isa` is one of `instruction_sets()`.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-_Address = tuple[int, int]
-_NormAddress = tuple[int, bool]  # and whether the weights are fp32; address 0: no norm
+import collections.abc
 
-def instruction_sets() -> list[str]:
-    """Instruction sets that this machine runs, best first; ValueError if NANOVLLM_CPU_ISA names another."""
-
-def linear(
-    *,
-    isa: str,
-    dtype: str,
-    x: int,
-    x_stride: int,
-    weight: int,
-    bias: int,
-    y: int,
-    y_stride: int,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    interleaved: bool,
-    threads: int,
-) -> None:
-    """Addresses of x, weight, bias (0: none) and y. Raises ValueError for negative sizes."""
-
-INTERLEAVED_ROWS: int
-INTERLEAVED_INPUTS: int
-
-def interleave(*, dtype: str, weight: int, out_features: int, in_features: int, back: bool, threads: int) -> None:
-    """Reorder a weight in place for `interleaved=True`, or back. Raises ValueError for sizes that do not fit."""
-
-def gather(
-    *,
-    dtype: str,
-    weight: int,
-    y: int,
-    indices: int,
-    count: int,
-    in_features: int,
-    out_features: int,
-    interleaved: bool,
-    threads: int,
-) -> None:
-    """Rows of a dense weight. Raises IndexError for an index outside of it."""
-
-def copy(*, x: _Address, y: _Address, rows: int, row_bytes: int, threads: int) -> None:
-    """Strides are in bytes."""
-
-def use_huge_pages(address: int, bytes: int) -> None:
-    """Ask for huge pages behind this memory, all pages that it touches; where there are none, nothing changes."""
-
-def rms_norm(
-    *,
-    dtype: str,
-    x: _Address,
-    addend: _Address,
-    weight: _NormAddress,
-    y: _Address,
-    rows: int,
-    size: int,
-    eps: float,
-    threads: int,
-) -> None:
-    """`addend` at address 0: none; else it is added to x in place before."""
-
-def place_heads(
-    *,
-    dtype: str,
-    heads: _Address,
-    weight: _NormAddress,
-    cos: _Address,
-    sin: _Address,
-    q: _Address,
-    k: _Address,
-    v: _Address,
-    tokens: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    eps: float,
-    threads: int,
-) -> None:
-    """Strides are from token to token, a token's heads being contiguous."""
-
-def gated_unit(
-    *, dtype: str, activation: str, gate_up: _Address, y: _Address, rows: int, size: int, threads: int
-) -> None: ...
-def add(*, dtype: str, x: _Address, addend: _Address, rows: int, size: int, threads: int) -> None: ...
-def narrow(*, dtype: str, x: _Address, y: _Address, rows: int, size: int, threads: int) -> None:
-    """x is fp32; dtype is that of y."""
-
-def widen(*, dtype: str, x: _Address, y: _Address, rows: int, size: int, threads: int) -> None:
-    """y is fp32; dtype is that of x."""
-
-def fill(*, x: int, size: int, value: float, threads: int) -> None:
-    """fp32."""
-
-def cos_sin(
-    *, angles: _Address, cos: _Address, sin: _Address, rows: int, size: int, factor: float, threads: int
-) -> None:
-    """fp32; cos is twice as wide as the angles."""
-
-def powers(*, bases: int, exponents: int, results: int, rows: int, size: int, threads: int) -> None: ...
-def softmax(*, x: _Address, y: _Address, rows: int, size: int, log: bool, threads: int) -> None: ...
-def sigmoid(*, x: _Address, y: _Address, rows: int, size: int, threads: int) -> None: ...
-def likeliest(*, dtype: str, logits: _Address, tokens: int, rows: int, size: int, threads: int) -> None: ...
-def draw(*, scores: _Address, tokens: _Address, starts: int, drawn: int, rows: int, size: int, threads: int) -> None:
-    """fp32 scores, int64 tokens, starts and drawn."""
-
-def store_kv(
-    *,
-    pool: int,
-    block_stride: int,
-    blocks: int,
-    k: int,
-    k_strides: tuple[int, int],
-    v: int,
-    v_strides: tuple[int, int],
-    slots: int,
-    tokens: int,
-    kv_heads: int,
-    block_size: int,
-    head_bytes: int,
-    threads: int,
-) -> None:
-    """Strides in bytes, of k and v (token, head). Raises ValueError for a slot outside of the blocks."""
-
-class DeltaSizes:
-    def __init__(self, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int) -> None:
-        """ValueError for sizes that are not positive, or value heads that are no multiple of key heads."""
-
-class DeltaRuns:
-    def __init__(self, *, slots: int, starts: int, of_row: int, count: int, rows: int, num_slots: int) -> None:
-        """Addresses of int64. Raises ValueError for a slot that is none of `num_slots`."""
-
-def delta_prepare(
-    *,
-    dtype: str,
-    sizes: DeltaSizes,
-    runs: DeltaRuns,
-    x: _Address,
-    weight: int,
-    conv: _Address,
-    b: _Address,
-    a: _Address,
-    rate: int,
-    dt_bias: int,
-    qk: int,
-    v: int,
-    decay: int,
-    beta: int,
-    threads: int,
-) -> None:
-    """rate, dt_bias, qk, decay and beta are fp32. A row of conv is a slot."""
-
-def delta_recur(
-    *,
-    dtype: str,
-    sizes: DeltaSizes,
-    runs: DeltaRuns,
-    qk: int,
-    v: int,
-    decay: int,
-    beta: int,
-    states: _Address,
-    y: int,
-    threads: int,
-) -> None:
-    """qk, decay, beta and states are fp32. A row of states is a slot."""
-
-def gated_norm(
-    *,
-    dtype: str,
-    x: _Address,
-    z: _Address,
-    weight: int,
-    y: _Address,
-    rows: int,
-    heads: int,
-    size: int,
-    eps: float,
-    threads: int,
-) -> None: ...
-def gate(*, dtype: str, x: _Address, gate: _Address, rows: int, size: int, threads: int) -> None: ...
-
-class DenseWeight:
-    def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool) -> None: ...
-
-class Linear:
-    def __init__(self, *, parts: list[DenseWeight | PackedWeight], bias: int) -> None:
-        """Weights one below the other. ValueError if their inputs differ."""
-
-class Norms:
-    def __init__(
-        self,
-        *,
-        input: _NormAddress,
-        heads: _NormAddress,
-        mlp: _NormAddress,
-        attention_output: _NormAddress,
-        mlp_output: _NormAddress,
-        eps: float,
-    ) -> None: ...
-
-class HeadLayout:
-    def __init__(self, *, head_dim: int, rotary_dim: int, gated: bool) -> None:
-        """ValueError for odd sizes, and for more rotated features than a head has."""
-
-class DeltaWeights:
-    def __init__(self, *, sizes: DeltaSizes, conv: int, rate: int, dt_bias: int, norm: int) -> None:
-        """rate and dt_bias are fp32, the others in the dtype of the layer."""
-
-class Layer:
-    def __init__(
-        self,
-        *,
-        isa: str,
-        packed_isa: str,
-        dtype: str,
-        norms: Norms,
-        qkv: Linear,
-        o: Linear,
-        gate_up: Linear,
-        down: Linear,
-        heads: HeadLayout,
-        activation: str,
-    ) -> None: ...
-    def recur(
-        self,
-        weights: DeltaWeights,
-        runs: DeltaRuns,
-        x: _Address,
-        conv: _Address,
-        states: _Address,
-        projected: _Address,
-        y: _Address,
-        threads: int,
-        /,
-    ) -> None: ...
-    def project(
-        self,
-        x: _Address,
-        cos: _Address,
-        sin: _Address,
-        q: _Address,
-        k: _Address,
-        v: _Address,
-        gate: _Address,
-        count: int,
-        q_heads: int,
-        kv_heads: int,
-        threads: int,
-        /,
-    ) -> None: ...
-    def finish(self, x: _Address, attended: _Address, count: int, threads: int, /) -> None: ...
+__all__: list[str] = [
+    "INTERLEAVED_INPUTS",
+    "INTERLEAVED_ROWS",
+    "DeltaRuns",
+    "DeltaSizes",
+    "DeltaWeights",
+    "DenseWeight",
+    "HostAttention",
+    "HostTask",
+    "Layer",
+    "Linear",
+    "PackedWeight",
+    "PagedStep",
+    "add",
+    "attend",
+    "copy",
+    "cos_sin",
+    "delta_prepare",
+    "delta_recur",
+    "draw",
+    "fill",
+    "gate",
+    "gated_norm",
+    "gated_unit",
+    "gather",
+    "instruction_sets",
+    "interleave",
+    "likeliest",
+    "linear",
+    "narrow",
+    "packed_linear",
+    "place_heads",
+    "powers",
+    "quantize_rows",
+    "rms_norm",
+    "sigmoid",
+    "softmax",
+    "store_kv",
+    "use_huge_pages",
+    "widen",
+]
 
 class PackedWeight:
+    """
+    A weight in panels, valid while its tensors live.
+    """
     def __init__(
         self,
         *,
@@ -274,15 +67,191 @@ class PackedWeight:
         group_size: int,
         in_features: int,
         out_features: int,
+    ) -> None: ...
+
+class DeltaSizes:
+    def __init__(self, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int) -> None: ...
+
+class DeltaRuns:
+    """
+    Addresses of int64, valid while their tensors live.
+    """
+    def __init__(self, *, slots: int, starts: int, of_row: int, count: int, rows: int, num_slots: int) -> None:
+        """
+        Raises ValueError for a slot that is none of `num_slots`.
+        """
+
+class DenseWeight:
+    def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool) -> None: ...
+
+class Linear:
+    """
+    The product with weights one below the other, of the same inputs.
+    """
+    def __init__(self, *, parts: collections.abc.Sequence[DenseWeight | PackedWeight], bias: int) -> None: ...
+
+class DeltaWeights:
+    """
+    rate and dt_bias are fp32, the others of the layer's dtype.
+    """
+    def __init__(self, *, sizes: DeltaSizes, conv: int, rate: int, dt_bias: int, norm: int) -> None: ...
+
+class Layer:
+    """
+    A norm is its address and whether it is fp32.
+    """
+    def __init__(
+        self,
+        *,
+        isa: str,
+        packed_isa: str,
+        dtype: str,
+        input_norm: tuple[int, bool],
+        heads_norm: tuple[int, bool],
+        mlp_norm: tuple[int, bool],
+        attention_output_norm: tuple[int, bool],
+        mlp_output_norm: tuple[int, bool],
+        eps: float,
+        qkv: Linear,
+        o: Linear,
+        gate_up: Linear,
+        down: Linear,
+        head_dim: int,
+        rotary_dim: int,
+        gated: bool,
+        activation: str,
+    ) -> None: ...
+    def finish(self, x: tuple[int, int], attended: tuple[int, int], count: int, threads: int) -> None:
+        """
+        Add the output projection of the attended rows and the MLP to the residual stream x.
+        """
+    def project(
+        self,
+        x: tuple[int, int],
+        cos: tuple[int, int],
+        sin: tuple[int, int],
+        q: tuple[int, int],
+        k: tuple[int, int],
+        v: tuple[int, int],
+        gate: tuple[int, int],
+        count: int,
+        q_heads: int,
+        kv_heads: int,
+        threads: int,
     ) -> None:
-        """Addresses of parts in panels, 0 for scales and zeros that there are not. ValueError for other sizes."""
+        """
+        Write the rows' q, k and v, and the gates of q.
+        """
+    def recur(
+        self,
+        weights: DeltaWeights,
+        runs: DeltaRuns,
+        x: tuple[int, int],
+        conv: tuple[int, int],
+        states: tuple[int, int],
+        projected: tuple[int, int],
+        y: tuple[int, int],
+        threads: int,
+    ) -> None:
+        """
+        Write what the output projection of a recurrent layer reads, and advance its states.
+        """
 
-def packed_linear(
-    *, isa: str, dtype: str, x: _Address, weight: PackedWeight, bias: int, y: _Address, rows: int, threads: int
-) -> None:
-    """`bias` 0: none. Raises ValueError for a negative number of rows, or no threads."""
+class HostTask:
+    """
+    The attention of one layer of a step, for any thread to run.
+    """
+    def drop(self, data: int) -> None:
+        """
+        Free data that was taken and will not be run.
+        """
+    def failure(self) -> str | None:
+        """
+        What went wrong when it ran, or None.
+        """
+    def take(self) -> tuple[int, int]:
+        """
+        (function, data): addresses. Calling function(data) once runs the task.
+        """
 
-# ---- attention, through nanovllm.ops.cpu_attention
+class HostAttention:
+    """
+    The arguments of a step's attention, kept for its tasks.
+    """
+    def __init__(
+        self,
+        *,
+        isa: str,
+        dtype: str,
+        kv_dtype: str,
+        q: int,
+        q_strides: tuple[int, int],
+        out: int,
+        out_strides: tuple[int, int],
+        lse: int,
+        lse_strides: tuple[int, int],
+        calls: collections.abc.Sequence[tuple[int, int, int, int]],
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int,
+        scale: float,
+        threads: int,
+    ) -> None:
+        """
+        calls: (block addresses, their number, sequences, their number), which are copied.
+        """
+    def task(self, block_offset: int) -> HostTask:
+        """
+        The task whose blocks lie so many bytes behind the addresses given.
+        """
+
+class PagedStep:
+    """
+    A step's attention over a pool [layers, blocks, 2, kv_heads, block_size, head_dim].
+    """
+    def __init__(
+        self,
+        *,
+        isa: str,
+        dtype: str,
+        kv_dtype: str,
+        pool: int,
+        layer_stride: int,
+        block_stride: int,
+        pool_blocks: int,
+        slots: int,
+        tokens: int,
+        blocks: int,
+        block_count: int,
+        sequences: int,
+        sequence_count: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int,
+        scale: float,
+        threads: int,
+    ) -> None:
+        """
+        int64 slots [tokens], blocks and sequences [sequence_count, 7] are copied; strides are bytes.
+
+        Raises ValueError for what lies outside of the pool or the rows.
+        """
+    def attend(self, layer: int, q: int, k: int, v: int, sinks: int) -> None:
+        """
+        Write k and v into the layer's slots, attend, and write the outputs over q. All are dense.
+
+        sinks: the address of fp32 [heads], from which the LSE of a row begins, or 0.
+        """
+
+def add(*, dtype: str, x: tuple[int, int], addend: tuple[int, int], rows: int, size: int, threads: int) -> None:
+    """
+    x += addend.
+    """
 
 def attend(
     *,
@@ -309,9 +278,204 @@ def attend(
     carry: bool,
     threads: int,
 ) -> None:
-    """Addresses of q, out, lse, int64 block addresses and int64 [sequence_count, 7]; strides are (token, head).
+    """
+    blocks: int64 block addresses; sequences: int64 [sequence_count, 7]; strides are (token, head).
 
     Raises ValueError for sequences whose rows or blocks lie outside of what is given.
+    """
+
+def copy(*, x: tuple[int, int], y: tuple[int, int], rows: int, row_bytes: int, threads: int) -> None:
+    """
+    y = x. Strides are in bytes.
+    """
+
+def cos_sin(
+    *,
+    angles: tuple[int, int],
+    cos: tuple[int, int],
+    sin: tuple[int, int],
+    rows: int,
+    size: int,
+    factor: float,
+    threads: int,
+) -> None:
+    """
+    All fp32; cos is twice as wide as the angles.
+    """
+
+def delta_prepare(
+    *,
+    dtype: str,
+    sizes: DeltaSizes,
+    runs: DeltaRuns,
+    x: tuple[int, int],
+    weight: int,
+    conv: tuple[int, int],
+    b: tuple[int, int],
+    a: tuple[int, int],
+    rate: int,
+    dt_bias: int,
+    qk: int,
+    v: int,
+    decay: int,
+    beta: int,
+    threads: int,
+) -> None:
+    """
+    rate, dt_bias, qk, decay and beta are fp32. A row of conv is a slot.
+    """
+
+def delta_recur(
+    *,
+    dtype: str,
+    sizes: DeltaSizes,
+    runs: DeltaRuns,
+    qk: int,
+    v: int,
+    decay: int,
+    beta: int,
+    states: tuple[int, int],
+    y: int,
+    threads: int,
+) -> None:
+    """
+    qk, decay, beta and states are fp32. A row of states is a slot.
+    """
+
+def draw(
+    *, scores: tuple[int, int], tokens: tuple[int, int], starts: int, drawn: int, rows: int, size: int, threads: int
+) -> None:
+    """
+    fp32 scores; int64 tokens, starts and drawn.
+    """
+
+def fill(*, x: int, size: int, value: float, threads: int) -> None:
+    """
+    Set all elements of an fp32 x.
+    """
+
+def gate(*, dtype: str, x: tuple[int, int], gate: tuple[int, int], rows: int, size: int, threads: int) -> None:
+    """
+    x *= sigmoid(gate).
+    """
+
+def gated_norm(
+    *,
+    dtype: str,
+    x: tuple[int, int],
+    z: tuple[int, int],
+    weight: int,
+    y: tuple[int, int],
+    rows: int,
+    heads: int,
+    size: int,
+    eps: float,
+    threads: int,
+) -> None:
+    """
+    Norm of each head, times weight and silu(z).
+    """
+
+def gated_unit(
+    *, dtype: str, activation: str, gate_up: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int
+) -> None:
+    """
+    activation: "silu", "gelu_tanh" or "clamped_swiglu".
+    """
+
+def gather(
+    *,
+    dtype: str,
+    weight: int,
+    y: int,
+    indices: int,
+    count: int,
+    in_features: int,
+    out_features: int,
+    interleaved: bool,
+    threads: int,
+) -> None:
+    """
+    Copy rows of a dense weight to y. Raises IndexError for an index outside of it.
+    """
+
+def instruction_sets() -> list[str]:
+    """
+    The instruction sets that this machine runs, best first. Raises ValueError if NANOVLLM_CPU_ISA names another.
+    """
+
+def interleave(*, dtype: str, weight: int, out_features: int, in_features: int, back: bool, threads: int) -> None:
+    """
+    Reorder a weight in place for `interleaved=True`, or back.
+    """
+
+def likeliest(*, dtype: str, logits: tuple[int, int], tokens: int, rows: int, size: int, threads: int) -> None:
+    """
+    The int64 index of each row's largest element.
+    """
+
+def linear(
+    *,
+    isa: str,
+    dtype: str,
+    x: tuple[int, int],
+    weight: int,
+    bias: int,
+    y: tuple[int, int],
+    rows: int,
+    in_features: int,
+    out_features: int,
+    interleaved: bool,
+    threads: int,
+) -> None:
+    """
+    y = x W^T + bias.
+    """
+
+def narrow(*, dtype: str, x: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int) -> None:
+    """
+    y = x, where x is fp32 and y of `dtype`.
+    """
+
+def packed_linear(
+    *,
+    isa: str,
+    dtype: str,
+    x: tuple[int, int],
+    weight: PackedWeight,
+    bias: int,
+    y: tuple[int, int],
+    rows: int,
+    threads: int,
+) -> None:
+    """
+    y = x W^T + bias with a packed weight.
+    """
+
+def place_heads(
+    *,
+    dtype: str,
+    heads: tuple[int, int],
+    weight: tuple[int, bool],
+    cos: tuple[int, int],
+    sin: tuple[int, int],
+    q: tuple[int, int],
+    k: tuple[int, int],
+    v: tuple[int, int],
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+    threads: int,
+) -> None:
+    """
+    Strides are from token to token; the heads of a token are contiguous. weight: as of `rms_norm`.
+    """
+
+def powers(*, bases: int, exponents: int, results: int, rows: int, size: int, threads: int) -> None:
+    """
+    Each fp64 base to the power of each exponent.
     """
 
 def quantize_rows(
@@ -326,80 +490,65 @@ def quantize_rows(
     head_dim: int,
     threads: int,
 ) -> None:
-    """Rows [tokens, heads, head_dim + 4] of x, whose strides are (token, head), both as addresses."""
+    """
+    x, with strides (token, head), to dense rows [tokens, heads, head_dim + 4] of 8 bits.
+    """
 
-class HostTask:
-    """One layer of a step's attention, for any thread to run."""
+def rms_norm(
+    *,
+    dtype: str,
+    x: tuple[int, int],
+    addend: tuple[int, int],
+    weight: tuple[int, bool],
+    y: tuple[int, int],
+    rows: int,
+    size: int,
+    eps: float,
+    threads: int,
+) -> None:
+    """
+    weight: its address and whether it is fp32. An addend is added to x in place before.
+    """
 
-    def take(self) -> tuple[int, int]:
-        """Addresses of a function and of its data: calling the function once runs the task."""
+def sigmoid(*, x: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int) -> None:
+    """
+    fp32 rows.
+    """
 
-    def drop(self, data: int) -> None:
-        """Let go of data that was taken and will not be run."""
+def softmax(*, x: tuple[int, int], y: tuple[int, int], rows: int, size: int, log: bool, threads: int) -> None:
+    """
+    fp32 rows, or with `log` their logarithm.
+    """
 
-    def failure(self) -> str | None:
-        """What went wrong when it ran."""
+def store_kv(
+    *,
+    pool: int,
+    block_stride: int,
+    blocks: int,
+    k: int,
+    k_strides: tuple[int, int],
+    v: int,
+    v_strides: tuple[int, int],
+    slots: int,
+    tokens: int,
+    kv_heads: int,
+    block_size: int,
+    head_bytes: int,
+    threads: int,
+) -> None:
+    """
+    Strides are in bytes, those of k and v (token, head). Raises ValueError for a slot outside of the pool.
+    """
 
-class HostAttention:
-    """Arguments of a step's attention, kept for its tasks."""
+def use_huge_pages(address: int, bytes: int) -> None:
+    """
+    Ask for huge pages behind all pages of this memory. Where the system has none, nothing changes.
+    """
 
-    def __init__(
-        self,
-        *,
-        isa: str,
-        dtype: str,
-        kv_dtype: str,
-        q: int,
-        q_strides: tuple[int, int],
-        out: int,
-        out_strides: tuple[int, int],
-        lse: int,
-        lse_strides: tuple[int, int],
-        calls: Sequence[tuple[int, int, int, int]],
-        tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        window: int,
-        scale: float,
-        threads: int,
-    ) -> None: ...
-    def task(self, block_offset: int) -> HostTask:
-        """The task whose blocks lie so many bytes behind the addresses given."""
+def widen(*, dtype: str, x: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int) -> None:
+    """
+    y = x, where x is of `dtype` and y fp32.
+    """
 
-class PagedStep:
-    """Arguments of a step's attention over a pool [layers, blocks, 2, kv_heads, block_size, head_dim]."""
-
-    def __init__(
-        self,
-        *,
-        isa: str,
-        dtype: str,
-        kv_dtype: str,
-        pool: int,
-        layer_stride: int,
-        block_stride: int,
-        layers: int,
-        pool_blocks: int,
-        slots: int,
-        tokens: int,
-        blocks: int,
-        block_count: int,
-        sequences: int,
-        sequence_count: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        window: int,
-        scale: float,
-        threads: int,
-    ) -> None:
-        """Addresses of the pool, of int64 slots [tokens], blocks and sequences [sequence_count, 7], which are copied;
-        strides are bytes. Raises ValueError for what lies outside of the pool or the rows."""
-
-    def attend(self, layer: int, q: int, k: int, v: int, sinks: int) -> None:
-        """Write k and v into the layer's slots, attend, and write the outputs over q. All are dense.
-
-        sinks: the address of fp32 [heads], from which the LSE of a row begins, or 0."""
+INTERLEAVED_INPUTS: int = 32
+INTERLEAVED_ROWS: int = 16

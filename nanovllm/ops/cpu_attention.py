@@ -141,14 +141,14 @@ class PagedStep:
         slot mapping of the new K/V without -1; dtype: of the queries; heads: query heads. Raises ValueError for slots
         and blocks outside the pool, and for metadata of other rows.
         """
-        layers, blocks, _, kv_heads, block_size, _ = pool.shape
+        _, blocks, _, kv_heads, block_size, _ = pool.shape
         head_dim = head_dim_of(pool)
         self._pool = pool
         self._dtype = dtype
         self._shapes = ((len(slots), heads, head_dim), (len(slots), kv_heads, head_dim))
         self._step = _cpu_kernels.PagedStep(
             **_kernel_of(dtype, pool.dtype), pool=pool.data_ptr(), layer_stride=pool.stride(0) * pool.element_size(),
-            block_stride=pool.stride(1) * pool.element_size(), layers=layers, pool_blocks=blocks,
+            block_stride=pool.stride(1) * pool.element_size(), pool_blocks=blocks,
             slots=slots.data_ptr(), tokens=len(slots), blocks=table.blocks.data_ptr(), block_count=len(table.blocks),
             sequences=table.rows.data_ptr(), sequence_count=len(table.rows), heads=heads, kv_heads=kv_heads,
             head_dim=head_dim, block_size=block_size, window=window or 0, scale=scale,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,9 +104,9 @@ def cpu_linear(
     (out_features, in_features) = weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
-        isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"), dtype=KERNEL_DTYPES[x.dtype], x=x.data_ptr(),
-        x_stride=x.stride(0), weight=weight.data_ptr(), bias=_address(bias), y=y.data_ptr(), y_stride=out_features,
-        rows=rows, in_features=in_features, out_features=out_features, interleaved=interleaved,
+        isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"), dtype=KERNEL_DTYPES[x.dtype], x=address(x),
+        weight=weight.data_ptr(), bias=_address(bias), y=(y.data_ptr(), out_features), rows=rows,
+        in_features=in_features, out_features=out_features, interleaved=interleaved,
         threads=torch.get_num_threads() if num_threads is None else num_threads,
     )  # fmt: skip
     return y
@@ -246,14 +246,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None
 
 
 def _norm_weight(weight: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> tuple[int, bool]:
-    """The address of a norm's weights, in `dtype` or fp32, and whether they are fp32; 0 where there is no norm."""
+    """The `_norm_address` of weights of this shape in `dtype` or fp32. Raises ValueError for others."""
     if weight is None:
-        return 0, False
+        return _norm_address(None)
     if not (weight.is_cpu and weight.is_contiguous() and weight.shape == shape):
         raise misfit(f"the weights of this norm are {tuple(shape)} on the CPU", weight=weight)
     if weight.dtype not in (dtype, torch.float32):
         raise misfit(f"the weights of a norm of {dtype} are in it or in float32", weight=weight)
-    return weight.data_ptr(), weight.dtype == torch.float32
+    return _norm_address(weight)
+
+
+def _norm_address(weight: Tensor | None) -> tuple[int, bool]:
+    """The address of a norm's weights, 0 for None, and whether they are fp32."""
+    return (0, False) if weight is None else (weight.data_ptr(), weight.dtype == torch.float32)
 
 
 def place_heads(
@@ -419,11 +424,6 @@ class LayerNorms(NamedTuple):
     mlp_output: Tensor | None  # [hidden]
     eps: float
 
-    def addresses(self) -> dict[str, Any]:
-        """Of each weight the address, 0 for None, and whether it is fp32."""
-        weights = {name: getattr(self, name) for name in self._fields if name != "eps"}
-        return {name: (_address(w), w is not None and w.dtype == torch.float32) for name, w in weights.items()}
-
 
 class HeadLayout(NamedTuple):
     """How the heads stand in a projection to q, k and v."""
@@ -448,17 +448,27 @@ class FewRowLayer:
         self._hidden = norms.input.shape[0]
         self._dtype = dtype
         self._gated = heads.gated
-        linears = [
+        (qkv, o, gate_up, down) = (
             _cpu_kernels.Linear(parts=[_matrix(part) for part in parts], bias=_address(bias))
             for parts, bias in products
-        ]
+        )
         self._layer = _cpu_kernels.Layer(
             isa=choose(None, f"linear.{KERNEL_DTYPES[dtype]}"),
             packed_isa=choose(None, "packed"),
             dtype=KERNEL_DTYPES[dtype],
-            norms=_cpu_kernels.Norms(**norms.addresses(), eps=norms.eps),
-            **dict(zip(("qkv", "o", "gate_up", "down"), linears, strict=True)),
-            heads=_cpu_kernels.HeadLayout(**heads._asdict()),
+            input_norm=_norm_address(norms.input),
+            heads_norm=_norm_address(norms.heads),
+            mlp_norm=_norm_address(norms.mlp),
+            attention_output_norm=_norm_address(norms.attention_output),
+            mlp_output_norm=_norm_address(norms.mlp_output),
+            eps=norms.eps,
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
+            head_dim=heads.head_dim,
+            rotary_dim=heads.rotary_dim,
+            gated=heads.gated,
             activation=activation,
         )
 

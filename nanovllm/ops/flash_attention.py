@@ -23,7 +23,7 @@ from nanovllm.ops.attention import (
     AttentionState,
     SequenceMetadata,
 )
-from nanovllm.ops.merge import merge_attention_outputs_
+from nanovllm.ops.merge import merge_attention_outputs
 
 
 class FlashKernel(Protocol):
@@ -80,7 +80,7 @@ class FlashAttention:
                 k, v = pool[block, :, :, :keys].transpose(1, 2)
                 out, lse = self._kernel(q[rows], k, v, scale, left, right)
                 lse = lse.masked_fill(lse == math.inf, -math.inf)  # flash-attn 2 marks a row without keys by +inf
-                merge_attention_outputs_(state.out[rows], state.lse[:, rows], out, lse)
+                merge_attention_outputs(state.out[rows], state.lse[:, rows], out, lse)
 
 
 def calls(seq: SequenceMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:

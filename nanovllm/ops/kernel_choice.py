@@ -251,8 +251,8 @@ def _linear(dtype: str, rows: int, size: int = 512) -> Callable[..., object]:
 
     def call(isa: str) -> object:
         _cpu_kernels.linear(
-            isa=isa, dtype=dtype, x=x.data_ptr(), x_stride=size, weight=weight.data_ptr(), bias=0, y=y.data_ptr(),
-            y_stride=size, rows=rows, in_features=size, out_features=size, interleaved=True, threads=1,
+            isa=isa, dtype=dtype, x=(x.data_ptr(), size), weight=weight.data_ptr(), bias=0, y=(y.data_ptr(), size),
+            rows=rows, in_features=size, out_features=size, interleaved=True, threads=1,
         )  # fmt: skip
         return y
 

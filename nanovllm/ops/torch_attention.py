@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.kv_quantization import dequantize_rows, has_scales
-from nanovllm.ops.merge import merge_attention_outputs_
+from nanovllm.ops.merge import merge_attention_outputs
 
 _MASK_ELEMENTS = 1 << 21  # limit on the elements of a mask; rows are split to stay below it
 
@@ -59,4 +59,4 @@ def _merge_block(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(0, 1).unsqueeze(0), k, v, 0.0, False, attn_mask=mask, scale=scale
     )
-    merge_attention_outputs_(state.out, state.lse, out.squeeze(0).transpose(0, 1), lse.squeeze(0))
+    merge_attention_outputs(state.out, state.lse, out.squeeze(0).transpose(0, 1), lse.squeeze(0))

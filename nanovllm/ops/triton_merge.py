@@ -12,7 +12,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def merge_shares(lse, other_lse):  # type: ignore[no-untyped-def]
-    """The shares of two states in their merge, and its LSE; `merge_attention_outputs_` has the formula. Any shape.
+    """The shares of two states in their merge, and its LSE, of any shape. `merge_attention_outputs` has the formula.
 
     The side with the larger LSE weighs exp(0), which is 1, so that one exponential is enough. A step of Newton's method
     makes up for the reciprocal's error. Correctly rounded divisions and the library's logarithm have branches, around

@@ -131,7 +131,9 @@ class Environment:
     # ---- the project's extension
 
     def build_extension(self) -> None:
-        """With a toolkit whose compiler is the host's: the .cu source has host code only."""
+        """With a toolkit whose compiler is the host's: the .cu source has host code only. pybind11 comes with `build`
+        of pyproject.toml; an environment that was made without it builds with torch's copy.
+        """
         (runtime,) = self.libraries.glob("libcudart.so.*")
         toolkit = self.directory / "toolkit"
         (toolkit / "bin").mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import HostAttention
-from nanovllm.ops.merge import merge_attention_outputs_
+from nanovllm.ops.merge import merge_attention_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class ConcurrentCpuAttention:
             self._engine.order.before_merge()
             self._device.declare_kernel("merge CPU attention", reads=(staging.used(rows),))
             partial = staging.state(staging.partial, rows)
-            merge_attention_outputs_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+            merge_attention_outputs(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
             self._device.end_kernel()
         self.clock.layer_ends(layer)
 

@@ -1,8 +1,7 @@
-// A decoder layer on few rows, but for its attention: what comes before in one call, what comes after in another. The
-// kernels are those of cpu_linear and cpu_rows, in the order in which nanovllm/models/decoder.py calls them; saved is the
-// way through Python between them. nanovllm/ops/cpu_kernels.py checks shapes and dtypes before it comes here.
+// A decoder layer for few rows, but for its attention: one call before the attention, one call after it.
 //
-// Included once, by cpu_kernels.cpp.
+// The kernels and their order are those of cpu_linear and cpu_rows in nanovllm/models/decoder.py, and so are the bits.
+// With few rows, the Python code between two kernels takes longer than most kernels.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +13,12 @@
 #include <vector>
 
 #include "cpu_addresses.h"
-#include "cpu_delta_bindings.h"
+#include "cpu_delta.h"
 #include "cpu_linear.h"
 #include "cpu_packed.h"
 #include "cpu_rows.h"
-#include "python_calls.h"
 
-namespace python = nanovllm::python;
-namespace linear = nanovllm::linear;
-namespace packed = nanovllm::packed;
-namespace rows = nanovllm::rows;
-using nanovllm::Address;
-using nanovllm::DType;
-using nanovllm::NormAddress;
-using nanovllm::norm_weight;
-using nanovllm::pointer;
-using nanovllm::rows_at;
-
-namespace {
+namespace nanovllm::layer {
 
 // Rows of a result that is needed within a call only.
 template <class T>
@@ -61,19 +48,14 @@ struct Kernels {
     int threads;
 };
 
-// Weights one below the other.
+// The product with some weights, one below the other, which have the same inputs.
 class Linear {
   public:
     using Part = std::variant<DenseWeight, packed::Weight>;
 
     Linear(std::vector<Part> parts, uintptr_t bias) : parts_(std::move(parts)), bias_(bias) {
         for (const Part& part : parts_)
-            std::visit([&](const auto& weight) {
-                if (weight.in < 1 || weight.out < 1 || (in > 0 && weight.in != in))
-                    throw std::invalid_argument("A product needs inputs, the same for all its weights, and outputs.");
-                in = weight.in, out += weight.out;
-            }, part);
-        if (out == 0) throw std::invalid_argument("A product needs weights.");
+            std::visit([&](const auto& weight) { in = weight.in, out += weight.out; }, part);
     }
 
     template <class T>
@@ -160,9 +142,9 @@ class Layer {
   public:
     Layer(const std::string& isa, const std::string& packed_isa, std::string dtype, Norms norms, Linear qkv, Linear o,
           Linear gate_up, Linear down, const HeadLayout& heads, const std::string& activation)
-        : isa_(nanovllm::isa_of(isa)), packed_isa_(nanovllm::isa_of(packed_isa)), dtype_(std::move(dtype)),
+        : isa_(isa_of(isa)), packed_isa_(isa_of(packed_isa)), dtype_(std::move(dtype)),
           norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)), gate_up_(std::move(gate_up)), down_(std::move(down)),
-          heads_(heads), activation_(nanovllm::activation_of(activation)) {}
+          heads_(heads), activation_(activation_of(activation)) {}
 
     // `gate` is written where queries have gates.
     void project(const Address& x, const Address& cos, const Address& sin, const Address& q, const Address& k,
@@ -171,8 +153,7 @@ class Layer {
         if (qkv_.out != heads_.width(q_heads, kv_heads))
             throw std::invalid_argument("The input projection must give the heads of q, with their gates, k and v.");
         if (count == 0) return;
-        const python::WithoutGil without_gil;
-        nanovllm::with_element(dtype_, [&](auto element) {
+        with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const Scratch<T> normed(count, qkv_.in), projected(count, qkv_.out),
                 arranged(heads_.in_place() ? 0 : count, qkv_.out);
@@ -200,8 +181,7 @@ class Layer {
         if (qkv_.out != sizes.channels() + values + 2 * heads)
             throw std::invalid_argument("The input projection must give q, k, v, z, b and a.");
         if (count == 0) return;
-        const python::WithoutGil without_gil;
-        nanovllm::with_element(dtype_, [&](auto element) {
+        with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const Scratch<T> normed(count, qkv_.in), v(count, values), sums(count, values);
             const rows::Rows<T> projected = rows_at<T>(projection);
@@ -224,8 +204,7 @@ class Layer {
 
     void finish(const Address& x, const Address& attended, int64_t count, int threads) const {
         if (count == 0) return;
-        const python::WithoutGil without_gil;
-        nanovllm::with_element(dtype_, [&](auto element) {
+        with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const rows::Rows<T> residual = rows_at<T>(x);
             const Scratch<T> projected(count, o_.out), normed(count, o_.out), gates(count, gate_up_.out),
@@ -249,7 +228,7 @@ class Layer {
     }
 
   private:
-    nanovllm::Isa isa_, packed_isa_;  // of dense weights, and of packed ones
+    Isa isa_, packed_isa_;  // of dense weights, and of packed ones
     std::string dtype_;
     Norms norms_;
     Linear qkv_, o_, gate_up_, down_;
@@ -257,79 +236,9 @@ class Layer {
     rows::Activation activation_;
 
     Kernels kernels(int threads) const {
-        const DType dtype = nanovllm::dtype_of(dtype_);
+        const DType dtype = dtype_of(dtype_);
         return {linear::kernel_of(isa_, dtype), packed::kernel_of(packed_isa_), dtype, threads};
     }
 };
 
-DenseWeight dense_weight(uintptr_t address, int64_t in, int64_t out, bool interleaved) {
-    if (interleaved && in % linear::kInterleavedInputs != 0)
-        throw std::invalid_argument("Interleaved weights need another number of inputs.");
-    return {address, in, out, interleaved};
-}
-
-Linear linear_of(const std::vector<PyObject*>& parts, uintptr_t bias) {
-    std::vector<Linear::Part> weights;
-    for (PyObject* part : parts)
-        if (const auto* const dense = python::instance<DenseWeight>(part))
-            weights.emplace_back(**dense);
-        else
-            weights.emplace_back(python::Argument<packed::Weight>::of(part));
-    return {std::move(weights), bias};
-}
-
-Norms norms_of(NormAddress input, NormAddress heads, NormAddress mlp, NormAddress attention_output,
-               NormAddress mlp_output, float eps) {
-    return {input, heads, mlp, attention_output, mlp_output, eps};
-}
-
-HeadLayout head_layout(int64_t head_dim, int64_t rotary_dim, bool gated) {
-    if (head_dim % 2 || rotary_dim % 2 || rotary_dim < 0 || rotary_dim > head_dim)
-        throw std::invalid_argument("Rotated features are an even number of those of a head.");
-    return {head_dim, rotary_dim, gated};
-}
-
-DeltaWeights delta_weights(const delta::Sizes& sizes, uintptr_t conv, uintptr_t rate, uintptr_t dt_bias,
-                           uintptr_t norm) {
-    return {sizes, conv, rate, dt_bias, norm};
-}
-
-Layer layer_of(const std::string& isa, const std::string& packed_isa, const std::string& dtype, const Norms& norms,
-               const Linear& qkv, const Linear& o, const Linear& gate_up, const Linear& down,
-               const HeadLayout& heads, const std::string& activation) {
-    return {isa, packed_isa, dtype, norms, qkv, o, gate_up, down, heads, activation};
-}
-
-constexpr auto kDenseWeight = python::names("address", "in_features", "out_features", "interleaved");
-constexpr auto kLinearParts = python::names("parts", "bias");
-constexpr auto kNorms = python::names("input", "heads", "mlp", "attention_output", "mlp_output", "eps");
-constexpr auto kHeadLayout = python::names("head_dim", "rotary_dim", "gated");
-constexpr auto kDeltaWeights = python::names("sizes", "conv", "rate", "dt_bias", "norm");
-constexpr auto kLayer = python::names("isa", "packed_isa", "dtype", "norms", "qkv", "o", "gate_up", "down", "heads",
-                                      "activation");
-constexpr auto kProject = python::names("x", "cos", "sin", "q", "k", "v", "gate", "count", "q_heads", "kv_heads",
-                                        "threads");
-constexpr auto kRecur = python::names("weights", "runs", "x", "conv", "states", "projected", "y", "threads");
-constexpr auto kFinish = python::names("x", "attended", "count", "threads");
-
-}  // namespace
-
-namespace nanovllm {
-
-void define_layer(PyObject* module) {
-    static PyMethodDef methods[] = {
-        python::method<&Layer::project, kProject>("project", "The rows' q, k and v, and the gates of q."),
-        python::method<&Layer::recur, kRecur>(
-            "recur", "What the output projection of a recurrent layer reads; advances the states."),
-        python::method<&Layer::finish, kFinish>(
-            "finish", "Adds what comes of the attended rows to the residual stream."),
-        {}};
-    python::add_class<DenseWeight, &dense_weight, kDenseWeight>(module, "_cpu_kernels.DenseWeight");
-    python::add_class<Linear, &linear_of, kLinearParts>(module, "_cpu_kernels.Linear");
-    python::add_class<Norms, &norms_of, kNorms>(module, "_cpu_kernels.Norms");
-    python::add_class<HeadLayout, &head_layout, kHeadLayout>(module, "_cpu_kernels.HeadLayout");
-    python::add_class<DeltaWeights, &delta_weights, kDeltaWeights>(module, "_cpu_kernels.DeltaWeights");
-    python::add_class<Layer, &layer_of, kLayer>(module, "_cpu_kernels.Layer", methods);
-}
-
-}  // namespace nanovllm
+}  // namespace nanovllm::layer
