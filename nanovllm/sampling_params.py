@@ -121,6 +121,8 @@ class SamplingParams:
     logits_processors: called as (output token ids, logits), or with the prompt's token ids in front; logits are
         [vocab], fp32 and on the engine's device, before everything else changes them.
     detokenize: False leaves the text empty and log-probabilities without text.
+    use_beam_search: a search runs a request of one token for each beam and length. The prefix cache has all but the
+        last tokens of a beam, up to kvcache_block_size of them (at most 256): small blocks make a search faster.
     length_penalty: beam search scores finished beams by cumulative log-probability / length ** length_penalty.
     early_stopping: beam search ends with True as soon as enough beams are finished, with False when a better one is
         unlikely, with "never" when a better one is impossible.

@@ -45,7 +45,7 @@ def run(model: Path, directory: Path | None, prompt: Any = None, **arguments: An
 
 def step_until_loading(llm: LLM) -> None:
     """Its first step may still look for what is stored."""
-    while llm.metrics().loading_requests == 0:
+    while llm.metrics().requests.loading == 0:
         assert llm.engine.step() == []
 
 

@@ -194,7 +194,7 @@ def test_a_disk_that_does_not_answer_one_rank(
 
 
 def test_an_interrupted_step_leaves_the_store_usable(model: Path, written: tuple[Path, Any], tmp_path: Path) -> None:
-    """What parts are told meanwhile reaches them after it: the first rank waits for what a logits processor says."""
+    """What the parts are told comes after the step, in which the first rank waits for a logits processor."""
     shutil.copytree(written[0], tmp_path / "kv")
     params = replace(PARAMS, logits_processors=[lambda output_ids, logits: logits])
 

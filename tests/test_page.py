@@ -73,7 +73,7 @@ def test_events_over_a_socket_while_a_prompt_is_answered(engine: AsyncLLM, monke
         assert eventually(lambda: watched[-1] is None), "without a client the steps are watched no longer"
 
 
-def test_a_draining_server_ends_the_streams(engine: AsyncLLM) -> None:
+def test_a_server_that_stops_ends_the_streams(engine: AsyncLLM) -> None:
     with listening(engine) as (server, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         with client.stream("GET", "/v1/kv-cache/events") as answer:
             found = read_events(answer)

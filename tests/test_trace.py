@@ -12,6 +12,7 @@ from engines import greedy, offloaded, random_prompt, token_ids
 
 from benchmarks.timeline import Overlap, Timeline
 from nanovllm import LLM
+from nanovllm.errors import ConfigError
 
 BLOCK = 16
 VOCAB = 97
@@ -46,6 +47,18 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert sum(copy.num_bytes for copy in copies) == total
     overlap = Overlap.of(timeline, timeline.steps, timeline.steps[-1].end)
     assert 0 <= overlap.hidden_s <= overlap.copies_s and 0 < overlap.waits_s < overlap.steps_s
+
+
+def test_a_process_has_one_trace_at_a_time(model_dir: Path, tmp_path: Path) -> None:
+    sizes = {"dtype": "float32", "num_gpu_blocks": 20, "kvcache_block_size": BLOCK}
+    with LLM(model_dir, **sizes, trace=tmp_path / "first.json") as llm:
+        with pytest.raises(ConfigError, match="torch's profiler runs in this process already"):
+            LLM(model_dir, **sizes, trace=tmp_path / "second.json")
+        token_ids(llm, [random_prompt(20, VOCAB, 1)], greedy(2))
+    assert (tmp_path / "first.json").exists() and not (tmp_path / "second.json").exists()
+    with LLM(model_dir, **sizes, trace=tmp_path / "second.json") as llm:
+        token_ids(llm, [random_prompt(20, VOCAB, 1)], greedy(2))
+    assert (tmp_path / "second.json").exists()
 
 
 def test_overlap_on_a_gpu_is_read_from_the_profilers_kernels_and_copies(tmp_path: Path) -> None:

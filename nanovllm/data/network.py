@@ -32,17 +32,14 @@ class RopeSpec:
     kind: RopeKind = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # how many times longer the context is than the trained one; default: unused
-    # Positions the network was trained on: dynamic, llama3, yarn, longrope, and linear where it is not
-    # max_position_embeddings.
-    original_max_position: int = 0
+    original_max_position: int = 0  # positions of the training; 0: max_position_embeddings, or unused
     attention_factor: float = 1.0  # multiplies cos and sin: yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    # yarn: queries are multiplied by 1 + query_beta * ln(1 + position // original_max_position).
-    query_beta: float = 0.0
+    query_beta: float = 0.0  # yarn: queries times 1 + query_beta * ln(1 + position // original_max_position)
     frequency_factors: tuple[float, ...] = ()  # what each frequency is divided by; default: they stay as they are
     long_factors: tuple[float, ...] = ()  # longrope: the `frequency_factors` for sequences beyond the trained length
     theta_growth: float = 1.0  # dynamic: multiplies theta
@@ -70,23 +67,16 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """A gated MLP beside the experts of a layer, through which every token passes.
-
-    module: its name within the block of the experts; gate: the name there of a matrix [1, hidden], by the sigmoid of
-    whose product its output is multiplied, or None.
-    """
+    """A gated MLP beside the experts of a layer, through which every token passes."""
 
     intermediate_size: int
-    module: str = "shared_experts"
-    gate: str | None = None
+    module: str = "shared_experts"  # its name within the block of the experts
+    gate: str | None = None  # the name there of a matrix [1, hidden]; the output is multiplied by the product's sigmoid
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Layers that have several MLPs ("experts"), of which a router chooses a few for each token.
-
-    block: the module of a layer that holds its router and experts, or "" for the layer itself; projections: the names
-    of the gate, up and down projections of an expert; root: what the names of all begin with. All as in the
+    """Layers that have several MLPs ("experts"), of which a router chooses a few for each token. Names are those of the
     checkpoint.
     """
 
@@ -95,8 +85,8 @@ class ExpertSpec:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # whether the weights of a token's experts are scaled to the sum 1
     layers: tuple[bool, ...]  # per layer: whether it has experts and not one MLP
-    block: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    block: str = "mlp"  # the module of a layer that holds its router and experts; "": the layer itself
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert: gate, up, down
     scoring: Scoring = "softmax"  # what makes scores of the router's logits, of all of them or of the chosen ones
     correction_bias: str | None = None  # a tensor [num_experts] of the block, added to the scores that choose
     num_groups: int = 1  # equal parts of neighbouring experts
@@ -109,7 +99,7 @@ class ExpertSpec:
     biases: bool = False  # of router, gate, up and down
     interleaved: bool = False  # the checkpoint has gate and up of all experts as one tensor, in which they alternate
     beside_mlp: bool = False  # a layer with experts has its MLP as well
-    root: str = "model"
+    root: str = "model"  # what the names of all modules begin with
 
     def prefix(self, layer: int) -> str:
         """What the names of a layer's router and experts begin with."""
@@ -276,7 +266,7 @@ class Gemma4Spec:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Of each layer without keys and values the layer whose it reads."""
+        """For each layer without keys and values: the layer whose keys and values it reads."""
         last = {self.full[layer]: layer for layer in range(self.num_owners)}
         return tuple(last[is_full] for is_full in self.full[self.num_owners :])
 

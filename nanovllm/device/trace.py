@@ -7,7 +7,8 @@ compute stream, which takes time on the CPU only. `CpuDevice` adds its copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from nanovllm.device.base import Device, Event, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
-from nanovllm.errors import EngineError
+from nanovllm.errors import ConfigError, EngineError
 
 
 class TracedCompute(StreamWrapper):
@@ -42,17 +43,19 @@ class TracedDevice(DeviceWrapper):
         self._path = Path(path)
         self._kernel: record_function | None = None
         self._profile: profile | None = None
+        self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Begin the trace. Raises EngineError if something else in this process is being profiled."""
+        """Begin the trace. Raises ConfigError while this process is profiled already: torch would crash."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            says = "torch's profiler runs in this process already, perhaps for another engine's trace: end it first"
+            raise ConfigError(f"trace={str(self._path)!r}: {says}")
         on_gpu = [ProfilerActivity.CUDA] if self.torch_device.type == "cuda" else []
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # copies on the CPU have their own
-        profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], experimental_config=threads)
-        try:
-            profiler.start()
-        except RuntimeError as error:
-            raise EngineError(f"trace={str(self._path)!r}: torch's profiler cannot start: {error}") from error
-        self._profile = profiler
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu], experimental_config=threads)
+        self._profile.start()
+        # An engine that nobody closes ends the profile too: torch crashes at exit while it profiles.
+        self._stop = weakref.finalize(self, self._profile.stop)
 
     @contextmanager
     def compute(self) -> Iterator[None]:
@@ -84,7 +87,7 @@ class TracedDevice(DeviceWrapper):
         self._profile = None
         if profiler is None:
             return
-        profiler.stop()
+        self._stop()
         try:
             profiler.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
@@ -54,12 +54,6 @@ class Loading(Protocol):
     def cancel(self) -> None:
         """End the read: when this returns, nothing is written into the blocks any more."""
         ...
-
-
-class Blocks(Protocol):
-    """What a request does with the blocks of its sequences; see `BlockManager`."""
-
-    def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
 
 @dataclass(eq=False)
@@ -219,20 +213,19 @@ class Request:
             return [seq]
         return [] if seq.num_output_tokens else self.live
 
-    def append_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
-        """Append the samples of a step: none, or one per live sequence."""
-        self.fork(blocks)
-        if samples:
-            for seq, sample in zip(self.live, samples, strict=True):
-                seq.append(sample)
+    def append_samples(self, samples: Seq[Sample], fork: Callable[[Sequence, Sequence], None]) -> None:
+        """Append the samples of a step: none, or one per live sequence.
 
-    def fork(self, blocks: Blocks) -> None:
-        """Share the blocks of the prompt with all sequences, once it is computed."""
+        fork: shares the blocks of its first argument with the second one. It is called once the prompt is computed.
+        """
         if not self.forked and self.computing[0].num_remaining == 0:
             first, *others = self.live
             for seq in others:
-                blocks.fork(first, seq)
+                fork(first, seq)
             self.forked = True
+        if samples:
+            for seq, sample in zip(self.live, samples, strict=True):
+                seq.append(sample)
 
     # ---- preemption and end
 

@@ -537,7 +537,7 @@ class Scheduler:
             metrics.first_prefill_tokens = metrics.prefill_tokens
         else:
             metrics.decode_tokens += len(samples)
-        request.append_samples(samples, self.block_manager)
+        request.append_samples(samples, self.block_manager.fork)
         for seq in request.live if samples else ():
             token = seq.token_ids[-1]
             if token in seq.params.stop_token_ids:

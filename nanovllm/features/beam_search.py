@@ -1,7 +1,8 @@
 """Beam search in rounds: each computes one token of every beam and keeps the best continuations.
 
-The engine knows nothing of it. A beam of a round is a request of its own that generates one token, and what it shares
-with the beams of earlier rounds is in the prefix cache. The search is that of Transformers' `GenerationMixin`.
+The engine knows nothing of it. A beam of a round is a request of its own that generates one token. What it shares with
+the beams of earlier rounds is in the prefix cache, but for the tokens after its last whole hash block, which each round
+computes again. The search is that of Transformers' `GenerationMixin`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,34 +87,14 @@ def find_directory(
             "format or of a GGUF file, or the name of a model on the hub, such as Qwen/Qwen3-0.6B"
         )
     # Slow to import, and not needed for directories.
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir)
-    patterns = [*CONFIG_FILES, *TOKENIZER_FILES, *(WEIGHT_FILES if content == "model" else ())]
-
-    def snapshot(local_files_only: bool) -> Path:
-        directory = snapshot_download(
-            str(name),
-            revision=revision,
-            cache_dir=cache,
-            token=token,
-            allow_patterns=patterns,
-            ignore_patterns=list(LEFT_OUT),
-            local_files_only=local_files_only,
-        )
-        return Path(directory)
-
+    options = {"revision": revision, "cache_dir": cache, "token": token}
+    with suppress(Exception):  # the library raises many types if the cache has no such snapshot
+        return _snapshot(str(name), content, local_files_only=True, **options)
     try:
-        cached = snapshot(local_files_only=True)
-        if _is_complete(cached, content):
-            return cached
-    except Exception:  # the library raises many types if the cache has no such snapshot
-        pass
-    try:
-        downloaded = snapshot(local_files_only=False)
-        if not _is_complete(downloaded, content):
-            raise FileNotFoundError(f"{downloaded} lacks files of the {content}")
-        return downloaded
+        return _snapshot(str(name), content, local_files_only=False, **options)
     except Exception as error:
         at = "" if revision is None else f" at revision {quoted(revision)}"
         raise ConfigError(
@@ -121,6 +102,20 @@ def find_directory(
             f"snapshot of a model of that name{at}, and it cannot be downloaded ({told(error)}): give the path of a "
             "local directory, or download the model where the hub can be reached"
         ) from error
+
+
+def _snapshot(name: str, content: Content, **options: Any) -> Path:
+    """The complete snapshot of a model. options: of `snapshot_download`.
+
+    Raises what that raises, and FileNotFoundError if files are missing.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*CONFIG_FILES, *TOKENIZER_FILES, *(WEIGHT_FILES if content == "model" else ())]
+    snapshot = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(LEFT_OUT), **options))
+    if not _is_complete(snapshot, content):
+        raise FileNotFoundError(f"{snapshot} lacks files of the {content}")
+    return snapshot
 
 
 def _is_complete(snapshot: Path, content: Content) -> bool:

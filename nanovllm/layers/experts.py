@@ -227,29 +227,29 @@ class ExpertWeights:
         """x times the transposed matrix of an expert, plus its bias: [rows, in] -> [rows, out]."""
         if not self.is_stacked:
             return self._weights[expert].apply(x, None if self._biases[0] is None else self._biases[0][expert])
-        found = []
+        outputs = []
         for weight, size, biases in zip(self._weights, self._sizes, self._biases, strict=True):
             own = slice(expert * size, (expert + 1) * size)
             bias = None if biases is None else biases[expert]
             if isinstance(weight, PackedMatrix):
-                found.append(packed_linear(x, weight.packed.rows(own), bias))
+                outputs.append(packed_linear(x, weight.packed.rows(own), bias))
             else:
                 assert weight.dense is not None
-                found.append(linear(x, weight.dense[own], bias))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+                outputs.append(linear(x, weight.dense[own], bias))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def all_at_once(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor:
         """x times each row's own matrix; see `triton_experts.grouped_linear`."""
         from nanovllm.ops.triton_experts import grouped_linear, grouped_packed_linear
 
-        found = []
+        outputs = []
         for weight, size, biases in zip(self._weights, self._sizes, self._biases, strict=True):
             if isinstance(weight, PackedMatrix):
-                found.append(grouped_packed_linear(x, weight.packed, ends, rows, biases))
+                outputs.append(grouped_packed_linear(x, weight.packed, ends, rows, biases))
             else:
                 assert weight.dense is not None
-                found.append(grouped_linear(x, weight.dense.view(len(ends), size, -1), ends, rows, biases))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+                outputs.append(grouped_linear(x, weight.dense.view(len(ends), size, -1), ends, rows, biases))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def __iter__(self) -> Iterator[StoredWeight]:
         return iter(self._weights)
@@ -259,8 +259,8 @@ class ExpertWeights:
             yield from weight.slots()
         for expert, parts in enumerate(self._parts):
             biases = [biases[expert] for biases in self._biases if biases is not None]
-            each = biases[0].split(list(parts.values())) if len(biases) == 1 else biases
-            for module, part in zip(parts, each, strict=bool(biases)):
+            parts_of_bias = biases[0].split(list(parts.values())) if len(biases) == 1 else biases
+            for module, part in zip(parts, parts_of_bias, strict=bool(biases)):
                 yield f"{module}.bias", slot_of(part)
 
 

@@ -80,20 +80,15 @@ class WatchedKVCache:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The inputs of all layers of one forward pass.
-
-    adapters: of each part of `Decoder.chunk_rows` rows, in order; empty if no row has one. hidden: [tokens, hidden],
-    the hidden states that a head for multi-token prediction reads beside the tokens. state_parts: see
-    `gated_delta.parts_of_states`, which makes them of `sequences` if there are none.
-    """
+    """The inputs of all layers of one forward pass."""
 
     positions: Tensor  # int64 [tokens]
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
-    adapters: Sequence[RowAdapters | None] = ()
+    adapters: Sequence[RowAdapters | None] = ()  # of each part of `Decoder.chunk_rows` rows; empty if no row has one
     states: StepStates | None = None  # of recurrent layers, if the network has any
-    hidden: Tensor | None = None
-    state_parts: Sequence[StatePart] = ()
+    hidden: Tensor | None = None  # [tokens, hidden], which a head for multi-token prediction reads beside the tokens
+    state_parts: Sequence[StatePart] = ()  # `gated_delta.parts_of_states` makes them of `sequences` if there are none
 
     @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:

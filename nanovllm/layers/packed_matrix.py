@@ -77,12 +77,12 @@ class StackedWeights:
 
     def rows(self, indices: Tensor) -> Tensor:
         start = 0
-        found = []
+        rows = []
         for weight, size in zip(self._weights, self._sizes, strict=True):
             inside = (indices >= start) & (indices < start + size)
-            found.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))
+            rows.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))
             start += size
-        return torch.stack(found).sum(0).to(self._dtype)
+        return torch.stack(rows).sum(0).to(self._dtype)
 
     def slots(self) -> NamedSlots:
         for weight in self._weights:
@@ -93,9 +93,9 @@ class StackedWeights:
             weight.finish_loading()
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
-        found = [weight.kernel_parts() for weight in self._weights]
-        known = [parts for parts in found if parts is not None]
-        return [part for parts in known for part in parts] if len(known) == len(found) else None
+        of_weights = [weight.kernel_parts() for weight in self._weights]
+        known = [parts for parts in of_weights if parts is not None]
+        return [part for parts in known for part in parts] if len(known) == len(of_weights) else None
 
     def use_torch_products(self) -> None:
         for weight in self._weights:

@@ -174,15 +174,15 @@ def token_logprobs(
     1 + the number of tokens with a larger log-probability. A result depends on the logits, token and count of its row
     alone.
     """
-    found: list[TokenLogprobs | None] = [None] * len(counts)
+    logprobs: list[TokenLogprobs | None] = [None] * len(counts)
     asked = [row for row, count in enumerate(counts) if count is not None]
     for start in range(0, len(asked), LOGPROB_ROWS):
         rows = asked[start : start + LOGPROB_ROWS]
         of_rows = logits if len(rows) == len(counts) else logits[rows]
         measured = _measure(of_rows, [token_ids[row] for row in rows], [counts[row] or 0 for row in rows])
         for row, measures in zip(rows, measured, strict=True):
-            found[row] = measures
-    return found
+            logprobs[row] = measures
+    return logprobs
 
 
 def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -152,13 +152,13 @@ class Sharding:
     def ranges(self, module: str) -> tuple[Sequence[range], Sequence[range]]:
         """The rows and the columns of a matrix that this rank holds; () stands for all."""
         dimension, things = _divided(module)
-        found: list[range] = []
+        held_ranges: list[range] = []
         start = 0
         for thing in things:
             held = self.held(thing)
-            found.append(range(start + held.start, start + held.stop))
+            held_ranges.append(range(start + held.start, start + held.stop))
             start += self.whole.width(thing)
-        return (found, ()) if dimension == ROWS else ((), found)
+        return (held_ranges, ()) if dimension == ROWS else ((), held_ranges)
 
     def part(self, module: str, axes: Sequence[Axis | None], shape: Sequence[int]) -> Part:
         """The part of a checkpoint tensor of `module` that this rank reads.
@@ -167,13 +167,13 @@ class Sharding:
         not divided either: the entry holds for all rows or columns.
         """
         ranges = self.ranges(module)
-        found = [
-            [slice(each.start // axis.size, -(-each.stop // axis.size)) for each in ranges[axis.dimension]]
+        slices_of_axes = [
+            [slice(span.start // axis.size, -(-span.stop // axis.size)) for span in ranges[axis.dimension]]
             if axis is not None and size > 1
             else []
             for axis, size in zip(axes, shape, strict=False)
         ]
-        return [slices or [slice(None)] for slices in found] if any(found) else ()
+        return [slices or [slice(None)] for slices in slices_of_axes] if any(slices_of_axes) else ()
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -204,7 +204,7 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
     storage, called `form`, cannot be divided everywhere. Raises ConfigError if a rank would have none of something, or
     a part of a matrix that cannot be stored.
     """
-    held = [_heads(sizes.heads, sizes.kv_heads, each, num_ranks) for each in range(num_ranks)]
+    held = [_heads(sizes.heads, sizes.kv_heads, rank, num_ranks) for rank in range(num_ranks)]
     if not all(heads for heads, _ in held):
         raise ConfigError(
             f"tensor_parallel_size={num_ranks}: the model has {sizes.heads} query heads and {sizes.kv_heads} KV heads "
@@ -221,20 +221,20 @@ def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = ()
     }
     shardings = [
         Sharding(
-            rank=each,
+            rank=rank,
             num_ranks=num_ranks,
             whole=sizes,
-            heads=held[each][0],
-            kv_heads=held[each][1],
-            intermediate=parts["intermediate"][each],
-            expert_intermediate=parts["expert_intermediate"][each],
-            shared_intermediate=parts["shared_intermediate"][each],
-            vocab=parts["vocab"][each],
+            heads=held[rank][0],
+            kv_heads=held[rank][1],
+            intermediate=parts["intermediate"][rank],
+            expert_intermediate=parts["expert_intermediate"][rank],
+            shared_intermediate=parts["shared_intermediate"][rank],
+            vocab=parts["vocab"][rank],
             most_kv_heads=max(len(kv_heads) for _, kv_heads in held),
             vocab_widths=tuple(map(len, parts["vocab"])),
-            key_heads=rank_part(sizes.states.key_heads, each, num_ranks),
+            key_heads=rank_part(sizes.states.key_heads, rank, num_ranks),
         )
-        for each in range(num_ranks)
+        for rank in range(num_ranks)
     ]
     for matrix in matrices:
         for sharding in shardings:

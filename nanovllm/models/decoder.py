@@ -139,8 +139,8 @@ class DecoderLayer(ABC):
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
             yield f"{self.spec.root}.layers.{self.index}.{name}.weight", norm_slot(self.spec, norm, norm.shape)
-        for each in (self.qkv, self.o, self.mlp):
-            yield from each.slots()
+        for part in (self.qkv, self.o, self.mlp):
+            yield from part.slots()
         yield from self._mixer_slots()
 
     def _norms(self) -> Iterator[Tensor]:

@@ -74,7 +74,7 @@ def decoder_spec(
     if family.full_head_dim is None and getattr(config, "is_heterogeneous", False):
         raise ModelError(f"per_layer_config is not supported: the layers of a {family.architecture} have equal sizes.")
     for name, computed in family.only.items():
-        if (value := getattr(config, name)) not in computed:
+        if (value := getattr(config, name, computed[0])) not in computed:  # older config classes lack some fields
             allowed = " or ".join(map(quoted, computed))
             raise ModelError(f"{name}={quoted(value)}: a {family.architecture} is computed with {allowed} only.")
     has_bias = {name: getattr(config, name) for name in family.biases}

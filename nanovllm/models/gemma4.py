@@ -228,12 +228,12 @@ class Gemma4Decoder(Decoder):
         embedding, projection = self._tables
         size = self._gemma.per_layer_size
         eps = self.spec.rms_norm_eps
-        found = x.new_empty(x.shape[0], self._gemma.packed_layers * size)
-        for ids, embedded, rows in row_parts(self.chunk_rows, input_ids, x, found):
+        inputs = x.new_empty(x.shape[0], self._gemma.packed_layers * size)
+        for ids, embedded, rows in row_parts(self.chunk_rows, input_ids, x, inputs):
             context = projection.apply(embedded, None).mul_(self.spec.hidden_size**-0.5)
             normed = self._kernels.rms_norm(context.view(-1, size), self._own_norm, eps).view_as(context)
             rows.copy_(normed.add_(embedding.rows(ids).mul_(self._own_scale)).mul_(2.0**-0.5))
-        return found.view(x.shape[0], -1, size)
+        return inputs.view(x.shape[0], -1, size)
 
     def _weights(self) -> Iterator[StoredWeight]:
         yield from super()._weights()

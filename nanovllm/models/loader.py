@@ -85,8 +85,8 @@ def load_model(
     stored: dict[str, StoredTensor] = {}
     if load_format != "dummy":
         says_so = group is None or group.rank == 0
-        found = _list_tensors(directory, says_so=says_so)
-        stored = with_single_experts(_of_text_model(directory, found, spec), spec)
+        listed = _list_tensors(directory, says_so=says_so)
+        stored = with_single_experts(_of_text_model(directory, listed, spec), spec)
         stored = _without_mtp_layers(directory, stored, spec, says_so=says_so)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
@@ -293,12 +293,12 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
     hidden, intermediate]; its block is named mlp for every family, but where layers have an MLP besides. Raises
     ModelError if a fused tensor has another shape.
     """
-    found = dict(stored)
+    single = dict(stored)
     experts = spec.experts
     if experts is None:
-        return found
+        return single
     if experts.interleaved:
-        return with_single_interleaved(found, spec, experts)
+        return with_single_interleaved(single, spec, experts)
     hidden = spec.hidden_size
     inner = experts.intermediate_size
     count = experts.num_experts
@@ -308,23 +308,23 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
             continue
         gate_up = f"{prefix}experts.gate_up_proj"
         down = f"{prefix}experts.down_proj"
-        gate_up_tensor = _take(found, gate_up, (count, 2 * inner, hidden))
-        down_tensor = _take(found, down, (count, hidden, inner))
+        gate_up_tensor = _take(single, gate_up, (count, 2 * inner, hidden))
+        down_tensor = _take(single, down, (count, hidden, inner))
         for name, _, _ in experts.routing_tensors(layer, hidden):
             other = name.replace(experts.prefix(layer), prefix, 1)
-            if other in found:
-                found[name] = part_of(found.pop(other), other, slice(None))
+            if other in single:
+                single[name] = part_of(single.pop(other), other, slice(None))
         for expert in range(count):
             modules = experts.expert(layer, expert)
-            found[f"{modules[0]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(0, inner))
-            found[f"{modules[1]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(inner, 2 * inner))
-            found[f"{modules[2]}.weight"] = part_of(down_tensor, down, expert, slice(None))
-    return found
+            single[f"{modules[0]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(0, inner))
+            single[f"{modules[1]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(inner, 2 * inner))
+            single[f"{modules[2]}.weight"] = part_of(down_tensor, down, expert, slice(None))
+    return single
 
 
-def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> StoredTensor:
-    """Remove a fused tensor from those found, and return it."""
-    tensor = found.pop(name, None)
+def _take(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> StoredTensor:
+    """Remove a fused tensor from those stored, and return it."""
+    tensor = stored.pop(name, None)
     if tensor is None:
         raise ModelError(f"{name} is missing, which holds experts of this layer; copy the checkpoint again.")
     if tensor.shape != shape:

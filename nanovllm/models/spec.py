@@ -107,20 +107,21 @@ class DecoderSpec:
             kv_heads = gemma.full_kv_heads if kind[0] else self.num_kv_heads
             held[kind] = replace(self.for_layer(layers[0]), num_kv_heads=kv_heads)._shardings(num_ranks, layers, self)
         sizes = {len(sharding.heads) for shardings in held.values() for sharding in shardings}
-        if len(sizes) > 1 or any(len({len(each.kv_heads) for each in of_kind}) > 1 for of_kind in held.values()):
+        kv_sizes = [{len(sharding.kv_heads) for sharding in shardings} for shardings in held.values()]
+        if len(sizes) > 1 or any(len(of_kind) > 1 for of_kind in kv_sizes):
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks}: every rank must have as many of a layer's {self.num_heads} heads, "
                 f"and of its KV heads, {self.num_kv_heads} or {gemma.full_kv_heads}; take another number of ranks"
             )
-        found = []
+        ranks = []
         for rank in range(num_ranks):
             of_kinds = {kind: shardings[rank] for kind, shardings in held.items()}
             own = self._part(of_kinds.get((False, False)) or self._shardings(num_ranks, ())[rank])
-            wide = [len(each.intermediate) for (_, is_shared), each in of_kinds.items() if is_shared]
+            wide = [len(sharding.intermediate) for (_, is_shared), sharding in of_kinds.items() if is_shared]
             full_kv_heads = len(of_kinds[True, False].kv_heads)
             part = replace(gemma, full_kv_heads=full_kv_heads, shared_intermediate_size=max(wide, default=0))
-            found.append(replace(own, gemma4=part, layer_shardings=tuple(of_kinds[kind] for kind in kinds)))
-        return found
+            ranks.append(replace(own, gemma4=part, layer_shardings=tuple(of_kinds[kind] for kind in kinds)))
+        return ranks
 
     def sharding_of(self, module: str) -> Sharding | None:
         """How a tensor-parallel rank's module is divided; None if there is one rank."""
@@ -172,12 +173,12 @@ class DecoderSpec:
         alike."""
         if self.quantization is None:
             return ()
-        found: dict[tuple[object, ...], DividedMatrix] = {}
+        divided: dict[tuple[object, ...], DividedMatrix] = {}
         matrices = [*self._tables(), *(matrix for index in layers for matrix in self._layer_matrices(index))]
         for module, rows, columns in matrices:
             matrix = DividedMatrix(module, (rows, columns), self.quantization.units(module, rows, columns))
-            found[kind_of_mlp(module), module.rpartition(".")[2], matrix.units] = matrix
-        return found.values()
+            divided[kind_of_mlp(module), module.rpartition(".")[2], matrix.units] = matrix
+        return divided.values()
 
     @property
     def most_kv_heads(self) -> int:
@@ -549,7 +550,7 @@ class DecoderSpec:
         """A network of the first layer of each kind, which take different memory: with one MLP or experts, with
         attention or recurrent."""
         has_experts = (False,) * self.num_layers if self.experts is None else self.experts.layers
-        sizes = [(each.kv_parts, each.head_dim) for each in map(self.for_layer, range(self.num_layers))]
+        sizes = [(layer.kv_parts, layer.head_dim) for layer in map(self.for_layer, range(self.num_layers))]
         kinds = [(has_experts[layer], self.is_recurrent(layer), sizes[layer]) for layer in range(self.num_layers)]
         return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
 

@@ -59,15 +59,7 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message=True: needs add_generation_prompt=False, because the last message is continued"
             )
-        if tools is not None and not _is_list_of_objects(tools):
-            raise RequestError(f"tools={quoted(tools)}: must be a list of JSON schemas")
-        if documents is not None and not _is_list_of_objects(documents):
-            raise RequestError(f"documents={quoted(documents)}: must be a list of objects, such as with title and text")
-        if not isinstance(template_kwargs, Mapping | None):
-            raise RequestError(f"chat_template_kwargs={quoted(template_kwargs)}: must be an object with the variables")
-        for name in template_kwargs or {}:
-            if name in NOT_VARIABLES:
-                raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
+        _check_variables(tools, documents, template_kwargs)
         self._tokenizer = tokenizer
         self._content_format = check_content_format(content_format)
         self._arguments = {
@@ -104,6 +96,19 @@ class ChatTemplate:
         text = texts[0][0]  # beside where the answers are
         check_characters("the prompt that the chat template makes", text)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_variables(tools: Any, documents: Any, template_kwargs: Any) -> None:
+    """Raise RequestError for what cannot be given to a template."""
+    if tools is not None and not _is_list_of_objects(tools):
+        raise RequestError(f"tools={quoted(tools)}: must be a list of JSON schemas")
+    if documents is not None and not _is_list_of_objects(documents):
+        raise RequestError(f"documents={quoted(documents)}: must be a list of objects, such as with title and text")
+    if not isinstance(template_kwargs, Mapping | None):
+        raise RequestError(f"chat_template_kwargs={quoted(template_kwargs)}: must be an object with the variables")
+    for name in template_kwargs or {}:
+        if name in NOT_VARIABLES:
+            raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
 
 
 def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:

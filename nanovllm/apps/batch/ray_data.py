@@ -156,7 +156,10 @@ class Pool:
                 cpu_machine(),
                 cpu_kernel_choice().setting,
             ),
-            compute=ray.data.ActorPoolStrategy(size=min(self.num_replicas, len(items))),
+            # One slice at a time: a lost actor takes a try from every slice that waits for it.
+            compute=ray.data.ActorPoolStrategy(
+                size=min(self.num_replicas, len(items)), max_tasks_in_flight_per_actor=1
+            ),
             batch_size=1,
             num_cpus=self.resources.num_cpus,
             num_gpus=self.resources.num_gpus,

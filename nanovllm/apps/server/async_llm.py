@@ -196,12 +196,6 @@ class AsyncLLM:
         request_ids = None if request_id is None else [request_id]
         await self.call(lambda _: self._deliver(self._client.abort(request_ids)))
 
-    def fail(self, error: Exception) -> None:
-        """Have all unfinished requests raise `error` to their consumers, without waiting for the running step."""
-        for stream in (failed := list(self._streams.values())):
-            stream.fail(error)
-        wake(failed)
-
     def drop(self, streams: Iterable[RequestStream]) -> None:
         """Abort requests whose consumer has gone. Does not wait."""
         self._submitted(lambda _: self._drop(streams))
@@ -372,7 +366,10 @@ class AsyncLLM:
         except Exception:
             logger.exception("the requests of the ended engine were not aborted")
         assert self._end is not None
-        self.fail(self._end)
+        failed = list(self._streams.values())
+        for stream in failed:
+            stream.fail(self._end)
+        wake(failed)
         self._streams.clear()
         while not self._commands.empty():
             command = self._commands.get()

@@ -144,8 +144,7 @@ class WithoutTexts(Parser):
 
     def feed(self, text: str) -> list[Piece]:
         text = self._held + text
-        *_, end = (0, *(match.end() for match in self._pattern.finditer(text)))
-        tail = text[end:]
+        tail = self._pattern.split(text)[-1]  # behind the last special token
         may_be_open = not self._first.isdisjoint(tail[-self._longest :])
         self._held = open_end(tail, self._texts) if may_be_open else ""
         return self._parser.feed(self._pattern.sub("", text[: len(text) - len(self._held)]))

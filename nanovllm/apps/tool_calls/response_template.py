@@ -69,7 +69,8 @@ class ResponseTemplateParser(Parser):
     def _read(self, event: Mapping[str, Any]) -> list[Piece]:
         name = event["field"]
         if event["type"] == "region_open":
-            self._region, self._shown = self._shown, self._after_mark(name, "open")
+            self._region = self._shown
+            self._shown = self._after_mark(name, "open")
         elif event["type"] == "region_chunk":
             self._shown += len(event["text"])
             if name != CALLS:

@@ -98,8 +98,8 @@ def _check_torchrun(size: int) -> None:
             "start the program with torchrun, or leave the argument out"
         )
     if os.environ["WORLD_SIZE"] != str(size):
-        found = os.environ["WORLD_SIZE"]
-        raise ConfigError(f"tensor_parallel_size={size}: torchrun has started {found} ranks; make both numbers equal")
+        started = os.environ["WORLD_SIZE"]
+        raise ConfigError(f"tensor_parallel_size={size}: torchrun has started {started} ranks; make both numbers equal")
 
 
 def _start_with_torchrun(
@@ -134,22 +134,22 @@ def _start_with_torchrun(
 
 def _accepted(listener: Listener, count: int) -> dict[int, Connection]:
     """The connections of the ranks on torchrun's other processes, by rank."""
-    found: dict[int, Connection] = {}
+    connections: dict[int, Connection] = {}
     deadline = time.monotonic() + START_SECONDS
-    while len(found) < count:
+    while len(connections) < count:
         left = max(0.001, deadline - time.monotonic())
         listener._listener._socket.settimeout(left)  # type: ignore[attr-defined]
         try:
             connection = without_delay(listener.accept())
-            found[connection.recv()] = connection
+            connections[connection.recv()] = connection
         except (AuthenticationError, EOFError, ConnectionError):
             continue  # no rank: others that reach the port may try it
         except OSError as error:
             raise EngineError(
-                f"of {count} other ranks {len(found)} have come within {START_SECONDS:g} s ({told(error)}): look at "
-                "their output"
+                f"of {count} other ranks {len(connections)} have come within {START_SECONDS:g} s ({told(error)}): look "
+                "at their output"
             ) from error
-    return found
+    return connections
 
 
 def without_delay(connection: Connection) -> Connection:

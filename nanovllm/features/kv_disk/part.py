@@ -130,7 +130,7 @@ class _Load:
 
 
 class StorePart:
-    """Looks, reads and writes for one rank. `name` is that of a unit or a state, the same in all ranks."""
+    """Looks, reads and writes for one rank. Names are those of units and states, the same in all ranks."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, rank: int, report: Callable[[Report], None]) -> None:
         assert config.kv_cache_dir is not None
@@ -145,11 +145,11 @@ class StorePart:
         self._looks = DiskThreads("kv-disk-look", 1)
         self._readers = DiskThreads("kv-disk-reader", READERS, self._copier.begin_thread)
         self._writer = DiskThreads("kv-disk-writer", 1, _yield_to_steps)
-        self._loads: dict[int, _Load] = {}
-        self._held: dict[int, tuple[str, Tensor]] = {}  # states by sequence, see `keep`
+        self._loads: dict[int, _Load] = {}  # by work, those with files that are not read yet
+        self._held: dict[int, tuple[str, Tensor]] = {}  # names and states by sequence, see `keep`
         self._queued = 0  # bytes that the writer has not written
         self._lock = threading.Lock()
-        self._resumes_at = 0.0  # when it writes again
+        self._resumes_at = 0.0  # it does not write before this time, after a write has failed
 
     def open(self, identity: bytes) -> None:
         """identity: what decides the bits of all ranks."""
@@ -238,7 +238,7 @@ class StorePart:
     ) -> None:
         """Copy what has been computed, as far as there is room, and write it behind the steps.
 
-        held_for: the state is written when this sequence ends, unless a later one of it comes before; None: at once.
+        held_for: the sequence at whose end its last state is written; None: the state is written at once.
         """
         if not self._has_room:
             return
@@ -270,19 +270,24 @@ class StorePart:
 
     def _write(self, name: str, content: Tensor) -> None:
         try:
-            path = self._path(name)
-            if time.monotonic() >= self._resumes_at and not path.exists():
-                self._root.mkdir(0o700, parents=True, exist_ok=True)
-                if self._space.make_room(content.nbytes + files.HEADER.size):
-                    files.write(path, bytes_of(content))
-                if not (about := self._directory / files.MODEL).exists():
-                    files.replace(about, self._model_name.encode())
+            if time.monotonic() >= self._resumes_at:
+                self._write_file(self._path(name), bytes_of(content))
         except Exception as error:
             self._resumes_at = time.monotonic() + PAUSE_SECONDS
             wrong = str(error) if isinstance(error, OSError) else told(error)
             self._report(Warned(f"nothing is written for {PAUSE_SECONDS:g} s", wrong))
         with self._lock:
             self._queued -= content.nbytes
+
+    def _write_file(self, path: Path, content: memoryview) -> None:
+        """Write what is not there yet and fits into the space. Raises OSError."""
+        self._root.mkdir(0o700, parents=True, exist_ok=True)
+        if path.exists() or not self._space.make_room(len(content) + files.HEADER.size):
+            return
+        files.write(path, content)
+        about = path.with_name(files.MODEL)
+        if not about.exists():
+            files.replace(about, self._model_name.encode())
 
     def close(self) -> None:
         """End reading, and write what was handed over, as long as the disk gets on with it. Safe to call twice."""

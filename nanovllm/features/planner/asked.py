@@ -99,13 +99,19 @@ def _memory_given(asked: PlanRequest, network: Network, config: EngineConfig) ->
 
 def _memory_here(network: Network, config: EngineConfig) -> MemoryFacts:
     """The memory of the device that an engine on this machine would choose, once it holds the weights."""
-    from nanovllm.device import create_device  # imports torch
+    import torch
 
+    from nanovllm.device import create_device
+    from nanovllm.ops import is_chunk_invariant, select_backend
+    from nanovllm.ops.kv_quantization import stored_dtype
+
+    stored = stored_dtype(network.kv_cache_dtype, getattr(torch, network.dtype))
     with closing(create_device(None)) as device:
+        backend = select_backend(device.torch_device, network.spec.hardest_head_dim, stored)
         total = device.total_memory()
         free = device.free_memory()
-        shared = device.shares_host
-        return _facts(network, config, total, free, device.free_host_memory(), shared)
+        facts = _facts(network, config, total, free, device.free_host_memory(), device.shares_host)
+    return facts if is_chunk_invariant(backend) else replace(facts, layerwise_token_bytes=0)
 
 
 def _facts(
