@@ -58,9 +58,9 @@ def pybind11_include() -> str:
 def find_nvcc() -> Path | None:
     """The CUDA compiler of CUDA_HOME, else of PATH, else where CUDA installs itself."""
     home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=f"{home}/bin") if home else None
-    found = found or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    return Path(found) if found else None
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else None
+    nvcc = nvcc or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return Path(nvcc) if nvcc else None
 
 
 def cuda_wish() -> str:
@@ -76,7 +76,7 @@ def cuda_library_dir(nvcc: Path) -> str:
     text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     tops = [line.split("TOP=", 1)[1].strip() for line in text.splitlines() if "TOP=" in line]
     homes = [Path(top) for top in tops] + [nvcc.resolve().parent.parent]
-    dirs = [Path(found) for found in re.findall(r'"-L([^"]+)"', text)]
+    dirs = [Path(folder) for folder in re.findall(r'"-L([^"]+)"', text)]
     dirs += [home / sub for home in homes for sub in ("lib64", "lib", "targets/x86_64-linux/lib")]
     for directory in dirs:
         if (directory / "libcudart_static.a").exists():

@@ -1,4 +1,4 @@
-// What Python hands over of a tensor with rows: its address, and the elements from one row to the next.
+// What Python passes of a tensor, and what the kernels make of it.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 
 namespace nanovllm {
 
+// Of a tensor with rows: its address, and the elements from one row to the next.
 using Address = std::pair<uintptr_t, int64_t>;
 
 template <class T>
@@ -39,7 +40,7 @@ inline rows::Activation activation_of(const std::string& name) {
     throw std::invalid_argument("There is no CPU kernel for the activation " + name + ".");
 }
 
-// Calls `work` with an element of the dtype that PyTorch calls so.
+// Calls `work` with an element of the dtype of this PyTorch name.
 template <class Work>
 void with_element(const std::string& dtype, const Work& work) {
     switch (dtype_of(dtype)) {

@@ -35,13 +35,13 @@ struct Fp32Words : SingleWords<Avx2> {
     }
     static void store_words(uint32_t* p, U v) { store(reinterpret_cast<float*>(p), v); }
 
-    // Rows of W keys as `row` loads them, zeros for keys that are not there, turned around.
+    // Rows of W keys as `row` loads them, transposed; zeros for missing keys.
     template <class Row>
     static void turn_keys(int keys, const Row& row, U columns[W]) {
         if (keys >= W) {
 #pragma GCC unroll 16
             for (int i = 0; i < W; ++i) columns[i] = row(i);
-        } else {  // by way of memory, which takes one branch instead of W
+        } else {  // through memory, which takes one branch instead of W
             U some[W];
             for (int i = 0; i < W; ++i) some[i] = i < keys ? row(i) : zero();
 #pragma GCC unroll 16

@@ -1,7 +1,6 @@
 // The tile kernel: query rows times KV tiles, for any instruction set X.
 //
-// More rows than one register tile go over packed keys and values, packed once per tile; few rows go over them where
-// they lie.
+// Up to one register tile of rows reads keys and values in place. For more rows they are packed, once per tile.
 //
 // Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
 
@@ -12,7 +11,7 @@ template <class X>
 struct Workspace {
     uint32_t *query, *keys, *values, *probabilities;
     float *scores, *output, *lse, *maximum, *sum, *old_weight, *tile_weight;
-    float *key_scales, *value_scales;  // of the tile at hand, where KV is in 8 bits; 0 for keys that are not there
+    float *key_scales, *value_scales;  // of the current tile, for KV in 8 bits; 0 for missing keys
     size_t bytes = 0;
 
     Workspace(void* base, int rows, int head_dim) : base_(static_cast<char*>(base)) {
@@ -42,7 +41,7 @@ struct Workspace {
     }
 };
 
-// The state of a task's rows. Here and in Tiles, X is what operands of all types of KV share: X::Words.
+// The state of a task's rows. Here and in Tiles, X is X::Words: what the operands of all types of KV share.
 template <class X>
 class RowStates {
   public:
@@ -59,7 +58,7 @@ class RowStates {
     const Task& task_;
     const int rows_, head_dim_;
     Workspace<X> work_;
-    // Of the tile at hand.
+    // Of the current tile.
     float *accumulator_ = nullptr, *maximum_ = nullptr, *sum_ = nullptr;
 
     RowStates(const Task& task, void* workspace)
@@ -139,9 +138,9 @@ class Tiles : protected RowStates<X> {
     };
 
     const int words_;
-    // The tile at hand.
+    // The current tile.
     const char *key_ = nullptr, *value_ = nullptr;
-    const char *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile, perhaps of another task, after it
+    const char *next_key_ = nullptr, *next_value_ = nullptr;  // of the next tile, perhaps of another task
     Ahead ahead_keys_, ahead_values_;
     int tile_keys_ = 0;
 
@@ -229,7 +228,7 @@ class Tiles : protected RowStates<X> {
         packed_values_ = false;
     }
 
-    // Keys that are not there may hold anything.
+    // Missing keys may hold anything.
     void gather_scales(const char* rows, float unit, float* scales) const {
         for (int key = 0; key < tile_keys_; ++key)
             scales[key] = raw_scale(rows + key * task_.keys.row_bytes, head_dim_);
@@ -398,7 +397,7 @@ class TileKernel final : Tiles<typename X::Words> {
         constexpr int kKeys = kMost * X::W;
         static_assert(kTileKeys % kKeys == 0);
         const Range seen = this->visible_vectors(0, M);
-        // Whole steps: what is scored before the first key that is seen and after the last one is not read.
+        // Whole steps. Scores before the first visible key and after the last one are not read.
         for (int key = seen.begin / kKeys * kKeys; key < seen.end; key += kKeys) score_at<M, kMost>(key);
     }
 

@@ -1,6 +1,6 @@
 // exp and log on vectors of fp32, and the merge of two softmax states, for any instruction set X.
 //
-// Own polynomials and not libm's: they run on whole vectors, and a lane's result is the same whatever stands beside it.
+// The polynomials are our own: they run on whole vectors, and a lane's result does not depend on the lanes beside it.
 // Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -48,8 +48,8 @@ inline typename X::F log_f32(typename X::F x) {
 }
 
 // Merges the tile states (maximum in base 2, sum) of `rows` rows into their LSE, and leaves the two weights:
-// output = old_weight * output + tile_weight * accumulator. A row that sees no key of the tile keeps its LSE; its
-// weights mean nothing. Arrays are padded to whole vectors.
+// output = old_weight * output + tile_weight * accumulator. A row that sees no key of the tile keeps its LSE, and its
+// weights are not used. Arrays are padded to whole vectors.
 template <class X>
 __attribute__((noinline)) void merge_weights(int rows, const float* tile_max, const float* tile_sum, float* lse,
                                              float* old_weight, float* tile_weight) {

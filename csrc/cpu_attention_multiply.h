@@ -1,8 +1,8 @@
 // The products of the tile kernel, and the softmax between them, for any instruction set X.
 //
 // A packed operand consists of 4-byte words, each holding X::kStep elements along the summed dimension: one fp32, a pair
-// of bf16, or four bytes. Every element of a result is summed in the order of that dimension by one lane, packed or
-// direct, or is a sum of integers, so a row's result is the same whatever the other rows are.
+// of bf16, or four bytes. One lane sums each element of a result in the order of that dimension, packed or direct, or the
+// sum is one of integers. So a row's result does not depend on the other rows.
 //
 // The rows of queries and of probabilities are X::row_words words. X::splat_step is the element of a step, an X::S sums
 // in X::kSums registers, from X::start on, and X::result makes an X::F of it. X::Words is the part of X that does not
@@ -10,8 +10,8 @@
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
-// Operands whose steps are a word, which are summed in fp32. The register tile has kMicroRows x kVectors sums, which
-// fit 16 and 32 registers; up to kDirectRows rows go over keys and values where they lie.
+// Operands whose steps are words, summed in fp32. The kMicroRows x kVectors sums of the register tile fit 16 or 32
+// registers. Up to kDirectRows rows read keys and values in place.
 template <class Vectors>
 struct SingleWords : Vectors {
     using S = typename Vectors::F;
@@ -26,8 +26,8 @@ struct SingleWords : Vectors {
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// Where the sums of a product go: to `target`, or merged into what is there, if there are weights for that. A row's
-// vectors lie beside each other, the next row's `stride` elements on.
+// Where the sums of a product go: they are stored to `target`, or merged into its content if there are weights. The
+// vectors of a row are contiguous; the next row is `stride` elements on.
 template <class X>
 struct Results {
     float* target;
@@ -114,9 +114,9 @@ inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride,
         if (rows > 0) multiply<X, M == 6 ? 4 : M / 2>(rows, vectors, a, a_stride, first, b, steps, results);
 }
 
-// Direct products: the same sums in the same order, from keys and values where they lie. With few rows there is nothing
-// to gain from packing, and the bytes go through the core once. Meanwhile the next tile is brought towards the core,
-// line after line, because decode lives on memory bandwidth.
+// Direct products: the same sums in the same order, from keys and values in place. Packing gains nothing with few rows,
+// and the bytes pass through the core once. Meanwhile the next tile is prefetched line by line, because memory bandwidth
+// determines the time of decode.
 
 constexpr int kLine = 64;
 
@@ -136,22 +136,22 @@ struct Ahead {
     }
 };
 
-// Scoring takes about twice as long as weighing for the same bytes, so it also prefetches some of the next values: the
-// memory should be asked at an even pace.
+// Scoring takes about twice as long as weighing for the same bytes. So it also prefetches some of the next values, which
+// keeps the memory busy at an even rate.
 constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched while scoring
 
-// Keys are turned around W vectors at a time, each of which holds kExpand words of W keys.
+// Keys are transposed W vectors at a time, each of which holds kExpand words of W keys.
 template <class X>
 constexpr int kKeyWords = X::W * X::kExpand;
 constexpr int kHeadMultiple = 16;  // of elements: head sizes are multiples of it
 
-// How many words of those that are left are turned around next: where heads have no rest, a number known here.
+// How many of the remaining words are transposed next. It is a constant where head sizes leave no remainder.
 template <class X>
 inline int key_words(int left) {
     return kKeyWords<X> * X::kStep <= kHeadMultiple ? kKeyWords<X> : smaller(kKeyWords<X>, left);
 }
 
-// Calls `add(e, word)` with each of the kExpand words of W keys that a vector of turned keys holds.
+// Calls `add(e, word)` with each of the kExpand words of W keys in a vector of transposed keys.
 template <class X, class Add>
 inline __attribute__((always_inline)) void each_key_word(typename X::Keys column, const Add& add) {
     add(0, X::template key_word<0>(column));
@@ -162,7 +162,7 @@ inline __attribute__((always_inline)) void each_key_word(typename X::Keys column
     }
 }
 
-// M rows of queries, of `words` steps, times N * W keys, of which `keys` are there.
+// M rows of queries, of `words` steps, times N * W keys, of which the first `keys` exist.
 template <class X, int M, int N>
 inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
@@ -274,7 +274,7 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     };
     const int whole = smaller(steps, keys / X::kStep);
     for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
-    if constexpr (X::kStep > 1)  // steps of single keys that are not there add nothing: their probabilities are zero
+    if constexpr (X::kStep > 1)  // a step of one missing key adds nothing: its probability is zero
         for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
     next_values = ahead;
     typename X::F all[M][N];
@@ -291,7 +291,7 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
 // [key_begin, key_end) of the tile, whole vectors; [visible_begin, visible_end) of them are visible.
 //
 // With KV in 8 bits each score is first multiplied by its key's scale, and each probability, once it is summed, by its
-// value's. A key that the row does not see has no part in it, whatever its scales.
+// value's. The scales of a key that the row does not see change nothing.
 template <class X, bool kScales>
 __attribute__((noinline)) void softmax_row(float* scores, uint32_t* probabilities, const float* key_scales,
                                            const float* value_scales, int key_begin, int key_end, int visible_begin,

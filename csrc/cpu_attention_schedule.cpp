@@ -15,7 +15,7 @@ namespace nanovllm::attention {
 namespace {
 
 constexpr int kMostRows = 384;       // of a task: its state stays in a core's own cache
-constexpr int kFewestRows = 96;      // below this, packing the keys weighs more than multiplying them
+constexpr int kFewestRows = 96;      // below this, packing the keys takes longer than multiplying them
 constexpr int kMostSplitRows = 64;   // with more rows there is enough to share out without splitting the keys
 constexpr int kTasksPerThread = 4;   // so that unequal tasks still end together
 
@@ -116,8 +116,8 @@ void split(Plan& plan, const Task& task, int64_t pieces) {
     plan.merges.push_back(whole);
 }
 
-// Most work first, and those with equally much in their order. The pairs are sorted as those of check_sequences are:
-// sorting tasks would take code of its own.
+// Most work first; tasks with equal work keep their order. It sorts the same type of pairs as check_sequences, since
+// sorting tasks would compile another sort.
 void sort_by_work(std::vector<Task>& tasks) {
     std::vector<std::pair<int64_t, int64_t>> order;
     for (size_t i = 0; i < tasks.size(); ++i) order.emplace_back(-work_of(tasks[i]), int64_t(i));
@@ -153,7 +153,7 @@ size_t workspace_bytes(const std::vector<Task>& tasks, const Kernel& kernel) {
     return bytes;
 }
 
-// Tells tasks what the thread that runs them will probably read next, so that its first tile is prefetched as well.
+// Gives each task what its thread will probably read next, so that the first tile of the next task is prefetched too.
 void look_ahead(std::vector<Task>& tasks, int workers) {
     for (size_t i = 0; i + workers < tasks.size(); ++i) {
         const Task& next = tasks[i + workers];

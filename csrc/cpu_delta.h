@@ -1,7 +1,7 @@
 // Recurrent layers with the gated delta rule: what comes between the projections of such a layer.
 //
 // Rows of a batch lie in runs: a run is the rows of one sequence, in the order of its tokens. Each sequence has a slot with
-// the state of the convolution and the recurrent state, which a run takes on. Arithmetic is fp32. A row's bits depend on
+// the state of the convolution and the recurrent state, which a run continues. Arithmetic is fp32. A row's bits depend on
 // its sequence's tokens alone: not on where a run began, on other runs, on threads, nor on the instruction set.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Runs {
     int64_t count, rows;
 };
 
-// Of one layer. Value heads of equal number share a key head.
+// Of one layer. A key head is shared by value_heads / key_heads value heads.
 struct Sizes {
     int64_t key_heads, value_heads, key_dim, value_dim, kernel;
 

@@ -1,8 +1,8 @@
 // The gated delta rule in plain loops.
 //
-// The columns of a state are independent of each other, given k, q, beta and the decay. So a thread takes columns of a head
-// through all tokens of a run: tile by tile through some tokens, whose q and k it first puts side by side, and then through
-// the next ones. A tile stays in the first cache, and the head's state, q and k in the second one.
+// The columns of a state are independent of each other, given k, q, beta and the decay. So a thread takes some columns of a
+// head through all tokens of a run, kTokens tokens at a time: it copies their q and k side by side, then takes one tile of
+// columns after the other through them. A tile stays in the first cache; the head's state, q and k stay in the second.
 #include "cpu_delta.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // A decoder layer for few rows, but for its attention: one call before the attention, one call after it.
 //
-// The kernels and their order are those of cpu_linear and cpu_rows in nanovllm/models/decoder.py, and so are the bits.
+// The kernels and their order are those of the operators in nanovllm/models/decoder.py, and so are the bits.
 // With few rows, the Python code between two kernels takes longer than most kernels.
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace nanovllm::layer {
 
-// Rows of a result that is needed within a call only.
+// Rows of a result that only one call needs.
 template <class T>
 class Scratch {
   public:
@@ -91,12 +91,12 @@ class Linear {
 };
 
 struct Norms {
-    NormAddress input, heads, mlp, attention_output, mlp_output;  // 0: what it stands for is not normalised
+    NormAddress input, heads, mlp, attention_output, mlp_output;  // address 0: no norm
     float eps;
 };
 
-// The heads of a projection to q, k and v: each head of q may be followed by its gate, and of each head of q and k the
-// first rotary_dim features are rotated, in pairs half of that apart.
+// The heads of a projection to q, k and v. A gate may follow each head of q. The first rotary_dim features of each head of
+// q and k are rotated, in pairs rotary_dim / 2 apart.
 struct HeadLayout {
     int64_t head_dim, rotary_dim;
     bool gated;
@@ -106,7 +106,7 @@ struct HeadLayout {
         return ((gated ? 2 : 1) * q_heads + 2 * kv_heads) * head_dim;
     }
 
-    // A row's heads as rows::place_heads takes them to `to`, and the gates to `gate`.
+    // Writes a row's heads to `to`, in the order that rows::place_heads takes, and its gates to `gate`.
     template <class T>
     void arrange(const T* from, T* to, T* gate, int64_t q_heads, int64_t kv_heads) const {
         for (int64_t head = 0; head < q_heads + kv_heads; ++head) {
@@ -120,7 +120,7 @@ struct HeadLayout {
     }
 
   private:
-    // The features of a head in the order in which those of a pair are half a head apart, rotated pairs first.
+    // The features of a head in the order in which the two of a pair are half a head apart, rotated pairs first.
     template <class T>
     T* copy_pairs(const T* head, T* to) const {
         const int64_t rotated = rotary_dim / 2, others = head_dim / 2 - rotated;
@@ -132,7 +132,7 @@ struct HeadLayout {
     }
 };
 
-// What a layer with the gated delta rule has besides its projections, as delta::Inputs and delta::GatedNorm have it.
+// The weights of a layer with the gated delta rule besides its projections; see delta::Inputs and delta::GatedNorm.
 struct DeltaWeights {
     delta::Sizes sizes;
     uintptr_t conv, rate, dt_bias, norm;
@@ -172,8 +172,8 @@ class Layer {
         });
     }
 
-    // What the output projection of a recurrent layer reads. `qkv` projects to q, k, v, z, b and a, side by side, which
-    // are left in `projected`.
+    // Writes what the output projection of a recurrent layer reads to y. `qkv` projects to q, k, v, z, b and a side by
+    // side, which stay in `projection`.
     void recur(const DeltaWeights& weights, const delta::Runs& runs, const Address& x, const Address& conv,
                const Address& states, const Address& projection, const Address& y, int threads) const {
         const delta::Sizes& sizes = weights.sizes;

@@ -3,13 +3,13 @@
 //
 // A sum has one order, fixed here: over blocks of `sum_inputs` inputs; within a block one input after the other from
 // zero, in fp32, each output in a lane of its own; the blocks' sums one after the other; then the bias; then one
-// rounding. Neither the number of rows, nor tiles, threads, or where a buffer lies has a part in it.
+// rounding. It does not depend on the number of rows, on tiles, on threads or on the addresses of buffers.
 //
-// Few rows go over the weights as they lie, since reading the weights is all the time that they take. Many rows go over
-// blocks of weights that are widened and packed into the processor's cache first. Both do the same sums.
+// Few rows read the weights in place, since reading the weights takes all of their time. For many rows, blocks of weights
+// are widened and packed into the processor's cache first. Both do the same sums.
 //
-// Weights lie row by row, or interleaved, as `interleave` leaves them: few rows then need no shuffles, which take longer
-// than reading if there is more than one row, and read a few streams instead of one for each output.
+// Weights lie row by row, or interleaved as `interleave` leaves them. Few rows then need no shuffles, which take longer
+// than reading if there is more than one row, and they read a few streams instead of one for each output.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace nanovllm::linear {
 // Interleaved weights are [out / kGroup, in / unit, kGroup, unit]: one vector has the same inputs of several outputs.
 // A unit is a pair of bf16 inputs, and one input of the other types. The last out % kGroup outputs lie row by row.
 constexpr int64_t kGroup = 16;
-constexpr int64_t kInterleavedInputs = 32;  // `in` is a multiple of so many: then no kernel fills inputs up
+constexpr int64_t kInterleavedInputs = 32;  // `in` is a multiple of so many, so that no kernel pads inputs
 
 // Strides count elements, not bytes.
 struct Problem {

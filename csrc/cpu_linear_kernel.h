@@ -6,7 +6,7 @@
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
-constexpr int kRowByRowPass = 4;   // most rows over weights that lie row by row: most of their work is to turn the weights
+constexpr int kRowByRowPass = 4;   // most rows over weights that lie row by row, where most work is transposing weights
 constexpr int kBlockOutputs = 288;  // of packed weights: a sum block of them stays in a core's own cache
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -25,8 +25,8 @@ class LinearKernel {
     static_assert(kWords * X::kDepth == X::kInputs && X::kSumInputs % X::kInputs == 0);
 
   public:
-    // [inputs / kInputs][rows][kWords], zeros after the last input: what the loops below read lies together, at offsets that the
-    // compiler knows.
+    // [inputs / kInputs][rows][kWords], zeros after the last input. So the loops below read contiguous words, at offsets
+    // that the compiler knows.
     static void pack_rows(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed) {
         for (int64_t row = 0; row < rows; ++row, packed += kWords) {
             const T* source = static_cast<const T*>(x) + row * stride;
@@ -78,7 +78,7 @@ class LinearKernel {
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) raw[i] = some[i];
     }
-    // Not inlined: rare, and more code than what it would stand in.
+    // Not inlined: it is rare, and more code than its caller.
     __attribute__((noinline)) static void load_some(const T* rows, int64_t stride, int64_t outputs, int64_t inputs,
                                                     V some[W]) {
         X::template load_weights<false>(rows, stride, outputs, inputs, some);
@@ -95,7 +95,7 @@ class LinearKernel {
         }
     }
 
-    // ---- few rows: the weights as they lie
+    // ---- few rows: the weights in place
 
     // Adds the products of kInputs inputs to the sums of R rows and W outputs.
     template <int R>
@@ -119,7 +119,7 @@ class LinearKernel {
         for (int r = 0; r < R; ++r) sums[r] = X::dot(sums[r], X::splat(x + r * kWords), weights);
     }
 
-    // R rows and W outputs, of which `outputs` are there.
+    // R rows and W outputs, of which the first `outputs` exist.
     template <int R>
     static void few_outputs(const Problem& p, const PackedRows& rows, int64_t output, int64_t outputs,
                             int64_t fetch_ahead) {
@@ -268,8 +268,8 @@ class LinearKernel {
             for (int64_t row = 0; row < R; row += kRestRows) last_interleaved(p, rows, row, begin);
     }
 
-    // Some rows from `row` on and W outputs of what whole passes leave at the end of a matrix: too little for more code.
-    // Where there are fewer rows, the last one is computed more than once.
+    // Some rows from `row` on and W of the outputs that whole passes leave at the end of a matrix: too few for more code.
+    // If there are fewer rows, the last one is computed more than once.
     static constexpr int kRestRows = 4;
     static void last_interleaved(const Problem& p, const PackedRows& rows, int64_t row, int64_t output) {
         const uint32_t* x[kRestRows];

@@ -78,7 +78,7 @@ class PieceRunner {
     uint32_t *weights_, *x_;
     float* totals_;
 
-    // Brings the next tile's rows of x closer while this one is multiplied: a share of them with each panel, since a core
+    // Prefetches the next tile's rows of x while this one is multiplied: a share of them with each panel, since a core
     // waits for a few dozen lines at a time. GCC drops a call of a function that only prefetches, so this one is inlined.
     __attribute__((always_inline)) void fetch_share(int64_t row, int64_t count, int64_t panel, int64_t panels,
                                                     int64_t input, int64_t inputs) const {

@@ -1,5 +1,4 @@
-// What is meant by the names that Python hands over. Apart from the kernels, which then need none of the headers that take
-// longest to compile.
+// What the names that Python passes mean. The kernels do not include this, because its headers take long to compile.
 #pragma once
 
 #include <cstdlib>
@@ -22,7 +21,7 @@ inline DType dtype_of(const std::string& name) {
     throw std::invalid_argument("There are no CPU kernels for the dtype " + name + ".");
 }
 
-// The names are PyTorch's: of the blocks' dtype and of the queries'.
+// PyTorch's names of the blocks' dtype and of the queries' dtype.
 inline KvFormat kv_format_of(const std::string& kv_dtype, const std::string& dtype) {
     if (kv_dtype == "int8") return KvFormat::int8;
     if (kv_dtype == "float8_e4m3fn") return KvFormat::fp8;

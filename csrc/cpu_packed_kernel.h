@@ -1,6 +1,6 @@
 // Products with quantised weights for any instruction set X.
 //
-// X brings compiler vectors: W lanes of 32 bits, integers (V) or fp32 (F); 2 W integers of 16 bits (S); W integers of 16 bits
+// X provides compiler vectors: W lanes of 32 bits, integers (V) or fp32 (F); 2 W integers of 16 bits (S); W integers of 16 bits
 // (H) and of 8 bits (B). And `dot`, which adds the two products of each lane's pairs of 16-bit integers, or if kBytes the four
 // products of unsigned bytes and signed ones; `fma`, rounded once; `half`, fp16 in the low half of each lane as fp32; `lookup`,
 // for each byte from 0 to 15 that of a table.

@@ -98,13 +98,6 @@ struct Angles {
     float factor;
 };
 
-// base^exponent of every base with every exponent: [rows, size].
-struct Powers {
-    const double *bases, *exponents;
-    double* results;
-    int64_t rows, size;
-};
-
 // y = softmax(x), or its logarithm, over rows of `size`.
 struct Softmax {
     Rows<const float> x;
@@ -162,7 +155,6 @@ void widen(const Widened<T>& widened, int threads);
 void fill(float* x, int64_t size, float value, int threads);
 void copy(Rows<const char> x, Rows<char> y, int64_t rows, int64_t row_bytes, int threads);
 void cos_sin(const Angles& angles, int threads);
-void powers(const Powers& powers, int threads);
 void softmax(const Softmax& softmax, int threads);
 void sigmoid(const Sigmoid& sigmoid, int threads);
 void draw(const Draw& draw, int threads);

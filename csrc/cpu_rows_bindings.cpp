@@ -75,11 +75,6 @@ void cos_sin(const Address& angles, const Address& cos, const Address& sin, int6
                   threads);
 }
 
-void powers(uintptr_t bases, uintptr_t exponents, uintptr_t results, int64_t count, int64_t size, int threads) {
-    rows::powers({pointer<const double>(bases), pointer<const double>(exponents), pointer<double>(results), count,
-                  size}, threads);
-}
-
 void softmax(const Address& x, const Address& y, int64_t count, int64_t size, bool log, int threads) {
     rows::softmax({rows_at<const float>(x), rows_at<float>(y), count, size, log}, threads);
 }
@@ -139,8 +134,6 @@ void bind_rows(py::module_& module) {
                "Set all elements of an fp32 x.");
     module.def("cos_sin", &cos_sin, py::kw_only(), "angles"_a, "cos"_a, "sin"_a, "rows"_a, "size"_a, "factor"_a,
                "threads"_a, WithoutGil(), "All fp32; cos is twice as wide as the angles.");
-    module.def("powers", &powers, py::kw_only(), "bases"_a, "exponents"_a, "results"_a, "rows"_a, "size"_a, "threads"_a,
-               WithoutGil(), "Each fp64 base to the power of each exponent.");
     module.def("softmax", &softmax, py::kw_only(), "x"_a, "y"_a, "rows"_a, "size"_a, "log"_a, "threads"_a, WithoutGil(),
                "fp32 rows, or with `log` their logarithm.");
     module.def("sigmoid", &sigmoid, py::kw_only(), "x"_a, "y"_a, "rows"_a, "size"_a, "threads"_a, WithoutGil(),

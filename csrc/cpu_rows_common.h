@@ -1,7 +1,7 @@
-// What kernels of rows share: plain loops, which the compiler turns into vectors for each instruction set, the loader
-// picking the best one, and arithmetic that gives a row the same bits on all of them.
+// What the kernels of rows share. They are plain loops, which the compiler vectorizes for each instruction set; the loader
+// picks the best version. The arithmetic gives a row the same bits with all of them.
 //
-// Included by the files of such kernels, in which everything is compiled anew.
+// Included by the files of such kernels, each of which compiles all of it.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ constexpr int kLanes = 16;                    // partial sums of a row, whatever
 
 INLINE float float_of(uint32_t bits) { return widen_scalar(bits); }
 
-// Of what arithmetic makes of elements and angles. A NaN among such numbers has no bits that bf16 lacks, so that rounding
-// leaves it one, and need not be looked for, which would take half as long again as everything else.
+// For results of arithmetic with elements and angles. A NaN among them has no bits that bf16 lacks, so that rounding keeps
+// it a NaN. Looking for NaN would take half as long as everything else.
 template <class T>
 INLINE T narrow_result(float value) {
     return narrow_scalar<T>(value);

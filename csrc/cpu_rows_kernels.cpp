@@ -290,7 +290,7 @@ void copy(Rows<const char> x, Rows<char> y, int64_t rows, int64_t row_bytes, int
     for_each(rows, row_bytes, threads, [&](int64_t row) { std::memcpy(y.at(row), x.at(row), size_t(row_bytes)); });
 }
 
-// libm's functions of one number: those of whole vectors would take another way at the end of a row.
+// libm's functions of one number: those of whole vectors compute the end of a row in another way.
 void cos_sin(const Angles& a, int threads) {
     for_each(a.rows, a.size * kElementsOfFunction, threads, [&](int64_t row) {
         const float* angles = a.angles.at(row);
@@ -299,12 +299,6 @@ void cos_sin(const Angles& a, int threads) {
             cos[i] = cos[i + a.size] = std::cos(angles[i]) * a.factor;
             sin[i] = std::sin(angles[i]) * a.factor;
         }
-    });
-}
-
-void powers(const Powers& p, int threads) {
-    for_each(p.rows, p.size * kElementsOfFunction, threads, [&](int64_t row) {
-        for (int64_t i = 0; i < p.size; ++i) p.results[row * p.size + i] = std::pow(p.bases[row], p.exponents[i]);
     });
 }
 

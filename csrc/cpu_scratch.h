@@ -1,4 +1,4 @@
-// Memory of a thread that stays for the next call: giving it back to the system would cost page faults every time.
+// Memory of a thread, kept for the next call: giving it back to the system would cost page faults every time.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The threads of the process. OpenMP's wait at the end of a region for threads that may have had no work, and spin for
-// milliseconds: beside a busy process a step then takes as long as the system lets that process run, in every region.
+// The threads of the process. They are not OpenMP's, which wait at the end of a region for threads without work and spin
+// for milliseconds: beside a busy process every region would take as long as the system lets that process run.
 #include "cpu_threads.h"
 
 #include <linux/futex.h>
@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-constexpr int kRegions = 8;       // at a time: of threads that compute, and with a thread inside that was late to leave
+constexpr int kRegions = 8;       // at a time: those that compute, and those that a late thread has not left yet
 constexpr int kMostThreads = 256;  // of a region
 constexpr int kPauses = 32;       // between two looks at the clock
 constexpr microseconds kWaitForPieces{50};  // for pieces that others have begun, before the caller gives up its core
@@ -93,8 +93,8 @@ class alignas(64) Run {
     static uint32_t end_of(uint64_t word) { return uint32_t(word); }
 };
 
-// One call of run_pieces. Regions live as long as the process: a thread may look at one that is over, and it is used
-// again only when no thread is inside.
+// One call of run_pieces. Regions live as long as the process, because a thread may look at one that is over. A region is
+// used again only when no thread is inside.
 class Region {
   public:
     bool reserve() {
@@ -116,7 +116,7 @@ class Region {
         open_.store(true);
     }
 
-    // What the caller does: its share and what no other thread has begun. When all pieces are done it returns, or throws
+    // The caller's part: its share, and what no other thread has begun. When all pieces are done it returns, or throws
     // what one of them has thrown.
     void finish() {
         take_part(0);
@@ -137,7 +137,7 @@ class Region {
         if (error) std::rethrow_exception(error);
     }
 
-    // What another thread does. Returns whether it did a piece.
+    // Another thread's part. Returns whether it did a piece.
     bool help() {
         if (!open_.load(std::memory_order_relaxed)) return false;
         inside_.fetch_add(1);

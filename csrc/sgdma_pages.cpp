@@ -1,5 +1,5 @@
-// Host pages before they are locked: touched by several threads, since one alone fills a few GB/s, and on the NUMA node
-// that is nearest to the device.
+// Host pages before they are locked. Several threads touch them, since one alone fills a few GB/s, and they are placed on
+// the NUMA node that is nearest to the device.
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -313,9 +313,9 @@ def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
     """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
     stored = None if spec.quantization is None else spec.quantization.name
     if asked is not None and asked.removesuffix("_marlin") != stored:
-        found = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
+        stored_as = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
         raise ConfigError(
-            f"quantization={quoted(asked)}: {found}, and weights are not quantized at load; leave the argument out"
+            f"quantization={quoted(asked)}: {stored_as}, and weights are not quantized at load; leave the argument out"
         )
 
 
@@ -354,10 +354,10 @@ def _faster_prefill(
     """
     rows = min(config.max_num_batched_tokens, config.max_model_len or model.spec.max_model_len)
     with device.compute():
-        found = faster_prefill(backend, device.torch_device, model.spec.unwindowed_heads, model.dtype, rows)
-    if found is not backend:
-        logger.info("prefill attention: %s", found.name)
-    return found
+        faster = faster_prefill(backend, device.torch_device, model.spec.unwindowed_heads, model.dtype, rows)
+    if faster is not backend:
+        logger.info("prefill attention: %s", faster.name)
+    return faster
 
 
 def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: AttentionBackend) -> None:
@@ -479,7 +479,8 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     ):
         logger.info("%s", line)
     if (states := sizing.memory.states) is not None:
-        one, row = (each(model.dtype.itemsize) for each in (model.spec.state_bytes, model.spec.draft_row_bytes))
+        one = model.spec.state_bytes(model.dtype.itemsize)
+        row = model.spec.draft_row_bytes(model.dtype.itemsize)
         drafts = f"; {states.draft_rows * row / mib:,.1f} MiB for {states.draft_rows} rows with drafts"
         logger.info(
             "%s",

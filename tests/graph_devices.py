@@ -198,7 +198,7 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
     """
     for name in (
         "add_", "copy_", "narrow_", "filled", "rows_of", "widened", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul",
-        "clamped_swiglu", "cos_sin", "powers", "cpu_linear", "place_heads", "likeliest", "sigmoid", "softmax",
+        "clamped_swiglu", "cos_sin", "cpu_linear", "place_heads", "likeliest", "sigmoid", "softmax",
     ):  # fmt: skip
         monkeypatch.setattr(cpu_kernels, name, device.kernel(getattr(cpu_kernels, name)))
     for name in ("project", "finish_"):

@@ -72,7 +72,7 @@ def in_dtype(dtype: torch.dtype, tensors: Any) -> Any:
     if isinstance(tensors, LayerNorms):
         return LayerNorms(*(in_dtype(dtype, tensor) for tensor in tensors))
     if isinstance(tensors, tuple):
-        return tuple(in_dtype(dtype, each) for each in tensors)
+        return tuple(in_dtype(dtype, tensor) for tensor in tensors)
     return tensors.to(dtype) if isinstance(tensors, Tensor) else tensors
 
 

@@ -262,12 +262,6 @@ def test_angles_are_cosines_and_sines() -> None:
     torch.testing.assert_close(sin.double(), 1.25 * exact.sin(), rtol=0, atol=2.0**-22)
 
 
-def test_powers() -> None:
-    bases = torch.logspace(-3, 7, 11, dtype=torch.float64)
-    exponents = torch.linspace(-1, 2, 7, dtype=torch.float64)
-    torch.testing.assert_close(cpu_kernels.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
-
-
 @settings(max_examples=60)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0.1, 10.0, 1000.0]), st.booleans())
 def test_softmax_is_torchs(seed: int, rows: int, width: int, size: float, log: bool) -> None:
@@ -373,7 +367,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
         place_heads(all_heads, bf16(seed, 6, 64).to(all_heads.dtype), EPS, cos, sin, q, k, v)
         return torch.cat((q, k, v), dim=1)
 
-    found: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "angles": (lambda x: torch.cat(cpu_kernels.cos_sin(x, 1.5), dim=1), [100 * wide]),
         "softmax": (cpu_kernels.softmax, [wide]),
         "sigmoid": (cpu_kernels.sigmoid, [wide]),
@@ -382,7 +376,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
     }
     for dtype in DTYPES:
         x, y = (bf16(seed + i, rows, 200).to(dtype) for i in range(2))
-        found |= {
+        calls |= {
             f"norm, {dtype}": (lambda x: rms_norm(x, bf16(seed, 200).to(x.dtype), EPS), [x]),
             f"norm of a sum, {dtype}": (add_norm, [x, y]),
             f"heads, {dtype}": (heads, [bf16(seed, rows, 8, 64).to(dtype), cos, sin]),
@@ -391,7 +385,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
             f"gelu, {dtype}": (gelu_tanh_and_mul, [bf16(seed, rows, 600).to(dtype)]),
             f"clamped, {dtype}": (clamped_swiglu, [bf16(seed, rows, 600, size=5.0).to(dtype)]),
         }
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("name", work(0, 1))
@@ -489,10 +483,10 @@ def test_likeliest_is_the_first_largest_logit_of_a_finite_row(dtype: torch.dtype
     logits[5] = -torch.finfo(dtype).max
     for row, value in ((6, math.nan), (7, math.inf), (8, -math.inf)):
         logits[row, row * 977 % vocab] = value
-    found = cpu_kernels.likeliest(logits)
+    tokens = cpu_kernels.likeliest(logits)
     rows = logits.tolist()
-    assert found.tolist() == [-1 if 6 <= i <= 8 else row.index(max(row)) for i, row in enumerate(rows)]
-    assert torch_rows.likeliest(logits).tolist() == found.tolist()
+    assert tokens.tolist() == [-1 if 6 <= i <= 8 else row.index(max(row)) for i, row in enumerate(rows)]
+    assert torch_rows.likeliest(logits).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

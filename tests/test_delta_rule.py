@@ -68,7 +68,7 @@ class Layer:
     ) -> list[Tensor]:
         """The output of each run: a slot, and which of the tokens."""
         rows = torch.cat([torch.arange(tokens.start, tokens.stop) for _, tokens in runs])
-        x, b, a = (each[rows] for each in (self.x, self.b, self.a))
+        x, b, a = (tensor[rows] for tensor in (self.x, self.b, self.a))
         lengths = [len(tokens) for _, tokens in runs]
         where = rows_of([slot for slot, _ in runs], lengths, self.x.device, [tokens.start for _, tokens in runs])
         inputs = kernels.delta_inputs_(self.spec, where, x, self.weight, states[0], b, a, self.decay)
@@ -91,8 +91,8 @@ def exact(layer: Layer) -> tuple[Tensor, DeltaInputs, Tensor, Tensor]:
     assert isinstance(mixed, Tensor)
     mixed = (mixed * mixed.sigmoid()).to(layer.x.dtype).double()
     q, k, v = mixed.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
-    q, k = (each.unflatten(-1, (spec.num_key_heads, spec.key_dim)) for each in (q, k))
-    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    q, k = (x.unflatten(-1, (spec.num_key_heads, spec.key_dim)) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q = q / spec.key_dim**0.5
     v = v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
     step = torch.log1p((layer.a.double() + layer.decay.bias).exp())
@@ -120,9 +120,9 @@ def test_rows_equal_fp64(shape: tuple[int, int, int, int, int], dtype: torch.dty
     expected, inputs, kept, state = exact(layer)
     where = rows_of([0], [45], layer.x.device)
     fresh = layer.states()[0]
-    found = kernels.delta_inputs_(layer.spec, where, layer.x, layer.weight, fresh, layer.b, layer.a, layer.decay)
+    computed = kernels.delta_inputs_(layer.spec, where, layer.x, layer.weight, fresh, layer.b, layer.a, layer.decay)
     one_ulp = torch.finfo(dtype).eps
-    for ours, wide in zip(found[:4], inputs[:4], strict=True):
+    for ours, wide in zip(computed[:4], inputs[:4], strict=True):
         torch.testing.assert_close(ours.double(), wide, rtol=2 * one_ulp, atol=2 * one_ulp)
     torch.testing.assert_close(conv[0].double(), kept, rtol=0, atol=0)
     bound = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
@@ -169,7 +169,7 @@ def test_gates_equal_transformers(shape: tuple[int, int, int, int, int], dtype: 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 200)), min_size=1, max_size=4))
 def test_whole_chunks_of_runs_are_known(runs: list[tuple[int, int]]) -> None:
     """By the positions of all rows, one by one."""
-    lengths, positions = ([*each] for each in zip(*runs, strict=True))
+    lengths, positions = ([*column] for column in zip(*runs, strict=True))
     rows = rows_of(range(len(runs)), lengths, torch.device("cpu"), positions)
     starts = rows.starts.tolist()
     firsts = []
@@ -205,13 +205,13 @@ def test_parts_of_a_step_cut_no_whole_chunk(runs: list[tuple[int, int]], most: i
     ctx = ForwardContext(slots, sequences, kv_cache=None, states=states)  # type: ignore[arg-type]
     sizes = part_sizes(ctx, most)
     assert sum(sizes) == sum(length for length, _ in runs) and all(0 < size <= most for size in sizes)
-    lengths, positions = ([*each] for each in zip(*runs, strict=True))
+    lengths, positions = ([*column] for column in zip(*runs, strict=True))
     alone = rows_of(range(len(runs)), lengths, torch.device("cpu"), positions)
     expected = [] if alone.chunks is None else alone.chunks.first_rows.tolist()
     begins = [sum(sizes[:index]) for index in range(len(sizes))]
     parts = zip(begins, parts_of_states(ctx, sizes), strict=True)
     chunks = [(begin, part.rows.chunks) for begin, part in parts if part.rows.chunks is not None]
-    assert [begin + row for begin, each in chunks for row in each.first_rows.tolist()] == expected
+    assert [begin + row for begin, chunk in chunks for row in chunk.first_rows.tolist()] == expected
 
 
 def cut(tokens: int, edges: Sequence[int]) -> list[range]:
@@ -235,13 +235,13 @@ def test_bits_depend_on_the_tokens_alone(
     cut_states = layer.states(2)
     with threads(1):
         (expected,) = layer.run(cpu_delta, [(0, range(70))], alone)
-    found = []
+    outputs = []
     with threads(count):
         for part in cut(70, edges):
             others = [(0, range(20, 20 + before))] * (before > 0)
             cut_states[0][0], cut_states[1][0] = 0, 0
-            found.append(layer.run(cpu_delta, [*others, (1, part)], cut_states)[-1])
-    assert same_bits(torch.cat(found), expected)
+            outputs.append(layer.run(cpu_delta, [*others, (1, part)], cut_states)[-1])
+    assert same_bits(torch.cat(outputs), expected)
     for ours, whole in zip(cut_states, alone, strict=True):
         assert same_bits(ours[1], whole[0])
 

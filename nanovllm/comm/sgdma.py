@@ -162,8 +162,8 @@ def _stream_handle(stream: object, kind: str, *tensors: Tensor) -> int:
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         devices |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
         if len(devices) > 1:
-            found = " and ".join(sorted(str(device) for device in devices))
-            raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {found}.")
+            names = " and ".join(sorted(str(device) for device in devices))
+            raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {names}.")
     return handle
 
 

@@ -100,7 +100,7 @@ def one_of(choices: Collection[str]) -> Field:
 def only(*allowed: Any) -> Field:
     """One of these values; no other is supported."""
     rule = f"{' or '.join(map(quoted, allowed))}; others are not supported"
-    return Field(rule, lambda value: any(type(value) is type(each) and value == each for each in allowed))
+    return Field(rule, lambda value: any(type(value) is type(one) and value == one for one in allowed))
 
 
 FLAG = Field("true or false", lambda value: isinstance(value, bool))

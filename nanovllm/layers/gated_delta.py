@@ -54,7 +54,8 @@ def runs_of_rows(lengths: Sequence[int], slots: Tensor, positions: Sequence[int]
     """
     starts = [*accumulate(lengths, initial=0)]
     whole = [range(0)] * len(lengths) if positions is None else list(map(_whole_chunks, starts, lengths, positions))
-    begins, ends = ([*each] for each in zip(*((rows.start, rows.stop) for rows in whole), strict=True))
+    begins = [rows.start for rows in whole]
+    ends = [rows.stop for rows in whole]
     firsts = [row for rows in whole for row in rows]
     parts = [starts, firsts, [*accumulate(map(len, whole), initial=0)], begins, ends]
     uploaded = upload(torch.tensor([number for part in parts for number in part]), slots.device)
@@ -98,7 +99,7 @@ def _kept_rows(ctx: ForwardContext, begin: int, end: int, device: torch.device) 
             if begin <= row < end:
                 source.append(row - begin)
                 target.append(place)
-    return KeptRows(*(upload(torch.tensor(each), device) for each in (source, target))) if source else None
+    return KeptRows(*(upload(torch.tensor(indices), device) for indices in (source, target))) if source else None
 
 
 class GatedDelta:
@@ -152,9 +153,9 @@ class GatedDelta:
         group = heads // spec.num_key_heads
         of_values = group * spec.value_dim
         both = projected.split((spec.channels + spec.value_size, 2 * heads), dim=1)
-        qkvz, ba = (each.unflatten(1, (spec.num_key_heads, -1)) for each in both)
-        q, k, v, z = (each.flatten(1) for each in qkvz.split((spec.key_dim, spec.key_dim, of_values, of_values), dim=2))
-        b, a = (each.flatten(1).contiguous() for each in ba.split(group, dim=2))
+        qkvz, ba = (rows.unflatten(1, (spec.num_key_heads, -1)) for rows in both)
+        q, k, v, z = (part.flatten(1) for part in qkvz.split((spec.key_dim, spec.key_dim, of_values, of_values), dim=2))
+        b, a = (part.flatten(1).contiguous() for part in ba.split(group, dim=2))
         return torch.cat((q, k, v), dim=1), z, b, a
 
     def slots(self) -> NamedSlots:

@@ -272,8 +272,8 @@ def _check_boundaries(matrix: DividedMatrix, sharding: Sharding, form: str) -> N
     for held, total, unit, what in zip(
         sharding.ranges(matrix.module), matrix.shape, matrix.units, ("rows", "columns"), strict=True
     ):
-        if any(each.start % unit or (each.stop % unit and each.stop != total) for each in held):
-            parts = " and ".join(f"{each.start} to {each.stop - 1}" for each in held)
+        if any(part.start % unit or (part.stop % unit and part.stop != total) for part in held):
+            parts = " and ".join(f"{part.start} to {part.stop - 1}" for part in held)
             raise ConfigError(
                 f"tensor_parallel_size={sharding.num_ranks}: rank {sharding.rank} would hold {what} {parts} of "
                 f"{matrix.module}, and its {form} form can be divided at multiples of {unit} only; take another "
@@ -290,7 +290,7 @@ def _heads(num_heads: int, num_kv_heads: int, rank: int, num_ranks: int) -> tupl
     if num_ranks <= num_kv_heads:
         kv_heads = rank_part(num_kv_heads, rank, num_ranks)
         return range(kv_heads.start * group, kv_heads.stop * group), kv_heads
-    kv_head_of = [each * num_kv_heads // num_ranks for each in range(num_ranks)]
+    kv_head_of = [other * num_kv_heads // num_ranks for other in range(num_ranks)]
     kv_head = kv_head_of[rank]
     queries = rank_part(group, rank - kv_head_of.index(kv_head), kv_head_of.count(kv_head))
     first = kv_head * group

@@ -20,7 +20,7 @@ def with_single_interleaved(
     `_blocks` and `_scales` [experts, outputs, ...]. Output 2i of gate_up_proj is output i of gate, the next one that of
     up. Raises ModelError if a fused tensor has another shape.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     inner = experts.intermediate_size
     hidden = spec.hidden_size
     every = slice(None)
@@ -33,7 +33,7 @@ def with_single_interleaved(
         for projection, (inputs, outputs, parts) in projections.items():
             for suffix in _SUFFIXES:
                 name = f"model.layers.{layer}.{experts.block}.experts.{projection}{suffix}"
-                tensor = found.pop(name, None)
+                tensor = tensors.pop(name, None)
                 if tensor is None:
                     continue
                 _check_shape(name, tensor, (experts.num_experts, *([outputs] if suffix else [inputs, outputs])))
@@ -42,8 +42,8 @@ def with_single_interleaved(
                     for module, rows in zip(own, parts, strict=True):
                         index = (expert, rows) if suffix else (expert, every, rows)
                         single = part_of(tensor, name, *index, transposed=not suffix)
-                        found[f"{module}.{suffix.removeprefix('_') or 'weight'}"] = single
-    return found
+                        tensors[f"{module}.{suffix.removeprefix('_') or 'weight'}"] = single
+    return tensors
 
 
 def _check_shape(name: str, tensor: StoredTensor, first: tuple[int, ...]) -> None:

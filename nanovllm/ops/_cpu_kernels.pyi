@@ -41,7 +41,6 @@ __all__: list[str] = [
     "narrow",
     "packed_linear",
     "place_heads",
-    "powers",
     "quantize_rows",
     "rms_norm",
     "sigmoid",
@@ -471,11 +470,6 @@ def place_heads(
 ) -> None:
     """
     Strides are from token to token; the heads of a token are contiguous. weight: as of `rms_norm`.
-    """
-
-def powers(*, bases: int, exponents: int, results: int, rows: int, size: int, threads: int) -> None:
-    """
-    Each fp64 base to the power of each exponent.
     """
 
 def quantize_rows(

@@ -97,7 +97,7 @@ class AttentionMetadata:
         return self.once(device, lambda: DeviceMetadata.of(self, device))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` derives from the table, made at the first call with this key: a step uses it in every layer."""
+        """What `make` derives from the table: made by the first call with this key, for all layers of a step."""
         if key not in self._made:
             self._made[key] = make()
         made: Made = self._made[key]
@@ -164,14 +164,14 @@ class AttentionState:
 
     out: Tensor  # [tokens, heads, head_dim]
     lse: Tensor  # [heads, tokens]
-    pending: dict[int, Any] = field(default_factory=dict)  # of a backend that finishes in a later call, by first row
+    pending: dict[int, Any] = field(default_factory=dict)  # work that a later call finishes, by first row
 
     @classmethod
     def empty(cls, q: Tensor, sinks: Tensor | None = None) -> AttentionState:
         """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf.
 
-        sinks: fp32 [heads], a score that every row of the head has beside those of its keys, with a value of 0, so that
-        the LSE begins with it. Whatever is merged into the state is scaled by exp(lse - logaddexp(lse, sink)). Source:
+        sinks: fp32 [heads], one more score for every row of the head, whose value is 0: the LSE begins with it.
+        Whatever is merged into the state is scaled by exp(lse - logaddexp(lse, sink)). Source:
         Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023).
         """
         if sinks is not None:

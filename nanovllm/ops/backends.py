@@ -70,7 +70,7 @@ def cuda_backends(
 ) -> list[AttentionBackend]:
     """The available backends on a CUDA device for KV blocks of kv_dtype, the preferred one first.
 
-    Raises ConfigError for 8-bit blocks that none reads: the libraries know no scale for each token.
+    Raises ConfigError for 8-bit blocks that no backend reads: the libraries know no scale for each token.
     """
     own: AttentionBackend | None = None
     if triton_runs():
@@ -88,7 +88,7 @@ def cuda_backends(
     backends: list[AttentionBackend] = [
         FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
     ]
-    # The libraries merge block by block, Triton does not; `prefill_libraries` has those that it gives segments to.
+    # Triton comes first, because the libraries merge block by block. `prefill_libraries` adds libraries for segments.
     return backends if own is None else [own, *backends]
 
 

@@ -1,7 +1,7 @@
-"""Attention on the CPU in C++ over KV blocks where they are: exact, resumable and bit-reproducible.
+"""Attention on the CPU in C++, over KV blocks in place: exact, resumable and bit-reproducible.
 
-A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address; in 8
-bits its rows end with a scale (`ops.kv_quantization`), and the kernel multiplies the elements themselves.
+A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address.
+The rows of an 8-bit block end with a scale (`ops.kv_quantization`).
 Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
 instruction set and the block size, but not on block addresses, chunking, the number of threads or the batch.
 """
@@ -74,14 +74,14 @@ def attend_batch(
     """Attend the rows of many sequences, each over its own blocks, in one call.
 
     q: [tokens, heads, head_dim] bf16, fp16 or fp32; head_dim a multiple of 16.
-    kv_dtype: of the blocks: int8 or float8_e4m3fn; None is q's.
+    kv_dtype: of the blocks, int8 or float8_e4m3fn. None means that of q.
     blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive.
     rows: int64 [sequences, 7], as `AttentionMetadata.rows`.
     out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no sequence are not written;
     no two sequences share a row.
     window: keys in (p - window, p] are visible to position p; 0 means all up to p. The mask is causal.
-    carry: (out, lse) hold the state over earlier blocks of the same rows and are updated in place; otherwise they are
-    overwritten. A row that sees no key keeps its state, or gets output 0 and LSE -inf.
+    carry: (out, lse) hold the state over earlier blocks of the same rows and are updated in place, so that a row that
+    sees no key keeps its state. Otherwise they are overwritten, and a row that sees no key gets output 0 and LSE -inf.
     q, out and lse may be strided as long as head_dim is contiguous. The GIL is released.
 
     Raises ValueError for arguments that do not fit each other.
@@ -175,9 +175,8 @@ class HostAttention:
     """Attention of queries over the same block ids in each layer of a step, from an empty state, as C++ tasks.
 
     The bits are those of `NativeAttention.attend`, table by table, into an empty state. Tasks are prepared before the
-    step and run on any thread without Python. With a GPU, that is a thread of the CUDA driver, which holds locks during
-    the task: another thread may hold the GIL and wait for these locks, and would deadlock with a task that waited for
-    the GIL.
+    step and run on any thread without Python. With a GPU, a thread of the CUDA driver runs them and holds locks
+    meanwhile. Another thread may hold the GIL and wait for these locks: a task that waited for the GIL would deadlock.
     """
 
     def __init__(

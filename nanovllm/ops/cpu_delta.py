@@ -32,20 +32,20 @@ def delta_inputs_(
     fits = kernel_fits and takes(x, 2) and x.shape[1] == spec.channels and b.shape == a.shape == (count, heads)
     fits = fits and takes(a, 2) and takes(b, 2) and dtype == weight.dtype == conv.dtype == a.dtype == b.dtype
     fits = fits and weight.is_contiguous() and _slots_are_dense(conv)
-    if not fits or not all(_is_vector(each, heads) for each in decay):
+    if not fits or not all(_is_vector(weights, heads) for weights in decay):
         rule = (
             "delta_inputs_ takes x [rows, channels], b and a [rows, value heads], weight [kernel, channels] and conv "
             "[slots, channels, kernel - 1] of one dtype, and fp32 weights of the decay [value heads], dense, on the CPU"
         )
         raise misfit(rule, x=x, weight=weight, conv=conv, b=b, a=a, rate=decay.rate, bias=decay.bias)
-    found = DeltaInputs.empty_for(spec, x)
+    inputs = DeltaInputs.empty_for(spec, x)
     _cpu_kernels.delta_prepare(
         dtype=KERNEL_DTYPES[dtype], sizes=_sizes(spec), runs=_runs(rows, count, conv), x=address(x),
         weight=weight.data_ptr(), conv=address(conv), b=address(b), a=address(a), rate=decay.rate.data_ptr(),
-        dt_bias=decay.bias.data_ptr(), qk=found.qk.data_ptr(), v=found.v.data_ptr(), decay=found.decay.data_ptr(),
-        beta=found.beta.data_ptr(), threads=torch.get_num_threads(),
+        dt_bias=decay.bias.data_ptr(), qk=inputs.qk.data_ptr(), v=inputs.v.data_ptr(), decay=inputs.decay.data_ptr(),
+        beta=inputs.beta.data_ptr(), threads=torch.get_num_threads(),
     )  # fmt: skip
-    return found
+    return inputs
 
 
 def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, states: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def delta_rule_(spec: RecurrentSpec, rows: StateRows, inputs: DeltaInputs, state
     heads = (count, spec.num_value_heads)
     fits = qk.shape == (count, 2, spec.num_key_heads, spec.key_dim) and v.shape == (*heads, spec.value_dim)
     fits = fits and decay.shape == beta.shape == heads and states.shape[1:] == spec.state_shape
-    fits = fits and all(each.dtype == torch.float32 for each in (qk, decay, beta, states)) and v.dtype in KERNEL_DTYPES
-    fits = fits and all(each.is_cpu and each.is_contiguous() for each in inputs[:4]) and _slots_are_dense(states)
+    fits = fits and all(x.dtype == torch.float32 for x in (qk, decay, beta, states)) and v.dtype in KERNEL_DTYPES
+    fits = fits and all(x.is_cpu and x.is_contiguous() for x in inputs[:4]) and _slots_are_dense(states)
     if not fits:
         raise misfit(
             "delta_rule_ takes DeltaInputs and fp32 states [slots, value heads, key dim, value dim], dense, on the CPU",
@@ -102,7 +102,7 @@ class FewRows:
     """
 
     def __init__(self, spec: RecurrentSpec, conv: Tensor, decay: DecayWeights, norm: Tensor) -> None:
-        """conv: [conv_kernel, channels] and norm: [value_dim], dense, in the dtype of the layers that it gets.
+        """conv: [conv_kernel, channels] and norm: [value_dim], dense, in the dtype of the layer.
 
         The input projection must give q, k, v, z, b and a side by side, not merged by key heads.
         """
@@ -116,10 +116,11 @@ class FewRows:
     def __call__(
         self, layer: FewRowLayer, x: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Rows x [rows, hidden] of the residual stream, which `layer` takes -> [rows, value_heads * value_dim], and
-        what the input projection gives.
+        """Compute the layer up to its output projection for rows x [rows, hidden] of the residual stream.
 
-        layer: with the input norm and the projections; states: as `delta_inputs_` and `delta_rule_` take them.
+        Returns what the output projection reads, [rows, value_heads * value_dim], and what the input projection gave.
+        layer: has the input norm and the projections, and takes x; states: as `delta_inputs_` and `delta_rule_` take
+        them.
         """
         (conv, state) = states
         spec = self._spec

@@ -1,9 +1,9 @@
 """The kernels of the network in C++: linear layers, row-wise operations, and decoder layers for few rows.
 
-The bits of a row depend on the row, the weights and the instruction set alone. torch's functions compute the remainder
-of a row, or of a thread's share, in another way, and its products sum in an order that depends on the number of rows.
-In torch each row-wise operation is also a chain of small operators, which with few rows take far longer than the
-arithmetic: a step streams all weights through the caches and evicts the operators' code.
+The bits of a row depend only on the row, the weights and the instruction set. torch computes the remainder of a row, or
+of a thread's share, in another way, and the order of its sums depends on the number of rows. torch also runs a row-wise
+operation as a chain of small operators. With few rows they take far longer than the arithmetic, because the weights of
+a step go through the caches and evict the operators' code.
 All functions raise ValueError for tensors that they do not support or that do not fit each other.
 """
 
@@ -316,18 +316,6 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def powers(bases: Tensor, exponents: Tensor) -> Tensor:
-    for x in (bases, exponents):
-        if not (x.is_cpu and x.dtype == torch.float64 and x.dim() == 1):
-            raise misfit("powers takes fp64 vectors on the CPU", x=x)
-    results = bases.new_empty(len(bases), len(exponents))
-    _cpu_kernels.powers(
-        bases=bases.contiguous().data_ptr(), exponents=exponents.contiguous().data_ptr(), results=results.data_ptr(),
-        rows=len(bases), size=len(exponents), threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return results
-
-
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     y = x.new_empty(x.shape)
     at = _rows(x, dtype=torch.float32)
@@ -398,12 +386,12 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 def misfit(rule: str, **tensors: Tensor | None) -> ValueError:
     """The error for tensors that break a rule."""
-    found = [
+    described = [
         f"{name} {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         for name, tensor in tensors.items()
         if tensor is not None
     ]
-    return ValueError(f"{rule}; got {', '.join(found)}.")
+    return ValueError(f"{rule}; got {', '.join(described)}.")
 
 
 # ---- a decoder layer for few rows
@@ -415,7 +403,7 @@ Product = tuple[Sequence[WeightPart], Tensor | None]  # the parts of the weight,
 
 
 class LayerNorms(NamedTuple):
-    """The weights of a layer's norms, all in the layer's dtype or all in fp32. None: what it stands for has no norm."""
+    """The weights of a layer's norms, all in the layer's dtype or all in fp32; None where there is no norm."""
 
     input: Tensor  # [hidden]
     heads: Tensor | None  # of q and k: [heads, head_dim]
@@ -429,7 +417,7 @@ class HeadLayout(NamedTuple):
     """How the heads stand in a projection to q, k and v."""
 
     head_dim: int
-    rotary_dim: int  # features of a head of q and k that are rotated, the first ones, in pairs half of that apart
+    rotary_dim: int  # the first features of each head of q and k, rotated in pairs (i, i + rotary_dim / 2)
     gated: bool = False  # each head of q is followed by the gate of its output
 
 
@@ -443,7 +431,7 @@ class FewRowLayer:
     def __init__(
         self, norms: LayerNorms, products: Sequence[Product], dtype: torch.dtype, heads: HeadLayout, activation: str
     ) -> None:
-        """products: qkv, o, gate and up, down; heads: of qkv. All tensors are dense, and of `dtype` but for norms."""
+        """products: qkv, o, gate and up, down; heads: of qkv. All tensors are dense, and but for norms of `dtype`."""
         self._tensors = (norms, products)
         self._hidden = norms.input.shape[0]
         self._dtype = dtype
@@ -504,10 +492,10 @@ class FewRowLayer:
         projected: Tensor,
         y: Tensor,
     ) -> None:
-        """Write what a recurrent layer projects, and what its output projection reads; advance its states. See
-        `cpu_delta.FewRows`.
+        """Write the input projection of a recurrent layer to `projected` and what its output projection reads to y, and
+        advance its states. See `cpu_delta.FewRows`.
         """
-        x_at, conv_at, states_at, projected_at, y_at = (address(each) for each in (x, conv, states, projected, y))
+        x_at, conv_at, states_at, projected_at, y_at = (address(tensor) for tensor in (x, conv, states, projected, y))
         self._layer.recur(weights, runs, x_at, conv_at, states_at, projected_at, y_at, torch.get_num_threads())
 
     def finish_(self, x: Tensor, attended: Tensor) -> None:

@@ -11,14 +11,14 @@ from nanovllm.data.network import RecurrentSpec
 
 
 class ChunkRows(NamedTuple):
-    """Which rows of runs are whole chunks: of RECURRENT_CHUNK tokens from a multiple of it on, counted from the first
-    token of the sequence. Int64, on the device.
+    """The rows of runs that form whole chunks. Int64, on the device.
 
-    The chunks of a run follow each other. Before and after them are fewer rows than a chunk has, unless none is whole.
+    A chunk is RECURRENT_CHUNK tokens of a sequence that begin at a multiple of RECURRENT_CHUNK. The whole chunks of a
+    run follow each other, with fewer rows than a chunk has before and after them.
     """
 
     first_rows: Tensor  # [chunks]: in the order of the rows
-    starts: Tensor  # [runs + 1]: which chunk is the first of each run, and how many there are
+    starts: Tensor  # [runs + 1]: the index of each run's first chunk, then the number of chunks
     begins: Tensor  # [runs]: the first row of the first chunk; the end of the run if it has none
     ends: Tensor  # [runs]: the row after the last chunk; the end of the run if it has none
     any_before: bool  # whether a run has rows before its chunks
@@ -28,13 +28,13 @@ class ChunkRows(NamedTuple):
 class StateRows(NamedTuple):
     """Rows as runs: a run is neighbouring rows of one sequence, in the order of its tokens. Int64, on the device.
 
-    Where there are as many runs as rows, each is one row, and the Triton kernels read nothing but the slots. A run with
-    slot -1 (padding of a recorded step) begins with an empty state and leaves none: its results are finite, if its
-    inputs are, and unread.
+    If there are as many runs as rows, every run is one row, and the Triton kernels read only the slots. A run with slot
+    -1 is padding of a recorded step. It begins with an empty state and leaves none, and its results are not read; they
+    are finite if its inputs are.
     """
 
-    slots: Tensor  # [runs]: the state slot of each, none twice
-    starts: Tensor  # [runs + 1]: the first row of each, and the end of the last
+    slots: Tensor  # [runs]: the state slot of each run, no slot twice
+    starts: Tensor  # [runs + 1]: the first row of each run, then the number of rows
     run_of_row: Tensor  # [rows]
     chunks: ChunkRows | None = None  # for the Triton kernels; None: no chunk is whole, or nobody knows the positions
 
@@ -42,12 +42,12 @@ class StateRows(NamedTuple):
 class KeptRows(NamedTuple):
     """Rows of a part of a step whose input projections are kept: int64 [rows] each, on the device."""
 
-    source: Tensor  # in the part
-    target: Tensor  # in the memory of `layers.forward_context.KeptInputs`
+    source: Tensor  # rows of the part
+    target: Tensor  # rows of the memory of `layers.forward_context.KeptInputs`
 
 
 class StatePart(NamedTuple):
-    """What rows of a part of a step have to do with states."""
+    """The states that the rows of a part of a step read and write."""
 
     rows: StateRows
     kept: KeptRows | None
@@ -60,8 +60,8 @@ class DeltaInputs(NamedTuple):
     v: Tensor  # [rows, value_heads, value_dim], in the network's dtype
     decay: Tensor  # fp32 [rows, value_heads]: what the state is multiplied by
     beta: Tensor  # fp32 [rows, value_heads]: the share of a new value that is written
-    # Of the Triton kernels, fp32 [rows, 2, key_heads]: what qk is to be multiplied by. There it is in the network's
-    # dtype, in which products of matrices are exact. None: qk is as above.
+    # fp32 [rows, 2, key_heads], of the Triton kernels alone: factors by which qk is still to be multiplied. qk is then
+    # in the network's dtype, in which products of matrices are exact. None: qk is as above.
     scale: Tensor | None = None
 
     @classmethod

@@ -101,12 +101,12 @@ def calls(seq: SequenceMetadata, first: int, last: int, window: int | None) -> l
         beyond = end - visible
         return [(slice(begin + offset, end + offset), visible - first, window - 1 - beyond, beyond)]
     level = min(end, last)
-    found = []
+    calls = []
     if begin < level:
-        found.append((slice(begin + offset, level + offset), level - first, -1, 0))
+        calls.append((slice(begin + offset, level + offset), level - first, -1, 0))
     if max(begin, level) < end:
-        found.append((slice(max(begin, level) + offset, end + offset), last - first, -1, -1))
-    return found
+        calls.append((slice(max(begin, level) + offset, end + offset), last - first, -1, -1))
+    return calls
 
 
 # ---- the libraries

@@ -1,8 +1,8 @@
 """The order of GGUF weights in memory that the Triton kernels read: planes of numbers, then planes of scales.
 
-Blocks of GGUF are no whole words of 16 bytes, and have numbers and scales side by side. Each row is put into another
-order by itself, so that rows stay what can be cut out, and no bit is lost. A unit has the bits of 256 inputs, which are
-8 segments of 32. A row has one plane after the other, each with the same bytes of all its units:
+A block of GGUF is not a whole number of 16-byte words, and has numbers and scales side by side. Here each row is put
+into another order by itself: rows can still be cut out, and no bit is lost. A unit has the bits of 256 inputs, which
+are 8 segments of 32. A row is a sequence of planes; a plane has the same bytes of every unit:
 
 | plane | bytes of a unit | |
 |---|---|---|
@@ -33,18 +33,14 @@ _SHIFTS = tuple(range(8))
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """How a scheme's block becomes planes.
+    """How a scheme's block becomes planes. Places are bytes in a block of the file."""
 
-    block_inputs, block_bytes: of the file's blocks; low: where the low four bits begin, or all eight of q8_0, and
-    high: where the others do; bits: of a number; rest: (begin, end) in a block of the planes of scales.
-    """
-
-    block_inputs: int
+    block_inputs: int  # of a block of the file
     block_bytes: int
-    low: int
-    high: int
-    bits: int
-    rest: tuple[tuple[int, int], ...]
+    low: int  # where the low four bits of the numbers begin, or all eight of q8_0
+    high: int  # where the other bits begin
+    bits: int  # of a number
+    rest: tuple[tuple[int, int], ...]  # (begin, end) of each plane of scales
 
     @property
     def blocks(self) -> int:
@@ -94,8 +90,8 @@ def empty_rows(scheme: str, out_features: int, in_features: int, device: torch.d
 def rows_to_planes(scheme: str, rows: Tensor, in_features: int) -> Tensor:
     """Rows of a file's bytes, uint8 [out_features, bytes of a row] -> uint8 [out_features, plane_bytes].
 
-    They stay where they are if there is room: if each row begins plane_bytes after the one before it. The rows are lost
-    then. Else they are copied.
+    If each row begins plane_bytes after the one before it, the planes take the place of the rows, which are lost. Else
+    the result is a copy.
     """
     size = plane_bytes(scheme, in_features)
     has_room = rows.stride() == (size, 1) and rows.shape[1] <= size
@@ -142,18 +138,18 @@ def _source_bits(scheme: str, in_features: int, size: int, device: torch.device)
     # Of one unit: where each bit of each input is, and where it goes within its plane.
     block = of_input // planes.block_inputs
     inner = of_input % planes.block_inputs
-    found = _number_bits(planes, inner[:, None], bits[None, :]) + (block * planes.block_bytes * 8)[:, None]
+    source = _number_bits(planes, inner[:, None], bits[None, :]) + (block * planes.block_bytes * 8)[:, None]
     segment = of_input[:, None] // SEGMENT
     place = of_input[:, None] % SEGMENT
     low_bits = 8 if planes.bits == 8 else 4
     per_byte = 8 // low_bits
     low = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * low_bits + bits[None, :low_bits]
-    parts = [_in_order(low, found[:, :low_bits])]
+    parts = [_in_order(low, source[:, :low_bits])]
     if planes.high_bytes:
         width = planes.bits - 4
         per_byte = 8 // width
         high = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * width + bits[None, :width]
-        parts.append(_in_order(high, found[:, 4:]))
+        parts.append(_in_order(high, source[:, 4:]))
     for begin, end in planes.rest:
         blocks = count(planes.blocks)[:, None] * (planes.block_bytes * 8)
         parts.append((blocks + byte[8 * begin : 8 * end]).flatten())
@@ -163,10 +159,10 @@ def _source_bits(scheme: str, in_features: int, size: int, device: torch.device)
     return source.clamp_(max=row_bits)
 
 
-def _in_order(to: Tensor, found: Tensor) -> Tensor:
-    """The places `found` in the order of where they go."""
+def _in_order(to: Tensor, places: Tensor) -> Tensor:
+    """The places in the order of `to`, where they go."""
     ordered = torch.empty_like(to.flatten())
-    ordered[to.flatten()] = found.flatten()
+    ordered[to.flatten()] = places.flatten()
     return ordered
 
 

@@ -52,11 +52,11 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The instruction set of each of WORKS. newest: of those that may be used. how: in words, where they are from."""
+    """The instruction set for each kind of work."""
 
-    newest: str
-    isa_of: Mapping[str, str]
-    how: str
+    newest: str  # instruction set that may be used
+    isa_of: Mapping[str, str]  # by work, one of WORKS
+    how: str  # the choice was made, in words
 
     @property
     def setting(self) -> str:
@@ -113,8 +113,8 @@ def candidates(work: str, available: Sequence[str]) -> tuple[str, ...]:
 
 def agreed(settings: Iterable[str]) -> str:
     """A setting that every process with one of these settings supports: of each work the oldest instruction set."""
-    found = [dict(part.split("=") for part in setting.split(",")) for setting in settings]
-    oldest = {work: max((each[work] for each in found), key=NEWEST_FIRST.index) for work in WORKS}
+    choices = [dict(part.split("=") for part in setting.split(",")) for setting in settings]
+    oldest = {work: max((choice[work] for choice in choices), key=NEWEST_FIRST.index) for work in WORKS}
     return ",".join(f"{work}={isa}" for work, isa in oldest.items())
 
 
@@ -125,7 +125,7 @@ def pin(setting: str) -> None:
 
 
 def _parsed(text: str, available: Sequence[str]) -> dict[str, str]:
-    found = {}
+    isa_of = {}
     for part in text.split(","):
         work, _, isa = part.strip().partition("=")
         if work not in WORKS or isa not in available:
@@ -133,15 +133,15 @@ def _parsed(text: str, available: Sequence[str]) -> dict[str, str]:
                 f"{VARIABLE}={quoted(text)}: {quoted(part)} is not WORK=INSTRUCTION_SET; works: {', '.join(WORKS)};"
                 f" instruction sets of this machine: {', '.join(available)}; or 'default' or 'measure'"
             )
-        found[work] = isa
-    return found
+        isa_of[work] = isa
+    return isa_of
 
 
 # ---- what is kept of a machine
 
 
 def machine_key(available: Sequence[str]) -> str:
-    """What a measurement is true of: processor, its vector instructions, and the compiled kernels, by their size."""
+    """What a measurement holds for: the processor, its vector instructions, and the size of the compiled kernels."""
     try:
         with open("/proc/cpuinfo") as file:
             facts = file.read(8192)  # the first processor
@@ -167,9 +167,9 @@ def choice_file(available: Sequence[str]) -> Path | None:
 def read_choice(file: Path, machine: str, available: Sequence[str], *, warn: bool = True) -> dict[str, str] | None:
     """The choice in a file; None if there is no file, or it is damaged or another machine's."""
     try:
-        found = json.loads(file.read_text())
-        isa_of = {work: found["isa_of"][work] for work in WORKS}
-        if found["machine"] != machine or any(isa not in candidates(work, available) for work, isa in isa_of.items()):
+        stored = json.loads(file.read_text())
+        isa_of = {work: stored["isa_of"][work] for work in WORKS}
+        if stored["machine"] != machine or any(isa not in candidates(work, available) for work, isa in isa_of.items()):
             raise ValueError("it is another machine's")
         return isa_of
     except FileNotFoundError:

@@ -63,16 +63,16 @@ def read_table(path: Path) -> TunedTable:
     if not path.is_file():
         return TunedTable()
     try:
-        found = json.loads(path.read_text())
-        capability = tuple(map(int, found["capability"])) if "capability" in found else None
+        stored = json.loads(path.read_text())
+        capability = tuple(map(int, stored["capability"])) if "capability" in stored else None
         entries = [
             TunedEntry(
                 **entry | {"prefill": PrefillConfig(**entry["prefill"]), "decode": DecodeConfig(**entry["decode"])}
             )
-            for entry in found["entries"]
+            for entry in stored["entries"]
         ]
         few_rows = [
-            FewRowsEntry(**entry | {"config": FewRowsConfig(**entry["config"])}) for entry in found.get("few_rows", [])
+            FewRowsEntry(**entry | {"config": FewRowsConfig(**entry["config"])}) for entry in stored.get("few_rows", [])
         ]
         return TunedTable(capability, tuple(entries), tuple(few_rows))
     except (ValueError, KeyError, TypeError) as error:

@@ -30,8 +30,8 @@ _TRADES = ((0x0000AAAA, 15), (0x00CC00CC, 6), (0x0000FF00, 8), (0x0A0A0A0A, 3))
 def rows_to_panels(scheme: str, rows: Tensor, block_bytes: int, in_place: bool = False) -> Tensor:
     """Rows of bytes, uint8 [out_features, bytes of a row] -> uint8 [panels, bytes of a panel].
 
-    block_bytes: of a block in a row. in_place: in the memory of the rows if they fill it, so that the weight is never
-    there twice; the rows are lost then.
+    block_bytes: of a block in a row. in_place: if the panels fit the memory of the rows exactly, they take it and the
+    rows are lost, so that the weight is never there twice.
     """
     panels = -(-rows.shape[0] // OUTPUTS)
     panel_bytes = -(-rows.shape[1] // block_bytes) * block_bytes * OUTPUTS
@@ -124,7 +124,7 @@ def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
     low = 0x0F0F0F0F0F0F0F0F
     even = first & low | (second & low) << 4
     odd = first >> 4 & low | second & ~low
-    return torch.stack([each.unsqueeze(-1).view(torch.uint8) for each in (even, odd)], dim=-1).flatten(-2)
+    return torch.stack([half.unsqueeze(-1).view(torch.uint8) for half in (even, odd)], dim=-1).flatten(-2)
 
 
 def blocks_to_rows(scheme: str, blocks: Tensor, row_bytes: int) -> Tensor:

@@ -38,26 +38,25 @@ _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch ha
 class PackedWeight:
     """The quantised weight [out_features, in_features] of a linear layer. ValueError if the parts do not fit together.
 
-    data: [out_features, bytes of a row]; of the GGUF schemes the bytes of the file, of int4 uint8 with two inputs in a
-    byte, the even input in the low half, of mxfp4 in the same way, of int8 int8, of fp8 float8_e4m3fn. scales
-    [out_features, groups]: of int4 and int8 in bfloat16, float16 or float32, of fp8 in float32, of mxfp4 uint8. zeros:
-    of int4 uint8 and of int8 int8 [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that
-    share a scale. panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
-    planes: whether data is as `in_planes` leaves it. arrivals: of planes int32 zeros, which a product counts up and
-    leaves at zero; None for some rows of a weight.
-    fp8_inputs: of fp8, whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where
-    they are.
+    | scheme | data [out_features, bytes of a row] | scales [out_features, groups] | zeros [out_features, groups] |
+    |---|---|---|---|
+    | int4 | uint8, two inputs in a byte, the even one in the low half | bfloat16, float16, float32 | uint8, None: 8 |
+    | int8 | int8 | bfloat16, float16, float32 | int8, None: 0 |
+    | fp8 | float8_e4m3fn | float32 | None |
+    | mxfp4 | as int4 | uint8 | None |
+    | of GGUF | uint8, the bytes of the file | None | None |
     """
 
     scheme: str
     data: Tensor
     scales: Tensor | None
     zeros: Tensor | None
-    group_size: int
+    group_size: int  # inputs that share a scale
     in_features: int
-    panel_outputs: int | None = None
-    fp8_inputs: bool = False
-    planes: bool = False
+    panel_outputs: int | None = None  # the out_features of a weight in panels (`in_panels`), None in other orders
+    fp8_inputs: bool = False  # the checkpoint was made for inputs rounded to fp8; `packed_linear` says where they are
+    planes: bool = False  # whether data is in planes (`in_planes`)
+    # int32 zeros for weights in planes, which a product counts up and leaves at zero. None for some rows of a weight.
     arrivals: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -220,10 +219,11 @@ def _row_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 
 
 def triton_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, fp8_inputs: bool = False) -> Tensor:
-    """`packed_linear` on a GPU, of int4, int8, fp8 and mxfp4: few rows are multiplied with the packed weight, many with
-    its values in their dtype, by torch.
+    """`packed_linear` on a GPU, of int4, int8, fp8 and mxfp4. Few rows are multiplied with the packed weight; torch
+    multiplies many rows with the weight's values in their dtype.
 
-    fp8_inputs: whether x, in 16 bits, may be rounded to fp8. Many rows are where torch multiplies fp8 with such scales.
+    fp8_inputs: whether x, in 16 bits, may be rounded to fp8. Many rows are rounded where torch's library multiplies fp8
+    with such scales.
     """
     from nanovllm.ops import triton_packed
 

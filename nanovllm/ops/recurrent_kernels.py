@@ -1,10 +1,10 @@
 """What a recurrent layer with the gated delta rule computes between its projections, and the gate of attention.
 
 Three modules implement it with the same signatures: `cpu_delta` in C++, `triton_delta` on CUDA and `torch_delta` in
-plain torch. A layer chooses its implementation once, with `recurrent_kernels_on`. All but Triton take the tokens of a
-sequence one by one, so that a state does not depend on how a prompt was cut into steps; Triton does so where a step has
-not a whole chunk, see docs/design.md. Results of two implementations differ by the order of sums and by the exponential
-function.
+plain torch. A layer chooses its implementation once, with `recurrent_kernels_on`. C++ and torch take the tokens of a
+sequence one by one, so that a state does not depend on how a prompt was cut into steps. Triton does the same for rows
+outside of whole chunks (docs/design.md). The results of two implementations differ in the order of sums and in the
+exponential function.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RecurrentKernels(Protocol):
     ) -> DeltaInputs:
         """The inputs of the recurrence; leaves the last conv_kernel - 1 rows of x of each run in its slot of `conv`.
 
-        q, k and v are SiLU of the causal convolution of x, whose rows from before the run are in the slot, rounded to
-        the dtype of x; q and k are divided by sqrt(sum(x^2) + 1e-6), in Triton by way of `DeltaInputs.scale`. decay =
+        q, k and v are SiLU of the causal convolution of x, rounded to the dtype of x. The slot has the rows of x from
+        before the run. q and k are divided by sqrt(sum(x^2) + 1e-6), in Triton by way of `DeltaInputs.scale`. decay is
         exp(-rate * softplus(a + bias)), and beta is sigmoid(b), rounded to the dtype of b.
 
         x: [rows, channels]; weight: [conv_kernel, channels], the newest row last; conv: [slots, channels, conv_kernel -

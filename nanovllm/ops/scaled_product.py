@@ -1,7 +1,7 @@
 """Products of many rows in fp8 by torch's library, with scales for rows or for groups of 128 inputs.
 
-Inputs are rounded as `triton_packed.round_inputs` does. Which cards, versions of torch and layouts the library has is
-found out by trying: once for each kind of scales and dtype, against the product in fp64. Not yet run on a GPU.
+Inputs are rounded as `triton_packed.round_inputs` does. Whether the library has a product for this card, version of
+torch and layout is tried once for each kind of scales and dtype, against fp64. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def _error(device: torch.device, dtype: torch.dtype, group_size: int) -> float:
     data = torch.randn(out_features, in_features, generator=generator).to(device, torch.float8_e4m3fn)
     scales = (torch.rand(out_features, in_features // group_size, generator=generator) + 0.5).to(device)
     bias = torch.randn(out_features, generator=generator).to(device, dtype)
-    found = _product(x, data, scales, bias, group_size)[:rows].double()
+    product = _product(x, data, scales, bias, group_size)[:rows].double()
     rounded, x_scales = round_inputs(x, group_size)
     wide, weight = (
         values.double() * factors.double().repeat_interleave(group_size, dim=1)
         for values, factors in ((rounded, x_scales), (data, scales))
     )
     size = wide.abs() @ weight.abs().T + bias.double().abs()
-    return float(((found - wide @ weight.T - bias.double()).abs() / size).nan_to_num(torch.inf).max())
+    return float(((product - wide @ weight.T - bias.double()).abs() / size).nan_to_num(torch.inf).max())

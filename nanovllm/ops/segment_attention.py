@@ -2,11 +2,13 @@
 
 Positions are cut into segments of `segment` tokens, at multiples of it. The query rows of one segment attend to the
 keys of each segment up to their own in one call of the library: to their own with a causal mask, to the earlier ones
-without a mask, and the results are merged in the order of the segments, in fp32. A library that plans for every shape,
-as cuDNN does, so sees two shapes for good; one that takes any number of rows gets shorter pieces too. The keys of a
-segment are gathered from their blocks, 8-bit ones widened, into memory of one shape, whichever tier they are on and
-however their blocks come in calls: what a call leaves unfinished waits in the `AttentionState`. So the library, its
-shapes and strides and the order of the merges depend on positions alone, and the memory budget changes no bit.
+without a mask, and the results are merged in the order of the segments, in fp32. So a library that plans for every
+shape, as cuDNN does, sees only two shapes. A library that takes any number of rows also gets shorter pieces.
+
+The keys of a segment are gathered from their blocks into memory of one shape, and 8-bit ones are widened. It does not
+matter on which tier the blocks are or how calls group them, because unfinished work waits in the `AttentionState` for
+the next call. The library, its shapes and strides and the order of the merges depend on positions alone: the memory
+budget changes no bit.
 """
 
 from __future__ import annotations
@@ -85,10 +87,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Unfinished:
-    """What a sequence has between two calls: keys of a segment, and results that are not yet merged."""
+    """The unfinished work of a sequence between two calls."""
 
-    keys: Tensor  # [1, 2, heads, segment, head_dim]
-    parts: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # by segment of the queries
+    keys: Tensor  # of a segment: [1, 2, heads, segment, head_dim]
+    # results that are not merged yet, by segment of the queries
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
 
 class SegmentAttention:

@@ -32,7 +32,7 @@ def delta_inputs_(
         return DeltaInputs.empty_for(spec, x)
     mixed = F.silu(_convolved_(rows, x, weight, conv)).to(x.dtype)
     q, k, v = mixed.split((spec.key_size, spec.key_size, spec.value_size), dim=-1)
-    q, k = (_normed(each.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for each in (q, k))
+    q, k = (_normed(x.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for x in (q, k))
     rate = -decay.rate * F.softplus(a.float() + decay.bias)
     v = v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
     return DeltaInputs(torch.stack((q * spec.key_dim**-0.5, k), dim=1), v, rate.exp(), b.sigmoid().float())

@@ -2,8 +2,8 @@
 
 Whole chunks of RECURRENT_CHUNK tokens, counted from a sequence's first, are computed as products of matrices
 (`triton_delta_chunks`). Elsewhere a program keeps a tile of a state's columns in registers and takes tokens one by one,
-in the same order of operations wherever the run begins. So a state depends on the tokens, and on which chunks a part
-of a step had whole: not on where the others were cut.
+in the same order of operations wherever the run begins. So a state depends on the tokens and on which chunks were whole
+in a part of a step, but not on where the other rows were cut.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ def delta_inputs_(
     heads = spec.num_value_heads
     assert x.stride(1) == b.stride(1) == a.stride(1) == 1, "rows must be contiguous"
     assert conv[0].is_contiguous(), "what is in a slot must be contiguous"
-    found = empty_inputs(spec, x)
+    inputs = empty_inputs(spec, x)
     one_row = len(rows.slots) == count
     tile = 1 if one_row else ROWS_PER_PROGRAM  # a warp for each row, and so the same order of sums
     _inputs_kernel[(triton.cdiv(count, tile), 2 * spec.num_key_heads + heads)](
-        *found, x, weight, conv, b, a, *decay, *rows[:3], x.stride(0), b.stride(0), a.stride(0), conv.stride(0),
+        *inputs, x, weight, conv, b, a, *decay, *rows[:3], x.stride(0), b.stride(0), a.stride(0), conv.stride(0),
         NORM_EPS, count, spec.num_key_heads, heads, spec.key_dim, spec.value_dim, KERNEL=spec.conv_kernel,
         BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)), ROWS=tile, ONE_ROW=one_row, num_warps=tile,
         enable_fp_fusion=True,
@@ -182,7 +182,7 @@ def delta_inputs_(
             conv, x, rows.slots, rows.starts, x.stride(0), conv.stride(0), spec.channels, KEPT=spec.conv_kernel - 1,
             BLOCK_T=triton.next_power_of_2(spec.conv_kernel - 1), BLOCK_C=CHANNELS_PER_PROGRAM, enable_fp_fusion=True,
         )  # fmt: skip
-    return found
+    return inputs
 
 
 @triton.jit

@@ -10,8 +10,8 @@ d[0] to d[i] and E[i] that of what follows d[i] (no logarithm is taken and nothi
     S = P[last] S + (diag(E) K)^T U      the state after the chunk
 
 T and M do not depend on the state: `_solve_kernel` computes them for all chunks at once, `_advance_kernel` takes the
-columns of a state from chunk to chunk. T is applied to what a value differs from what the state says of its key, and
-not to both apart, whose difference loses digits where keys repeat. Source: Yang et al., "Gated Delta Networks" (2024)
+columns of a state from chunk to chunk. T is applied to the difference V - diag(P) K S, not to its two terms apart: the
+difference of the results would lose digits where keys repeat. Source: Yang et al., "Gated Delta Networks" (2024)
 and "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024).
 
 In 16 bits q and k are what the convolution gave, exactly, times a factor for each row that is applied to the products;
@@ -92,14 +92,14 @@ def _inverse(a, dtype: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-un
         of_row = tl.sum(tl.where(row == index, of_blocks, 0.0), 1)
         known = tl.sum(of_row[:, :, None] * inverse, 1)
         inverse = tl.where(row == index, inverse - known[:, None, :], inverse)
-    found = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    result = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), (CHUNK, CHUNK))
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     for size in tl.static_range(1, 3):
         half = 16 * size
         below = tl.where((i // half > j // half) & (i // (2 * half) == j // (2 * half)), a, 0.0)
-        found -= _wide_times(found, _wide_times(below, found, dtype), dtype)
-    return found
+        result -= _wide_times(result, _wide_times(below, result, dtype), dtype)
+    return result
 
 
 @triton.jit

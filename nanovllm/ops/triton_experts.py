@@ -2,9 +2,9 @@
 
 Matrices are plain or packed, and nothing of a packed one is written out. For few rows its numbers are multiplied and
 the scale multiplies the sum, as in `triton_packed`; for many a tile becomes (q - zero) * scale in the rows' dtype,
-rounded once. All experts of a layer in scratch of 16 bits, as other packed matrices have it, would be 1.6 GB for
-gpt-oss-20b and for Qwen3.6-35B-A3B: beside 4,096 rows of the former, whose products are 0.8 TFLOP a layer, 3.2 GB to
-write and read for 0.4 GB of packed weights, which have 4 tiles of rows each.
+rounded once. For many rows other packed matrices are written out in 16 bits. For all experts of a layer of gpt-oss-20b
+or Qwen3.6-35B-A3B that would be 1.6 GB: for 4,096 rows of gpt-oss-20b, whose products are 0.8 TFLOP a layer, 3.2 GB to
+write and read, in the place of 0.4 GB of packed weights.
 
 With `fp8_inputs` rows are rounded to fp8 as in `triton_packed`.
 """
@@ -253,10 +253,10 @@ def grouped_linear(
     """Row i of the result is x[rows[i]] times the transposed matrix of its expert, plus its bias: [entries, out].
 
     x: [tokens, in], the elements of a row contiguous; weights: [experts, out, in], contiguous, or packed with the
-    experts one below the other, [experts * out, in]; ends: int32 or int64 [experts], for each expert where its rows of
-    the result end, which begin where those of the expert before it end; rows: of the same type [entries], None if x
-    has the rows of the result; bias: [experts, out], contiguous, or None. Sums are fp32. fp8_inputs: of packed weights,
-    see `triton_packed.packed_linear`.
+    experts one below the other, [experts * out, in]; ends: int32 or int64 [experts], where the rows of each
+    expert end in the result; they begin where those of the expert before it end. rows: of the same type [entries], None
+    if x has the rows of the result; bias: [experts, out], contiguous, or None. Sums are fp32. fp8_inputs: of packed
+    weights, see `triton_packed.packed_linear`.
     """
     num_experts = len(ends)
     entries = len(x) if rows is None else len(rows)

@@ -1,7 +1,7 @@
-"""Attention of many query rows over KV blocks, in Triton, carrying (output, LSE) of earlier blocks on: no merge after.
+"""Attention of many query rows over KV blocks, in Triton. It continues from (output, LSE) of earlier blocks.
 
-The state is normalised after every block, inside the kernel as between two calls, so a row's bits do not depend on how
-blocks are grouped into calls; and a tile that a row does not see changes none of its bits, so they do not depend on the
+The state is normalised after every block, inside the kernel as between two calls. So a row's bits do not depend on how
+blocks are grouped into calls. A tile that a row does not see changes none of its bits, so they do not depend on the
 other rows of the batch either.
 """
 
@@ -127,7 +127,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             begin = 0
             first += block_size
             index += 1
-        # A tile ahead of its use, which is therefore not held up by it; behind the last block, the last one again.
+        # Loaded one tile ahead, so that its use does not wait. After the last block, the last one is loaded again.
         block = tl.load(block_at + tl.where(first < limit, index, index - 1))
     return acc, top, total, lse, block, index, begin, first, new_block
 

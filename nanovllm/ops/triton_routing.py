@@ -22,15 +22,11 @@ COUNTS_AT_ONCE = 2048  # that a program adds up at a time
 
 
 class Grouping(NamedTuple):
-    """The rows of all chosen experts, expert by expert, and an expert's rows in their order: one entry for each choice.
+    """One entry for each choice of an expert by a row: expert by expert, and within an expert in the order of rows."""
 
-    ends: [experts], for each the entry behind its last one; rows: [rows * k], the row of each entry; entries: [rows,
-    k], the entry of each of a row's choices. All int32.
-    """
-
-    ends: Tensor
-    rows: Tensor
-    entries: Tensor
+    ends: Tensor  # int32 [experts]: the number of entries up to the last one of each expert
+    rows: Tensor  # int32 [rows * k]: the row of each entry
+    entries: Tensor  # int32 [rows, k]: the entry of each of a row's choices
 
 
 @triton.jit
@@ -151,7 +147,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 def _in_chosen_groups(  # type: ignore[no-untyped-def]
     choosing, experts, num_experts, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """What chooses, with -inf for the experts of groups whose two best have no sum among the largest."""
+    """The scores that choose experts, -inf outside of the groups whose two best scores have the largest sums."""
     group = experts // (num_experts // GROUPS)
     sums = tl.full(choosing.shape, float("-inf"), tl.float32)
     for index in range(GROUPS):

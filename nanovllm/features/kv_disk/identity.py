@@ -108,8 +108,8 @@ class FileDigests:
 def adapter_digest(adapter: Adapter) -> bytes | None:
     """Of the bytes of an adapter's files; None if they have changed since the adapter was found."""
     try:
-        found = digest(*(file_digest(adapter.directory / name) for name in (CONFIG, ADAPTER_WEIGHTS)))
-        return found if stamp_of(adapter.directory) == adapter.stamp else None
+        content = digest(*(file_digest(adapter.directory / name) for name in (CONFIG, ADAPTER_WEIGHTS)))
+        return content if stamp_of(adapter.directory) == adapter.stamp else None
     except Exception:  # whatever is wrong with the files, the request itself will say
         return None
 
