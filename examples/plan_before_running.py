@@ -35,12 +35,12 @@ def main() -> None:
         raise SystemExit(status)  # the reason is on standard error
     plan = json.loads(printed.getvalue())
     if not plan["fits"]:
-        raise SystemExit(f"The prompt does not fit. Changes that make it fit: {plan['changes_that_fit']}")
+        raise SystemExit(f"The prompt does not fit: {plan['advice']}")
 
     request = plan["request"]
     cache = plan["kv_cache"]
-    print(f"Longest prompt: {plan['longest_prompt']['tokens']:,} tokens")
-    print(f"KV cache: {cache['resident_blocks']:,} resident, {cache['host_blocks']:,} host blocks")
+    print(f"Longest sequence: {cache['max_model_len']:,} tokens")
+    print(f"KV cache: {cache['split']['resident_blocks']:,} resident, {cache['num_cpu_blocks']:,} host blocks")
     print(f"KV cache of this prompt: {request['kv_bytes'] / 2**20:,.1f} MiB")
     print(f"On the host: {request['streamed_bytes'] / 2**20:,.1f} MiB of it")
     print(f"Engine arguments: {plan['engine']}")

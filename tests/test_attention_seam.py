@@ -58,9 +58,16 @@ ON_CPU: tuple[AttentionBackend, ...] = (
 )
 # Without a GPU, Triton's interpreter computes; it, as compilation for every shape, is too slow for random ones.
 OTHERS = cuda_backends(torch.device("cuda"), 128) if DEVICE == "cuda" else [TritonAttention()]
+SLOW_IN_TRITON = [pytest.mark.slow] if DEVICE == "cpu" else []
 EVERY_BACKEND = pytest.mark.parametrize(
     "backend",
     [*ON_CPU, *(pytest.param(backend, marks=TRITON_MARKS) for backend in OTHERS)],
+    ids=lambda backend: backend.name,
+)
+# Of whose mechanism another test runs in Triton's interpreter, which takes seconds.
+EVERY_BACKEND_AT_LENGTH = pytest.mark.parametrize(
+    "backend",
+    [*ON_CPU, *(pytest.param(backend, marks=[*TRITON_MARKS, *SLOW_IN_TRITON]) for backend in OTHERS)],
     ids=lambda backend: backend.name,
 )
 CPU_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,7 +107,7 @@ FIXED = {
 
 NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
 FIXED_CASES = [*((name, False) for name in FIXED), *((name, True) for name in NARROW_TOO)]
-FAST_IN_TRITON = (("80 of 128, a full partition", False), ("uneven blocks", False))
+FAST_IN_TRITON = (("uneven blocks", False),)
 
 
 def with_backends(cases: Iterable[Any], fast: Collection[Any]) -> Iterator[Any]:
@@ -114,7 +121,7 @@ def with_backends(cases: Iterable[Any], fast: Collection[Any]) -> Iterator[Any]:
 # ---- exactness
 
 
-@pytest.mark.parametrize("backend, name", with_backends(("small heads", "window"), fast=("small heads",)))
+@pytest.mark.parametrize("backend, name", with_backends(("small heads", "window"), fast=()))
 def test_sinks_take_a_share_of_every_row(backend: AttentionBackend, name: str) -> None:
     """Sinks above, among and far below the scores; the bits do not depend on how the blocks are grouped."""
     case = make_case(backend, FIXED[name], 1)
@@ -187,7 +194,7 @@ def test_strided_queries_are_taken_as_they_are(backend: AttentionBackend) -> Non
     case.check(case.attend(backend))
 
 
-@EVERY_BACKEND
+@EVERY_BACKEND_AT_LENGTH
 @pytest.mark.parametrize("new", [20, MAX_DECODE_ROWS + 6])
 def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> None:
     shape = Shape(64, 1, 2, 16, None, ((50, new),))
@@ -220,7 +227,7 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
 # ---- the same bits however the work is cut
 
 
-@EVERY_BACKEND
+@EVERY_BACKEND_AT_LENGTH
 def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> None:
     case = make_case(backend, Shape(32, 1, 2, 32, None, ((20, MAX_DECODE_ROWS + 6), (40, 3))), 1)
     together = case.attend(backend)

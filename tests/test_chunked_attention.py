@@ -127,9 +127,9 @@ def test_many_parts_stay_far_below_what_one_cast_to_bfloat16_costs(count: int) -
 
 
 def test_order_and_empty_parts_do_not_matter(device: str) -> None:
-    pieces, (expected_out, expected_lse) = parts(40, 3, 1)
+    pieces, (expected_out, expected_lse) = parts(8, 3, 1)
     pieces += [state(0.0, -INF)] * 3
-    for seed in range(3):
+    for seed in range(2):
         Random(seed).shuffle(pieces)
         out, lse = merged([(part_out.to(device), part_lse.to(device)) for part_out, part_lse in pieces])
         assert (out.cpu() - expected_out).abs().max() < 2.5e-6

@@ -64,7 +64,7 @@ def test_batch_jsonl(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_plan_before_running(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine = ("--prompt-len", "900", "--gpu-mem", "40MB", "--host-mem", "200MB")
     run("plan_before_running.py", model, *machine, monkeypatch=monkeypatch)
-    assert "Longest prompt: 1,024 tokens" in capsys.readouterr().out
+    assert "Longest sequence: 1,024 tokens" in capsys.readouterr().out
 
 
 def test_without_the_real_model_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

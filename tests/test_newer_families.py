@@ -179,7 +179,6 @@ def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
         ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4", "bits": 4}}, "'bits'"),
         ("gpt_oss", {"intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}}, "in_features=80"),
         ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is missing"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),

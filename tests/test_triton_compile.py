@@ -108,6 +108,7 @@ def test_kernels_compile_and_fit(
         check_loads_stay_in_flight([row for row in table if row["head_dim"] == 128])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [89, 120])
 def test_a_step_of_decode_fits_small_cards(arch: int, tmp_path: Path) -> None:
     """A part of the above that takes seconds."""
