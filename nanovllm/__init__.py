@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from nanovllm.text.prompts import TextPrompt as TextPrompt
     from nanovllm.text.prompts import TokensPrompt as TokensPrompt
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {  # by module: what users and applications import from here
     "nanovllm.apps.batch.predictor": "LLMPredictor",
