@@ -47,7 +47,7 @@ def outcome_of(name: str, check: Check) -> Outcome:
     return Outcome(name, good, time.perf_counter() - start, note)
 
 
-def expect_close(found: Tensor, expected: Tensor, bound: float) -> None:
+def expect_close(actual: Tensor, expected: Tensor, bound: float) -> None:
     """Raise AssertionError if any element differs by more than `bound` or is NaN."""
-    difference = (found.double() - expected.double()).abs().nan_to_num(inf).max().item()
+    difference = (actual.double() - expected.double()).abs().nan_to_num(inf).max().item()
     assert difference <= bound, f"off by {difference:g}, {bound:g} is allowed"

@@ -77,14 +77,14 @@ class Buffers:
             for row_dst, row_src in zip(dsts, srcs, strict=True):
                 memcpy_2d_async(row_dst, row_src, width, width, width, 1, self.kind, stream)
 
-        found: dict[str, Callable[[], object]] = {
+        calls: dict[str, Callable[[], object]] = {
             CONTIGUOUS: lambda: memcpy_2d_async(to, at, size, size, size, 1, self.kind, stream),
             "strided": lambda: memcpy_2d_async(dst, src, dpitch, spitch, width, rows, self.kind, stream),
             "torch, strided": lambda: torch_to.copy_(torch_at, non_blocking=True),
         }
         if dsts:
-            found["row by row"] = one_by_one
-        return found
+            calls["row by row"] = one_by_one
+        return calls
 
     def check(self, way: str, call: Callable[[], object]) -> None:
         """Copy once and compare with torch's copy. Raises AssertionError if a byte differs."""

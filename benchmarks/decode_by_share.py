@@ -141,24 +141,24 @@ def measure_by_share(work: Work, device_share: Fraction, shares: Sequence[float]
     with work.open(**work.offloaded(device_share)) as llm:
         offloaded = Decoding(llm, work, prompt, steps)
         by_name = _take_turns(offloaded, _cpu_attention_of(llm), shares, rounds)
-    for name, found in by_name.items():
+    for name, of_name in by_name.items():
         exact = name != AUTOMATIC
-        results.append(_result(name, found, offloaded, _agrees if exact else _agrees_without_cpu_attention))
+        results.append(_result(name, of_name, offloaded, _agrees if exact else _agrees_without_cpu_attention))
     return ByShare(results, resident.tokens == offloaded.tokens)
 
 
-def show_by_share(found: ByShare) -> None:
+def show_by_share(by_share: ByShare) -> None:
     """Print a line for each share, with a bar as long as a token takes."""
-    longest = max(result.token_ms.median for result in found.results)
+    longest = max(result.token_ms.median for result in by_share.results)
     print("decode by the share of host blocks that the CPU attends to, per token")
-    for result in found.results:
+    for result in by_share.results:
         bar = "#" * max(1, round(BAR * result.token_ms.median / longest))
         moved = f"link {mib(result.h2d_bytes)}, CPU {mib(result.cpu_attention_bytes)}, KV at {result.kv_gb_s:.1f} GB/s"
         taken = f" takes {result.taken:.0%}" if result.name == AUTOMATIC and result.taken is not None else ""
         differs = "" if result.as_predicted else "  DIFFERS from the formula"
         print_row(result.name + taken, f"{result.token_ms.median:,.1f} ms", f"{moved}{differs}")
         print_row("", "", bar)
-    print_row("tokens", "equal" if found.outputs_equal else "DIFFERENT", "on the device and under offload")
+    print_row("tokens", "equal" if by_share.outputs_equal else "DIFFERENT", "on the device and under offload")
     print()
 
 
@@ -173,15 +173,15 @@ def _take_turns(
     offloaded: Decoding, cpu_attention: HostBlockAttention, shares: Sequence[float], rounds: int
 ) -> dict[str, list[Turn]]:
     automatic = cpu_attention.policy
-    found: dict[str, list[Turn]] = {name: [] for name in (*(f"share {share:g}" for share in shares), AUTOMATIC)}
-    ways: list[tuple[str, float | None]] = list(zip(found, [*shares, None], strict=True))
+    turns: dict[str, list[Turn]] = {name: [] for name in (*(f"share {share:g}" for share in shares), AUTOMATIC)}
+    ways: list[tuple[str, float | None]] = list(zip(turns, [*shares, None], strict=True))
     for index in range(rounds + 1):
         for name, share in ways if index % 2 == 0 else reversed(ways):
             cpu_attention.policy = automatic if share is None else ForcedShare(share)
             turn = offloaded.turn(share)
             if index > 0:
-                found[name].append(turn)
-    return found
+                turns[name].append(turn)
+    return turns
 
 
 def _agrees(turn: Turn) -> bool:

@@ -80,30 +80,30 @@ class Features:
         self.prompt = torch.randint(0, VOCAB, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def checks(self) -> dict[str, Check]:
-        found: dict[str, Check] = {"plain weights": partial(self.near_the_cpu, self.plain, BOUND)}
+        named: dict[str, Check] = {"plain weights": partial(self.near_the_cpu, self.plain, BOUND)}
         for name, options in FORMATS.items():
             rounds = self.device == "cuda" and name.startswith("f") and multiplies_fp8(torch.device("cuda", 0))
             bound = FP8_BOUND if rounds else BOUND
-            found[f"checkpoint, {name}"] = partial(self.quantized, self.plain, name, options, bound)
+            named[f"checkpoint, {name}"] = partial(self.quantized, self.plain, name, options, bound)
         for kind in GGUF_TYPES:
-            found[f"GGUF, {kind}"] = partial(self.gguf, kind)
-        found["experts"] = self.experts
-        found["experts, gptq"] = self.quantized_experts
+            named[f"GGUF, {kind}"] = partial(self.gguf, kind)
+        named["experts"] = self.experts
+        named["experts, gptq"] = self.quantized_experts
         for family in ("gpt_oss", "qwen3_5_text", "gemma4_text"):
-            found[f"family {family}"] = partial(self.family, family)
-        found["drafts, n-grams"] = partial(self.drafts, NGRAM)
-        found["drafts, MTP"] = partial(self.drafts, MTP_HEAD)
-        found["KV from disk"] = self.kv_from_disk
+            named[f"family {family}"] = partial(self.family, family)
+        named["drafts, n-grams"] = partial(self.drafts, NGRAM)
+        named["drafts, MTP"] = partial(self.drafts, MTP_HEAD)
+        named["KV from disk"] = self.kv_from_disk
         for kv_cache_dtype in ("int8", "fp8_e4m3"):
-            found[f"KV cache, {kv_cache_dtype}"] = partial(self.kv_cache, kv_cache_dtype)
-        return found | {"adapters": self.adapters}
+            named[f"KV cache, {kv_cache_dtype}"] = partial(self.kv_cache, kv_cache_dtype)
+        return named | {"adapters": self.adapters}
 
     # ---- weights
 
     def near_the_cpu(self, path: Path, bound: float, **arguments: Any) -> str:
         with self.open(path, **arguments) as llm:
-            found = self.logprobs(llm)
-        return f"{path.name}: {difference(found, self.of_cpu(path), bound)}"
+            actual = self.logprobs(llm)
+        return f"{path.name}: {difference(actual, self.of_cpu(path), bound)}"
 
     def quantized(self, plain: Path, name: str, options: dict[str, Any], bound: float) -> str:
         path = self.directory / f"{plain.name}-{name.replace(', ', '-').replace(' ', '-')}"
@@ -131,34 +131,34 @@ class Features:
         rows round otherwise."""
         path = self.plain if speculative_config is NGRAM else self._checkpoint("qwen3_5_text")
         prompt = self.prompt[:20] * 8
-        found: list[list[int]] = []
+        answers: list[list[int]] = []
         drafted = 0
         for arguments in ({}, {"speculative_config": speculative_config, "max_num_seqs": 2}):
             with self.open(path, **arguments) as llm:
                 (output,) = generate(llm, [prompt], DRAFTED_LEN)
-                found.append(list(output.outputs[0].token_ids))
+                answers.append(list(output.outputs[0].token_ids))
                 drafted = output.metrics.drafted_tokens
-        plain, with_drafts = found
+        plain, with_drafts = answers
         assert drafted > 0, "nothing was drafted"
-        same = next((i for i, pair in enumerate(zip(*found, strict=True)) if pair[0] != pair[1]), len(plain))
+        same = next((i for i, pair in enumerate(zip(*answers, strict=True)) if pair[0] != pair[1]), len(plain))
         least = len(plain) if self.device == "cpu" else 1
         assert same >= least, f"with drafts {with_drafts}, without {plain}"
         return f"{drafted} tokens drafted, the first {same} of {len(plain)} equal"
 
     def kv_from_disk(self) -> str:
         """An engine finds the KV that one before it wrote, and has its tokens."""
-        found: list[list[int]] = []
+        answers: list[list[int]] = []
         cached = 0
         for _ in range(2):
             stored = {"kv_cache_dir": str(self.directory / "kv"), "enable_prefix_caching": True}
             with self.open(self.plain, **stored) as llm:
                 (output,) = generate(llm, [self.prompt], OUTPUT_LEN)
-                found.append(list(output.outputs[0].token_ids))
+                answers.append(list(output.outputs[0].token_ids))
                 cached = output.num_cached_tokens
         least = OUTPUT_LEN if self.device == "cpu" else 1  # on a GPU products of other row counts round otherwise
-        assert found[0][:least] == found[1][:least], f"computed {found[0]}, read {found[1]}"
-        assert cached, "nothing was found on disk"
-        return f"{cached} of {PROMPT_LEN} tokens read, tokens {found[0]} and {found[1]}"
+        assert answers[0][:least] == answers[1][:least], f"computed {answers[0]}, read {answers[1]}"
+        assert cached, "nothing was answers on disk"
+        return f"{cached} of {PROMPT_LEN} tokens read, tokens {answers[0]} and {answers[1]}"
 
     def _checkpoint(self, model_type: str) -> Path:
         path = self.directory / model_type
@@ -190,16 +190,16 @@ class Features:
             write_adapter(self.directory / f"adapter-{rank}", load_decoder_spec(self.plain), names, rank, number)
             for number, (names, rank) in enumerate(zip(modules, (8, 16, 3), strict=True), start=1)
         ]
-        found: list[list[Tensor]] = []
+        by_engine: list[list[Tensor]] = []
         for arguments in ({"device": "cpu", "dtype": "float32"}, {}):
             with self.open(self.plain, enable_lora=True, max_loras=3, **arguments) as llm:
-                found.append([self.logprobs(llm, request) for request in (None, *requests)])
+                by_engine.append([self.logprobs(llm, request) for request in (None, *requests)])
                 together = self.together(llm, requests)
-            for one, other in zip(together, found[-1], strict=True):
+            for one, other in zip(together, by_engine[-1], strict=True):
                 difference(one, other, BOUND)
-        told = [difference(ours, theirs, BOUND) for theirs, ours in zip(*found, strict=True)]
-        alone, *changed = found[1]
-        assert all(float((each - alone).abs().mean()) > BOUND for each in changed), "an adapter changes nothing"
+        told = [difference(ours, theirs, BOUND) for theirs, ours in zip(*by_engine, strict=True)]
+        alone, *changed = by_engine[1]
+        assert all(float((logprobs - alone).abs().mean()) > BOUND for logprobs in changed), "an adapter changes nothing"
         return "; ".join(told)
 
     def together(self, llm: LLM, requests: Sequence[LoRARequest]) -> list[Tensor]:
@@ -231,9 +231,9 @@ def scores_of(output: Any) -> Tensor:
     return torch.tensor([row[token].logprob for row, token in rows])
 
 
-def difference(found: Tensor, expected: Tensor, bound: float) -> str:
+def difference(actual: Tensor, expected: Tensor, bound: float) -> str:
     """The mean difference, in words. Raises AssertionError if it is above the bound or NaN."""
-    mean = float((found - expected).abs().mean())
+    mean = float((actual - expected).abs().mean())
     assert mean <= bound, f"log-probabilities differ by {mean:.4f} on average, {bound} is allowed"
     return f"log-probabilities differ by {mean:.4f}"
 

@@ -153,18 +153,18 @@ RULES = (
 
 def bars(parts: Parts) -> list[Bar]:
     """All targets. Those of a part that failed, was stopped or did not run have no value."""
-    found = []
+    judged = []
     for rule in RULES:
         try:
             value = rule.read(parts)
         except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
             value = None
-        found.append(Bar(rule.name, rule.part, rule.wanted, rule.at_most, value))
-    return found
+        judged.append(Bar(rule.name, rule.part, rule.wanted, rule.at_most, value))
+    return judged
 
 
-def show(found: Sequence[Bar]) -> None:
-    for bar in found:
+def show(bars: Sequence[Bar]) -> None:
+    for bar in bars:
         value = "-" if bar.value is None else f"{bar.value:.3f}"
         verdict = "not measured" if bar.value is None else "met" if bar.met else "MISSED"
         print(f"{bar.name:<46}{value:>9}   {'<=' if bar.at_most else '>='} {bar.wanted:<6}{verdict}")
@@ -178,9 +178,9 @@ def parts_of(paths: Sequence[Path]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_bars", description="The GPU check's bars.")
     parser.add_argument("reports", type=Path, nargs="+", help="gpu-check.json of one run or several")
-    found = bars(parts_of(parser.parse_args(argv).reports))
-    show(found)
-    return 0 if all(bar.met for bar in found) else 1
+    judged = bars(parts_of(parser.parse_args(argv).reports))
+    show(judged)
+    return 0 if all(bar.met for bar in judged) else 1
 
 
 if __name__ == "__main__":

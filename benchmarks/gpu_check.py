@@ -301,8 +301,8 @@ class Check:
         new = {outcome.part: asdict(outcome) for outcome in outcomes if outcome.date}
         earlier = read_json(path) or {"parts": []}
         parts = {old["part"]: old for old in earlier["parts"]} | new
-        found = gpu_bars.bars(parts)
-        report = plain(args or argparse.Namespace(), self.facts, bars=found, parts=list(parts.values()))
+        bars = gpu_bars.bars(parts)
+        report = plain(args or argparse.Namespace(), self.facts, bars=bars, parts=list(parts.values()))
         unfinished = path.with_suffix(".part")
         unfinished.write_text(json.dumps(report, indent=1) + "\n")
         unfinished.replace(path)
@@ -372,15 +372,15 @@ def facts_now(dry: bool) -> dict[str, Any]:
         return machine_facts("cpu") | {"device": "cuda", "gpu": torch.cuda.get_device_name(), "extension": str(error)}
 
 
-def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu_bars.Bar]) -> None:
+def show(facts: dict[str, Any], outcomes: Sequence[Outcome], bars: Sequence[gpu_bars.Bar]) -> None:
     """The tables at the end of the report, and how to continue if parts are left."""
     print(f"\n{facts['gpu']}, torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}\n")
     if facts["device"] == "cpu":
         print(
-            "a dry run: figures mean nothing; bars that can be read: " + "; ".join(bar.name for bar in readable(found))
+            "a dry run: figures mean nothing; bars that can be read: " + "; ".join(bar.name for bar in readable(bars))
         )
     else:
-        gpu_bars.show(found)
+        gpu_bars.show(bars)
     print()
     for outcome in outcomes:
         verdict = "good" if outcome.good else "NOT GOOD" if outcome.date else "-"
@@ -390,9 +390,9 @@ def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu
         print(f'\nnot run: make gpu-check PART="{" ".join(left)}"')
 
 
-def readable(found: Sequence[gpu_bars.Bar]) -> list[gpu_bars.Bar]:
+def readable(bars: Sequence[gpu_bars.Bar]) -> list[gpu_bars.Bar]:
     """The parts whose figures are present at the expected path."""
-    return [bar for bar in found if bar.value is not None]
+    return [bar for bar in bars if bar.value is not None]
 
 
 def chosen(args: argparse.Namespace) -> list[Part]:
@@ -423,10 +423,10 @@ def run(args: argparse.Namespace) -> int:
     outcomes = check.run(parts, minutes, args)
     check.facts = facts_now(args.dry)  # now with the extension
     check.write(outcomes, args)
-    found = gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"]))
-    show(check.facts, outcomes, found)
+    bars = gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"]))
+    show(check.facts, outcomes, bars)
     ran = {outcome.part for outcome in outcomes}
-    unread = [bar for bar in found if bar.value is None and bar.part in ran]
+    unread = [bar for bar in bars if bar.value is None and bar.part in ran]
     if args.dry and not args.only and len(unread) > 1:  # only the GPU's idle time is missing
         print("gpu-check: a bar looks for figures that no part writes.", file=sys.stderr)
         return 1

@@ -38,18 +38,18 @@ GPU_QUERY = (
 def memory_facts() -> dict[str, Any]:
     """Memory in bytes by /proc/meminfo and the control group, and the limit of locked memory."""
     text = Path("/proc/meminfo").read_text()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         name: int(match.group(1)) * (1024 if match.group(2) else 1)
         for name in MEMINFO
         if (match := re.search(rf"^{name}:\s+(\d+)( kB)?", text, re.MULTILINE))
     }
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).is_file():
-            found["cgroup_limit"] = Path(path).read_text().strip()
+            facts["cgroup_limit"] = Path(path).read_text().strip()
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found["memlock_limit"] = "unlimited" if limit == resource.RLIM_INFINITY else limit
-    found["disk_free"] = shutil.disk_usage(".").free
-    return found
+    facts["memlock_limit"] = "unlimited" if limit == resource.RLIM_INFINITY else limit
+    facts["disk_free"] = shutil.disk_usage(".").free
+    return facts
 
 
 def host_facts() -> dict[str, Any]:
@@ -78,15 +78,15 @@ def tool_facts() -> dict[str, Any]:
 
 def package_facts() -> dict[str, str | None]:
     """Versions by name; None for packages that cannot be imported."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in (*NEEDED, *USEFUL):
-        found[name] = None
+        versions[name] = None
         if importlib.util.find_spec(name) is not None:
             try:
-                found[name] = importlib.metadata.version(DISTRIBUTIONS.get(name, name.replace("_", "-")))
+                versions[name] = importlib.metadata.version(DISTRIBUTIONS.get(name, name.replace("_", "-")))
             except importlib.metadata.PackageNotFoundError:
-                found[name] = "of unknown version"
-    return found
+                versions[name] = "of unknown version"
+    return versions
 
 
 def torch_facts() -> dict[str, Any]:

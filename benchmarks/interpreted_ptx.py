@@ -55,7 +55,7 @@ def computed(asm: str, *given: Words) -> tuple[Words, Words]:
     for line in re.sub(r"[{}]|\.reg[^;]*;", "", asm).split(";"):
         if line.strip():
             name, operands = line.split(maxsplit=1)
-            target, *sources = (each.strip() for each in operands.split(","))
+            target, *sources = (operand.strip() for operand in operands.split(","))
             values = [registers[source] if source in registers else int(source, 0) for source in sources]
             registers[target] = INSTRUCTIONS[name](*values)
     return registers["$0"], registers["$1"]
@@ -70,8 +70,8 @@ def install() -> None:
         self: Any, asm: str, constraints: str, values: list[Any], types: Any, is_pure: bool, pack: int
     ) -> SimpleNamespace:
         assert (constraints, pack) == ("=r,=r" + ",r" * len(values), 4), "other assembly is not interpreted"
-        words = [np.ascontiguousarray(each.data).view(np.uint32).astype(np.uint64) for each in values]
-        pairs = [np.asarray(each + 0 * words[0], dtype=np.uint32) for each in computed(asm, *words)]
+        words = [np.ascontiguousarray(value.data).view(np.uint32).astype(np.uint64) for value in values]
+        pairs = [np.asarray(value + 0 * words[0], dtype=np.uint32) for value in computed(asm, *words)]
         made = np.stack(pairs, axis=-1).view(np.int16).reshape(values[0].data.shape)
         return SimpleNamespace(get_result=lambda index: TensorHandle(made, int16))
 

@@ -291,8 +291,8 @@ def segments(sizes: Sizes, device: torch.device) -> list[Figure]:
             took = _attend_seconds(backend, q, pool, table, state, sizes, device)
             rate = operations(sizes, rows, context) / took / 1e12
             again = [AttentionState.empty(q) for _ in range(2)]
-            for each in again:
-                backend.attend(q, pool, table, each, sizes.head_dim**-0.5, None)
+            for metadata in again:
+                backend.attend(q, pool, table, metadata, sizes.head_dim**-0.5, None)
             repeats = torch.equal(again[0].out, again[1].out) and torch.equal(again[0].lse, again[1].lse)
             kv = "16 bits" if stored is None else dtype_name(stored)
             print_row(f"{rows} of {context}, {kv}", f"{rate:,.1f} TFLOP/s", backend.name)
@@ -349,7 +349,7 @@ def measure(
     sizes: Sizes,
     device: torch.device,
     backends: Sequence[AttentionBackend],
-    after_each: Callable[[Figure], None] = lambda found: None,
+    after_each: Callable[[Figure], None] = lambda figures: None,
     chosen: Sequence[str] = PARTS,
 ) -> Figure:
     """The chosen parts' figures by their names; for one that failed, the last line of its error."""
@@ -362,16 +362,16 @@ def measure(
         "prefill": lambda: prefill(sizes, device, backends),
         "segments": lambda: segments(sizes, device),
     }
-    found: Figure = {}
+    figures: Figure = {}
     for name in chosen:
         try:
-            found[name] = parts[name]()
+            figures[name] = parts[name]()
         except Exception as error:  # a failure of any type does not stop the other parts
             traceback.print_exc()
-            found[name] = {"failed": f"{type(error).__name__}: {error}"}
+            figures[name] = {"failed": f"{type(error).__name__}: {error}"}
             print_row(name, "failed", str(error).partition("\n")[0])
-        after_each(found)
-    return found
+        after_each(figures)
+    return figures
 
 
 def backends_here(sizes: Sizes, device: torch.device) -> list[AttentionBackend]:
@@ -416,11 +416,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Sizes.tiny() if args.dry else replace(Sizes(), repeats=args.repeats)
     facts = kernel_facts(device)
 
-    def keep(found: Figure) -> None:
-        write_json(args.output_json, args, facts, kernels=found)
+    def keep(figures: Figure) -> None:
+        write_json(args.output_json, args, facts, kernels=figures)
 
-    found = measure(sizes, device, backends_here(sizes, device), keep, args.parts)
-    return int(any("failed" in part for part in found.values()))
+    results = measure(sizes, device, backends_here(sizes, device), keep, args.parts)
+    return int(any("failed" in part for part in results.values()))
 
 
 if __name__ == "__main__":

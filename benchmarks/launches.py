@@ -79,11 +79,11 @@ class Launches:
 
     def taken(self) -> Launches:
         """What was counted until now; the count begins anew."""
-        found = Launches(self.counts, self.num_bytes, self.on_host)
+        counted = Launches(self.counts, self.num_bytes, self.on_host)
         self.counts = Counter()
         self.num_bytes = Counter()
         self.on_host = Counter()
-        return found
+        return counted
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
         distinct = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
@@ -99,8 +99,8 @@ class _OnGpu(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.pin_memory:
             return args[0]
-        found = [*args, *(kwargs or {}).values()]
-        if not any(_is_cuda(value) for value in found):
+        values = [*args, *(kwargs or {}).values()]
+        if not any(_is_cuda(value) for value in values):
             return func(*args, **(kwargs or {}))
         there = [torch.device("meta") if _is_cuda(value) else value for value in args]
         named = {name: torch.device("meta") if _is_cuda(value) else value for name, value in (kwargs or {}).items()}
@@ -124,9 +124,9 @@ class _Counting(TorchDispatchMode):
         # Operators without memory are partly Python, which must not meet tensors that claim a device.
         args, kwargs = tree_map_only(GpuTensor, lambda tensor: tensor.as_subclass(Tensor), (args, kwargs or {}))
         made = func(*args, **kwargs)
-        found = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
-        tensors = [tensor for tensor in found if tensor.is_meta]
-        if len(tensors) < len(found):
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
+        tensors = [tensor for tensor in leaves if tensor.is_meta]
+        if len(tensors) < len(leaves):
             self._launches.on_host[func.overloadpacket.__name__] += 1
         if tensors and not func.is_view and func.overloadpacket.__name__ not in NO_LAUNCH:
             self._launches.add(func.overloadpacket.__name__, tensors)
@@ -300,22 +300,22 @@ def _run_chunk(model: Decoder, kv_cache: PagedKVCache, chunk: int, context: int)
     model(positions, ForwardContext(positions, sequences, kv_cache, states=of_step))
 
 
-def show(found: Counted, kernels: bool) -> None:
-    name = found.model if found.stored is None else f"{found.model}, {found.stored}"
-    for step, launches in (("decode step", found.decode), ("chunk", found.chunk)):
+def show(result: Counted, kernels: bool) -> None:
+    name = result.model if result.stored is None else f"{result.model}, {result.stored}"
+    for step, launches in (("decode step", result.decode), ("chunk", result.chunk)):
         gigabytes = launches.num_bytes.total() / 1e9
         print_row(f"{name}: {step}", f"{launches.total:,} launches", f"of tensors of {gigabytes:,.1f} GB")
         for kernel, number in launches.counts.most_common() if kernels else ():
             print_row(f"    {kernel}", f"{number:,}", f"{launches.num_bytes[kernel] / 1e6:,.1f} MB")
 
 
-def figures(found: Counted) -> dict[str, Any]:
+def figures(result: Counted) -> dict[str, Any]:
     """For a report."""
     steps = {
         step: {"launches": launches.total, "counts": dict(launches.counts), "num_bytes": dict(launches.num_bytes)}
-        for step, launches in (("decode", found.decode), ("chunk", found.chunk))
+        for step, launches in (("decode", result.decode), ("chunk", result.chunk))
     }
-    return {"model": found.model, "stored": found.stored, "num_layers": found.num_layers, **steps}
+    return {"model": result.model, "stored": result.stored, "num_layers": result.num_layers, **steps}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -325,7 +325,7 @@ def run(args: argparse.Namespace) -> int:
         with open_shape(model, None, "auto", stored=stored or None) as shape:
             results.append(count(shape, args.chunk, args.context))
         show(results[-1], args.kernels)
-    write_json(args.output_json, args, machine_facts("cpu"), results=[figures(found) for found in results])
+    write_json(args.output_json, args, machine_facts("cpu"), results=[figures(result) for result in results])
     return 0
 
 

@@ -98,17 +98,17 @@ class Link:
 
     def _median(self, work: Callable[[], float], streams: int) -> float:
         """Microseconds of the work beside loads on so many streams."""
-        found = []
+        times = []
         for _ in range(self._rounds + 1):
             for index in range(LOADS if streams else 0):
                 stream = self._loads[index % streams]
                 size = self._from[index].nbytes
                 copy = PitchedCopy(self._to[index], self._from[index], size, size, size, 1, "h2d")
                 self.device.copy_2d(copy, stream)
-            found.append(work() * 1e6)
+            times.append(work() * 1e6)
             for stream in self._loads:
                 stream.synchronize()
-        return median(found[1:])
+        return median(times[1:])
 
     def _copy(self, dst: Tensor, src: Tensor, kind: Any) -> float:
         begin = self._small.mark()
@@ -165,12 +165,12 @@ def rates_by_threads(device: Device, threads: Sequence[int], block_size: int, bl
     geometry = AttentionGeometry(HEAD_DIM**-0.5, HEADS, dtype)
     engine = OffloadEngine(device, layout, dtype, DeviceSplit(16, 2), blocks)
     engine.host.fill_(0.5)
-    found = []
+    rows = []
     for count in threads:
         probe = Probe(engine, geometry)
         rates = {"CPU attention": probe.host_rate(select_cpu_backend(HEAD_DIM, count)), "link": probe.link_rate()}
-        found.append({"threads": count} | {name: rate / 1e9 for name, rate in rates.items()})
-    return found
+        rows.append({"threads": count} | {name: rate / 1e9 for name, rate in rates.items()})
+    return rows
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -189,21 +189,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def in_process(args: argparse.Namespace, connections: int, rates: bool) -> dict[str, Any]:
     """`measure` in a process with so many hardware queues."""
     with tempfile.TemporaryDirectory(prefix="nanovllm-probe-") as directory:
-        path = Path(directory) / "found.json"
+        path = Path(directory) / "measured.json"
         command = [sys.executable, "-m", "benchmarks.probe", "--here", str(path), "--device", device_name(args.device)]
         command += ["--threads", *map(str, args.threads), *(["--dry"] if args.dry else [])]
         command += ["--rates"] if rates else []
         environment = os.environ | {CONNECTIONS: str(connections), "PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        found: dict[str, Any] = json.loads(path.read_text())
-    return {"connections": connections, **found}
+        measured: dict[str, Any] = json.loads(path.read_text())
+    return {"connections": connections, **measured}
 
 
-def show(found: dict[str, Any]) -> None:
-    print(f"{found['connections']} hardware queues; host memory is {'' if found['mapped'] else 'not '}mapped")
-    for name, times in found["times_us"].items():
+def show(report: dict[str, Any]) -> None:
+    print(f"{report['connections']} hardware queues; host memory is {'' if report['mapped'] else 'not '}mapped")
+    for name, times in report["times_us"].items():
         print(f"{name:<24}" + "".join(f"{how:>14} {time:9.1f} us" for how, time in times.items()), flush=True)
-    for rates in found["rates_gb_s"]:
+    for rates in report["rates_gb_s"]:
         told = (f"{name} {rate:.1f}" for name, rate in rates.items() if name != "threads")
         print(f"{rates['threads']:3} threads, GB/s: " + ", ".join(told), flush=True)
 

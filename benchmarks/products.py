@@ -104,16 +104,16 @@ def products(sizes: Sizes, schemes: Sequence[str], device: torch.device) -> dict
     """By name."""
     groups = {"int4, groups of 128": 128, "int4, groups of 32": 32, "int8, groups of 128": 128}
     groups |= {"fp8 per channel": sizes.in_features, "fp8 in blocks": 128, "mxfp4, groups of 32": 32}
-    found: dict[str, Product] = {}
+    by_name: dict[str, Product] = {}
     for name, group_size in groups.items():
         scheme = name.split(",")[0].split()[0]
         if scheme in schemes:
-            found[name] = Product(random_weight(scheme, group_size, sizes, device))
+            by_name[name] = Product(random_weight(scheme, group_size, sizes, device))
             if scheme == "fp8" and (device.type == "cpu" or multiplies_fp8(device)):
-                found[f"{name}, inputs in fp8"] = Product(found[name].weight, fp8_inputs=True)
+                by_name[f"{name}, inputs in fp8"] = Product(by_name[name].weight, fp8_inputs=True)
     for scheme in [scheme for scheme in GGUF_SCHEMES if scheme in schemes]:
-        found[scheme] = Product(random_gguf(scheme, sizes.out_features, sizes.in_features, device).in_planes())
-    return found
+        by_name[scheme] = Product(random_gguf(scheme, sizes.out_features, sizes.in_features, device).in_planes())
+    return by_name
 
 
 def in_turn(call: Callable[[Copied], object], thing: Copied, nbytes: int, sizes: Sizes) -> Callable[[], object]:
@@ -143,14 +143,14 @@ def adapters(sizes: Sizes, device: torch.device, rows: int) -> tuple[Callable[[T
     return lambda y, x: add_low_rank_(y, x, memory, table, sorted_rows, ends, rank), dense
 
 
-def check(found: Tensor, x: Tensor, dense: Tensor, bound: float) -> float:
+def check(y: Tensor, x: Tensor, dense: Tensor, bound: float) -> float:
     """The largest error, as a share of the sum of the products' sizes. Raises AssertionError above the bound.
 
     dense: fp64 [out, in], or one for each row.
     """
-    rows = found[:CHECKED_ROWS].double()
+    rows = y[:CHECKED_ROWS].double()
     wide = x[:CHECKED_ROWS].double()
-    expected, size = ((each(wide)[:, None] @ each(dense).mT)[:, 0] for each in (lambda t: t, torch.abs))
+    expected, size = ((part(wide)[:, None] @ part(dense).mT)[:, 0] for part in (lambda t: t, torch.abs))
     error = float(((rows - expected).abs() / size).max())
     assert error <= bound, f"wrong by {error:g} of the products' sizes, {bound:g} is allowed"
     return error

@@ -68,8 +68,8 @@ def quantize_checkpoint(
 def _single_experts(stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors with one for each projection of an expert, as quantizers write Gemma 4, where one holds them all."""
     for name, tensor in stored.items():
-        prefix, found, projection = name.rpartition(".experts.")
-        if not found or projection not in ("gate_up_proj", "down_proj"):
+        prefix, separator, projection = name.rpartition(".experts.")
+        if not separator or projection not in ("gate_up_proj", "down_proj"):
             yield name, tensor
             continue
         names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
@@ -177,8 +177,8 @@ def packed(values: Tensor, bits: int) -> Tensor:
 def run(args: argparse.Namespace) -> int:
     quantize_checkpoint(args.model, args.directory, args.format, args.bits, args.group_size, not args.asymmetric)
     if args.perplexity is not None:
-        found, weight_bytes = perplexity(args.directory, args.perplexity, "auto")
-        print(f"{args.directory}: perplexity {found:.4f}, weights {weight_bytes:,} bytes")
+        value, weight_bytes = perplexity(args.directory, args.perplexity, "auto")
+        print(f"{args.directory}: perplexity {value:.4f}, weights {weight_bytes:,} bytes")
     return 0
 
 

@@ -47,9 +47,9 @@ def time_sums(connection: Connection, setup: RankSetup, rows: Sequence[int], wid
     join(config, setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, setup.connect(LOAD_TIME))
     device = torch.device(config.device or "cpu")
-    found = [_seconds_of_sum(group, torch.ones(count, width, dtype=dtype, device=device)) for count in rows]
+    seconds = [_seconds_of_sum(group, torch.ones(count, width, dtype=dtype, device=device)) for count in rows]
     dist.destroy_process_group()
-    connection.send(found)
+    connection.send(seconds)
 
 
 def _seconds_of_sum(group: ProcessGroup, x: torch.Tensor) -> float:
@@ -76,11 +76,11 @@ def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dty
         process.start()
         other.close()
         ranks.append((own, process))
-    found: list[float] = ranks[0][0].recv()
+    seconds: list[float] = ranks[0][0].recv()
     for _, process in ranks:
         process.join()
     del store  # not before the ranks have ended
-    return found
+    return seconds
 
 
 def decode_steps(shape: Shape, args: argparse.Namespace, size: int) -> tuple[float, list[list[int]]]:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [args.num_prompts, 1024]
         few, many = sums_alone(config, shape.spec, rows, shape.dtype)
         one, expected = decode_steps(shape, args, 1)
-        several, found = decode_steps(shape, args, size)
+        several, tokens = decode_steps(shape, args, size)
         sums = (2 * shape.spec.num_layers + 1) * few
     share = one if name == "cpu" else one / size
     overhead = several - share - sums
@@ -131,8 +131,8 @@ def run(args: argparse.Namespace) -> int:
     print_row(
         f"of {size} ranks", f"{several * 1e3:,.2f} ms", f"sums {sums * 1e3:,.2f} ms, overhead {overhead * 1e3:,.2f} ms"
     )
-    same = sum(a == b for a, b in zip(expected, found, strict=True))
-    print_row("prompts with the same tokens", f"{same} of {len(found)}", "in bfloat16 a near tie may differ")
+    same = sum(a == b for a, b in zip(expected, tokens, strict=True))
+    print_row("prompts with the same tokens", f"{same} of {len(tokens)}", "in bfloat16 a near tie may differ")
     figures = {"sum_s": few, "large_sum_s": many, "one_rank_step_s": one, "step_s": several, "overhead_s": overhead}
     write_json(args.output_json, args, facts, model=shape.facts(), same=same, **figures)
     return 0

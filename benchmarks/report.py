@@ -94,10 +94,10 @@ def commit_of(tree: Path) -> str | None:
 
 def _output_of(command: list[str]) -> str | None:
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return done.stdout.strip()
 
 
 def _version_of(package: str) -> str | None:

@@ -103,15 +103,15 @@ def measure(path: Path, counts: Counter[str] | None, args: argparse.Namespace) -
     types = "as it is" if counts is None else ", ".join(f"{n} x {name}" for name, n in counts.most_common())
     rows: list[dict[str, Any]] = []
     for dtype in args.dtypes:
-        found, weight_bytes = perplexity(path, args.tokens, dtype)
+        value, weight_bytes = perplexity(path, args.tokens, dtype)
         share = weight_bytes / path.stat().st_size
         note = f", weights {weight_bytes:,} bytes, {share:.3f} of the file"
-        rows.append({"engine": "nanovllm", "dtype": dtype, "perplexity": found, "weight_bytes": weight_bytes})
-        print(f"{types:<28} nanovllm, {dtype}: perplexity {found:.4f}{note}", flush=True)
+        rows.append({"engine": "nanovllm", "dtype": dtype, "perplexity": value, "weight_bytes": weight_bytes})
+        print(f"{types:<28} nanovllm, {dtype}: perplexity {value:.4f}{note}", flush=True)
     if args.transformers:
-        found = transformers_perplexity(path, args.tokens)
-        rows.append({"engine": "Transformers", "dtype": "float32", "perplexity": found})
-        print(f"{types:<28} Transformers, float32: perplexity {found:.4f}", flush=True)
+        value = transformers_perplexity(path, args.tokens)
+        rows.append({"engine": "Transformers", "dtype": "float32", "perplexity": value})
+        print(f"{types:<28} Transformers, float32: perplexity {value:.4f}", flush=True)
     if args.llama_cpp is not None:
         job = {"gguf": str(path), "tokens": text_tokens(path, args.tokens), "texts": [], "threads": args.threads}
         its = llama_cpp_measures(args.llama_cpp, job)

@@ -104,13 +104,13 @@ def show(result: Result, peaks: Peaks) -> None:
     print()
 
 
-def show_kernels(found: DecodeKernels) -> None:
+def show_kernels(decode: DecodeKernels) -> None:
     """Print what ran in a decode step, the longest first."""
-    total = sum(kernel.seconds for kernel in found.kernels)
-    calls = sum(kernel.calls for kernel in found.kernels)
-    of_step = f"of {found.step_s * 1e3:,.3f} ms a step with the profiler"
+    total = sum(kernel.seconds for kernel in decode.kernels)
+    calls = sum(kernel.calls for kernel in decode.kernels)
+    of_step = f"of {decode.step_s * 1e3:,.3f} ms a step with the profiler"
     print_row(f"{calls:,.0f} kernels a decode step", f"{total * 1e3:,.3f} ms", of_step)
-    for kernel in found.kernels[:SHOWN_KERNELS]:
+    for kernel in decode.kernels[:SHOWN_KERNELS]:
         print_row(kernel.name[:29], f"{kernel.seconds * 1e6:,.1f} us", f"{kernel.calls:g} calls")
 
 

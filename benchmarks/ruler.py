@@ -39,21 +39,18 @@ LM_EVAL = "lm-eval[ruler]==0.4.13"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One of RULER's tasks. samples: given tokenizer, length and number, as lm-eval makes them.
+    """One of RULER's tasks."""
 
-    max_tokens: of an answer. delimiter: between the text and the beginning of the answer.
-    """
-
-    samples: Callable[[Any, int, int], list[dict[str, Any]]]
-    max_tokens: int
-    delimiter: str = " "
+    samples: Callable[[Any, int, int], list[dict[str, Any]]]  # by lm-eval, of a tokenizer, a length and a count
+    max_tokens: int  # of an answer
+    delimiter: str = " "  # between the text and the beginning of the answer
 
 
 def _niah(haystack: str) -> Callable[[Any, int, int], list[dict[str, Any]]]:
     def samples(tokenizer: Any, length: int, count: int) -> list[dict[str, Any]]:
         from lm_eval.tasks.ruler import niah_utils, prepare_niah
 
-        found: list[dict[str, Any]] = prepare_niah.generate_samples(
+        made: list[dict[str, Any]] = prepare_niah.generate_samples(
             prepare_niah.get_haystack(haystack),
             TOKENIZER=tokenizer,
             max_seq_length=length,
@@ -63,7 +60,7 @@ def _niah(haystack: str) -> Callable[[Any, int, int], list[dict[str, Any]]]:
             template=niah_utils.TEMPLATE,
             num_samples=count,
         )
-        return found
+        return made
 
     return samples
 
@@ -72,23 +69,23 @@ def _variables(tokenizer: Any, length: int, count: int) -> list[dict[str, Any]]:
     from lm_eval.tasks.ruler.vt_utils import sys_vartrack_w_noise_random as samples
 
     (example,) = samples(tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5)
-    found: list[dict[str, Any]] = samples(tokenizer, count, length, icl_example=example)
-    return found
+    made: list[dict[str, Any]] = samples(tokenizer, count, length, icl_example=example)
+    return made
 
 
 def _common_words(tokenizer: Any, length: int, count: int) -> list[dict[str, Any]]:
     from lm_eval.tasks.ruler.cwe_utils import sys_word_pair_random as samples
 
-    found: list[dict[str, Any]] = samples(num_samples=count, max_seq_length=length, tokenizer=tokenizer)
-    return found
+    made: list[dict[str, Any]] = samples(num_samples=count, max_seq_length=length, tokenizer=tokenizer)
+    return made
 
 
 def _frequent_words(tokenizer: Any, length: int, count: int) -> list[dict[str, Any]]:
     from lm_eval.tasks.ruler.fwe_utils import sys_kwext as samples
 
     # It fills the length with the text alone, which leaves no room for an answer at a model's last positions.
-    found: list[dict[str, Any]] = samples(tokenizer=tokenizer, max_seq_length=length - 50, num_samples=count)
-    return found
+    made: list[dict[str, Any]] = samples(tokenizer=tokenizer, max_seq_length=length - 50, num_samples=count)
+    return made
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -117,7 +114,7 @@ class Question:
 
     def score(self, answer: str) -> float:
         """The share of the expected texts that the answer has, regardless of case; as RULER counts it."""
-        return sum(each.lower() in answer.lower() for each in self.expected) / len(self.expected)
+        return sum(text.lower() in answer.lower() for text in self.expected) / len(self.expected)
 
 
 def questions(args: argparse.Namespace) -> list[Question]:
@@ -127,7 +124,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
     import numpy as np
 
     tokenizer = HuggingFaceTokenizer(Path(args.model)).tokenizer
-    found = []
+    asked = []
     for name in args.tasks:
         task = TASKS[name]
         for length in args.lengths:
@@ -143,8 +140,8 @@ def questions(args: argparse.Namespace) -> list[Question]:
                 begun = sample["gen_prefix"]
                 delimiter = "" if text[-1:].isspace() or begun[:1].isspace() else task.delimiter
                 tokens = tokenizer(f"{text}{delimiter}{begun}").input_ids
-                found.append(Question(name, length, tokens, tuple(sample["outputs"])))
-    return found
+                asked.append(Question(name, length, tokens, tuple(sample["outputs"])))
+    return asked
 
 
 def engine_arguments(setting: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -194,12 +191,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{'task':<16} {'length':>7} " + " ".join(f"{setting:>14}" for setting in rows))
     for task in args.tasks:
         for length in args.lengths:
-            shown = " ".join(f"{mean_score(each, task, length):>14.2f}" for each in rows.values())
+            shown = " ".join(f"{mean_score(answered, task, length):>14.2f}" for answered in rows.values())
             print(f"{task:<16} {length:>7,} {shown}")
     equal = compare(rows)
-    results = [{name: row[name] for name in row if name != "answer_tokens"} for each in rows.values() for row in each]
+    results = [
+        {name: row[name] for name in row if name != "answer_tokens"} for answered in rows.values() for row in answered
+    ]
     write_json(args.output_json, args, facts, results=results, equal=equal)
-    return 0 if all(each["equal"] == each["of"] for each in equal) else 1
+    return 0 if all(count["equal"] == count["of"] for count in equal) else 1
 
 
 def mean_score(rows: Sequence[Mapping[str, Any]], task: str, length: int) -> float:
@@ -210,16 +209,16 @@ def mean_score(rows: Sequence[Mapping[str, Any]], task: str, length: int) -> flo
 
 def compare(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """How many answers of each offloaded setting have the tokens of the resident one."""
-    found = []
+    counts = []
     for setting in rows:
         resident = setting.replace("offloaded", "resident")
         if setting == resident or resident not in rows:
             continue
         pairs = zip(rows[setting], rows[resident], strict=True)
         equal = sum(one["answer_tokens"] == other["answer_tokens"] for one, other in pairs)
-        found.append({"setting": setting, "equal": equal, "of": len(rows[setting])})
+        counts.append({"setting": setting, "equal": equal, "of": len(rows[setting])})
         print(f"{equal} of {len(rows[setting])} answers {setting} have the tokens of those {resident}")
-    return found
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

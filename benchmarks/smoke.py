@@ -55,16 +55,16 @@ class Smoke:
         """By name, those most likely to hang last."""
         from benchmarks.kernel_checks import KernelChecks  # imports Triton
 
-        found: dict[str, Check] = {"matrix product": self.matrix_product, "pinned memory": self.pinned_memory}
+        named: dict[str, Check] = {"matrix product": self.matrix_product, "pinned memory": self.pinned_memory}
         ways = ("h2d", "d2h", "d2d") if self.device == "cuda" else ("h2h",)
         for way in ways:
-            found[f"strided copy, {way}"] = partial(self.strided_copy, way)
-        found |= KernelChecks(self.device, self.dtype).checks()
+            named[f"strided copy, {way}"] = partial(self.strided_copy, way)
+        named |= KernelChecks(self.device, self.dtype).checks()
         for backend in self.backends():
-            found[f"attention: {backend.name}"] = partial(self.attention, backend)
+            named[f"attention: {backend.name}"] = partial(self.attention, backend)
         resident = {"num_gpu_blocks": 16}
         few = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 12}
-        found |= {
+        named |= {
             "engine, eager": lambda: self.engine(resident | {"enforce_eager": True}),
             "engine, decode graphs": lambda: self.engine(resident),
             "engine, LoRA adapters": lambda: self.adapters(resident),
@@ -72,7 +72,7 @@ class Smoke:
             "engine, CPU attention": lambda: self.engine(few | {"cpu_attention": True}, merged_last=True),
             "engine, segments": lambda: self.segments(resident, few | {"cpu_attention": False}),
         }
-        return found
+        return named
 
     # ---- memory and copies
 
@@ -99,10 +99,10 @@ class Smoke:
         where = {"h": "cpu", "d": self.device}
         far = torch.randint(0, 256, (16 * 8192,), dtype=torch.uint8)
         near = torch.zeros(16, 4096, dtype=torch.uint8)
-        found = [x.to(where[side]) for x, side in ((far, way[0]), (near, way[-1]))]
+        tensors = [x.to(where[side]) for x, side in ((far, way[0]), (near, way[-1]))]
         if self.device == "cuda":
-            found = [x.pin_memory() if x.device.type == "cpu" else x for x in found]
-        return found[0], found[1]
+            tensors = [x.pin_memory() if x.device.type == "cpu" else x for x in tensors]
+        return tensors[0], tensors[1]
 
     def copy(self, call: Callable[[Any], object]) -> None:
         if self.device == "cuda":
@@ -117,10 +117,10 @@ class Smoke:
 
     def backends(self) -> list[AttentionBackend]:
         if self.device == "cuda":
-            found = cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
-            libraries = [each for name in LIBRARIES if installed(name) for each in LIBRARIES[name]]
-            return found + [
-                SegmentAttention(library, found[0], [(4, 2, HEAD_DIM)], 2 * BLOCK, BLOCK) for library in libraries
+            of_cuda = cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
+            libraries = [library for name in LIBRARIES if installed(name) for library in LIBRARIES[name]]
+            return of_cuda + [
+                SegmentAttention(library, of_cuda[0], [(4, 2, HEAD_DIM)], 2 * BLOCK, BLOCK) for library in libraries
             ]
         from nanovllm.ops.cpu_attention import NativeAttention
 

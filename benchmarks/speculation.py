@@ -61,7 +61,7 @@ def tasks() -> list[Task]:
     paragraphs = [" ".join(paragraph.split()) for paragraph in TEXT.read_text().split("\n\n") if paragraph.strip()]
     document = "\n\n".join(paragraphs[2:22])
     code = CODE.read_text()
-    sentences = [each for each in re.findall(r"\S[^.!?]*[.!?]+'?\)?", document) if len(each) > 60]
+    sentences = [sentence for sentence in re.findall(r"\S[^.!?]*[.!?]+'?\)?", document) if len(sentence) > 60]
     renamed = _beginning(document.replace("Alice", "Mary"), 600, ". ").rstrip()
     new_code = _beginning(code.replace("_found", "_place"), 1400, "\n").rstrip()
     rows = "\n".join(f"| {8 + i // 5}:00 | {PLACES[i % 5]} | door closed, lights off | no remarks |" for i in range(40))
@@ -136,7 +136,7 @@ def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: i
     more: dict[str, Any] = {"max_model_len": longest, "hf_overrides": overrides}
     if layers is not None:
         more |= {"hf_overrides": overrides | {"num_hidden_layers": layers}, "load_format": "dummy"}
-    found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    times_of: dict[int, list[float]] = {rows: [] for rows in ROWS}
     random = Random(context)
     forced = Forced()
     with engine(model, setting, longest, speculative_config=config, **more) as llm:
@@ -151,8 +151,8 @@ def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: i
                 begin = time.perf_counter()
                 llm.engine.step()
                 if index:
-                    found[rows].append(1e3 * (time.perf_counter() - begin))
-    return {rows: _spread(times) for rows, times in found.items()}
+                    times_of[rows].append(1e3 * (time.perf_counter() - begin))
+    return {rows: _spread(times) for rows, times in times_of.items()}
 
 
 def run_rows(args: argparse.Namespace) -> int:
@@ -185,21 +185,21 @@ def answer(llm: LLM, task: Task, max_tokens: int) -> Answer:
     temperature = task.temperature
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(task.prompts))]
     outputs = llm.generate([*task.prompts], params, use_tqdm=False)
-    found = [(output.outputs[0].token_ids, output.metrics) for output in outputs]
-    first = max(metrics.first_token_time or 0.0 for _, metrics in found)
-    last = max(metrics.finished_time or 0.0 for _, metrics in found)
-    drafted = sum(m.drafted_tokens for _, m in found)
-    accepted = sum(m.accepted_tokens for _, m in found)
-    return Answer([list(tokens) for tokens, _ in found], last - first, drafted, accepted)
+    answers = [(output.outputs[0].token_ids, output.metrics) for output in outputs]
+    first = max(metrics.first_token_time or 0.0 for _, metrics in answers)
+    last = max(metrics.finished_time or 0.0 for _, metrics in answers)
+    drafted = sum(m.drafted_tokens for _, m in answers)
+    accepted = sum(m.accepted_tokens for _, m in answers)
+    return Answer([list(tokens) for tokens, _ in answers], last - first, drafted, accepted)
 
 
 def in_turns(sides: Sequence[Callable[[], Answer]], rounds: int) -> tuple[list[Answer], list[Answer]]:
     """The answers of two sides, without and with drafts, that count: all but those of the first round."""
-    found: tuple[list[Answer], list[Answer]] = ([], [])
+    answers: tuple[list[Answer], list[Answer]] = ([], [])
     for index in range(rounds + 1):
         for side in (0, 1) if index % 2 else (1, 0):
-            found[side].append(sides[side]())
-    return found[0][1:], found[1][1:]
+            answers[side].append(sides[side]())
+    return answers[0][1:], answers[1][1:]
 
 
 def summary(task: Task, who: str, off: Sequence[Answer], on: Sequence[Answer]) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def summary(task: Task, who: str, off: Sequence[Answer], on: Sequence[Answer]) -
         "task": task.name,
         "engine": who,
         "speedup": speedup,
-        "seconds_off": _spread(each.seconds for each in off),
-        "seconds_on": _spread(each.seconds for each in on),
+        "seconds_off": _spread(answer.seconds for answer in off),
+        "seconds_on": _spread(answer.seconds for answer in on),
         "outputs": len(pairs),
         "outputs_equal": equal,
         "tokens": tokens,
@@ -237,9 +237,9 @@ def run_tasks(args: argparse.Namespace) -> int:
         ):
             for task in chosen:
                 sides = [partial(answer, llm, task, args.max_tokens) for llm in (off, on)]
-                found = summary(task, setting, *in_turns(sides, args.rounds))
-                results.append(found)
-                is_exact &= found["outputs_equal"] == found["outputs"]
+                row = summary(task, setting, *in_turns(sides, args.rounds))
+                results.append(row)
+                is_exact &= row["outputs_equal"] == row["outputs"]
     results += others(args, [task for task in chosen if task.temperature == 0.0])
     write_json(args.output_json, args, machine_facts("cpu"), results=results, exact=is_exact)
     return 0 if is_exact else 1
@@ -269,8 +269,8 @@ def by_other(who: str, lookup: Lookup, args: argparse.Namespace, chosen: Sequenc
 
 
 def _spread(values: Any) -> Spread:
-    found = list(values)
-    return Spread(statistics.median(found), min(found), max(found))
+    numbers = list(values)
+    return Spread(statistics.median(numbers), min(numbers), max(numbers))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,8 +34,8 @@ def transformers_lookup(model_path: str, drafts: int) -> Lookup:
 
     def answer(prompt: str, tokens: int, is_drafting: bool) -> tuple[list[int], float]:
         _, prefill = generate(prompt, 1)
-        found, seconds = generate(prompt, tokens, **({"prompt_lookup_num_tokens": drafts} if is_drafting else {}))
-        return found, seconds - prefill
+        generated, seconds = generate(prompt, tokens, **({"prompt_lookup_num_tokens": drafts} if is_drafting else {}))
+        return generated, seconds - prefill
 
     return answer
 
@@ -61,8 +61,8 @@ def llama_cpp_lookup(python: Path, gguf: Path, model_path: str, settings: dict[s
             line = answers.readline()
             if not line:
                 raise RuntimeError("llama.cpp's process has ended, see its message above")
-            found, seconds = json.loads(line)
-            return found, seconds
+            generated, seconds = json.loads(line)
+            return generated, seconds
 
         yield answer
         asked.close()

@@ -129,11 +129,12 @@ class Sweep:
         took = []
         try:
             for q, pool, table, state in problems:
-                found = [AttentionState.empty(q) for _ in range(2)]
-                for each, result in zip((default, config), found, strict=True):
+                results = [AttentionState.empty(q) for _ in range(2)]
+                for each, result in zip((default, config), results, strict=True):
                     attend(q, pool, table, result, each)
                 off = max(
-                    float((found[0].out - found[1].out).abs().max()), float((found[0].lse - found[1].lse).abs().max())
+                    float((results[0].out - results[1].out).abs().max()),
+                    float((results[0].lse - results[1].lse).abs().max()),
                 )
                 if not off <= BOUND:
                     raise RuntimeError(f"its results are off by {off:g}")
@@ -188,9 +189,9 @@ def sweep_products(
                 name = " ".join(map(str, asdict(config).values()))
                 took = []
                 for x in inputs:
-                    found = few_rows_linear(x, weight, None, config)
+                    y = few_rows_linear(x, weight, None, config)
                     expected = F.linear(x, weight)
-                    off = float((found - expected).abs().max() / expected.abs().max())
+                    off = float((y - expected).abs().max() / expected.abs().max())
                     if not off <= BOUND:
                         raise RuntimeError(f"products with {config} are off by {off:g}")
                     call = lambda x=x, copies=copies, c=config: few_rows_linear(x, next(copies), None, c)  # noqa: E731
@@ -216,13 +217,13 @@ def keep(
     the products in place of all."""
     path = table_path(device[0], directory)
     old = read_table(path)
-    entries = {(each.head_dim, each.dtype): each for each in [*old.entries, *([] if entry is None else [entry])]}
+    entries = {(kept.head_dim, kept.dtype): kept for kept in [*old.entries, *([] if entry is None else [entry])]}
     table = {
         "device": device[0],
         "capability": device[1],
         "machine": facts,
         "entries": [asdict(entries[key]) for key in sorted(entries)],
-        "few_rows": [asdict(each) for each in (old.few_rows if products is None else products)],
+        "few_rows": [asdict(kept) for kept in (old.few_rows if products is None else products)],
     }
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(table, indent=2) + "\n")
@@ -271,7 +272,7 @@ def sweep_packed(dry: bool, device: torch.device) -> list[dict[str, Any]]:
     from nanovllm.ops.triton_packed import packed_config, packed_linear
 
     sizes = packed_products.Sizes.tiny() if dry else packed_products.Sizes()
-    found: list[dict[str, Any]] = []
+    rows_found: list[dict[str, Any]] = []
     for name, product in packed_products.products(sizes, packed_products.SCHEMES, device).items():
         weight = product.weight
         dense = dequantize(product.weight).double()
@@ -287,16 +288,16 @@ def sweep_packed(dry: bool, device: torch.device) -> list[dict[str, Any]]:
                     parts = (weight.scheme, weight.data, weight.scales, weight.zeros, weight.group_size)
                     return packed_linear(x, *parts, None, config, fp8_inputs=fp8)
 
-                found.append({"product": name, "rows": rows, "config": asdict(config)})
+                rows_found.append({"product": name, "rows": rows, "config": asdict(config)})
                 try:
                     packed_products.check(multiply(weight), x, dense, product.bound)
                     call = packed_products.in_turn(multiply, weight, weight.nbytes, sizes)
-                    found[-1]["us"] = seconds(call, device, sizes.repeats) * 1e6
+                    rows_found[-1]["us"] = seconds(call, device, sizes.repeats) * 1e6
                 except Exception as error:  # most often: more shared memory than there is
-                    found[-1]["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-                told = f"{found[-1]['us']:,.1f}" if "us" in found[-1] else "left out"
+                    rows_found[-1]["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                told = f"{rows_found[-1]['us']:,.1f}" if "us" in rows_found[-1] else "left out"
                 print_row(told, "us", f"{name}, {rows} rows: {config}")
-    return found
+    return rows_found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -135,8 +135,8 @@ def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     prefill = timeline.steps[:first]
     decode = timeline.steps[first:]
     end = max(piece.end for piece in [*timeline.steps, *timeline.copies])
-    found = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
-    return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
+    shown = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
+    return shown | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
 
 
 # ---- kernels
@@ -203,12 +203,12 @@ def decode_kernels(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Decode
         taken = time.perf_counter() - start
     for name in [f"kernels-{index}" for index in range(len(prompts))]:
         llm.engine.abort_request(name)
-    found = []
+    kernels = []
     for event in profiler.key_averages():
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        found.append(KernelTime(event.key, event.count / steps, micros / 1e6 / steps))
-    found.sort(key=lambda kernel: -kernel.seconds)
-    return DecodeKernels(steps, len(prompts), taken / steps, found)
+        kernels.append(KernelTime(event.key, event.count / steps, micros / 1e6 / steps))
+    kernels.sort(key=lambda kernel: -kernel.seconds)
+    return DecodeKernels(steps, len(prompts), taken / steps, kernels)
 
 
 def _gaps_of(phase: Callable[[], None]) -> Gaps | None:

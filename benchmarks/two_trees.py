@@ -80,17 +80,17 @@ class Tree:
 
 def compare(this: Tree, other: Tree, prompt_len: int, rounds: int) -> dict[str, Any]:
     """All rounds of one prompt length, after one that does not count. Prints each round."""
-    found: dict[Tree, list[tuple[float, float]]] = {this: [], other: []}
+    timings: dict[Tree, list[tuple[float, float]]] = {this: [], other: []}
     for number in range(rounds + 1):
         for tree in (this, other) if number % 2 else (other, this):
             figures = tree.run(prompt_len)
             if number:
-                found[tree].append(figures)
-    pairs = list(zip(found[this], found[other], strict=True))
+                timings[tree].append(figures)
+    pairs = list(zip(timings[this], timings[other], strict=True))
     prefill = [ours[0] / theirs[0] for ours, theirs in pairs]
     decode = [theirs[1] / ours[1] for ours, theirs in pairs]
     for name, column, unit, ratios in (("prefill", 0, "tok/s", prefill), ("decode", 1, "ms", decode)):
-        mine, others = (median(row[column] for row in found[tree]) for tree in (this, other))
+        mine, others = (median(row[column] for row in timings[tree]) for tree in (this, other))
         print(
             f"{prompt_len:>7,} {name:<8} {mine:8.1f} {others:8.1f} {unit:<6}"
             f" {median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
@@ -98,8 +98,8 @@ def compare(this: Tree, other: Tree, prompt_len: int, rounds: int) -> dict[str, 
         )
     return {
         "prompt_len": prompt_len,
-        "this": found[this],
-        "other": found[other],
+        "this": timings[this],
+        "other": timings[other],
         "prefill_ratio": median(prefill),
         "decode_ratio": median(decode),
     }

@@ -202,7 +202,7 @@ class ContentExecutor:
             # Only the swap tier takes blocks that may still be written.
             complete = all(entry is not None and None not in entry for entry in moved)
             assert 2 in tiers or complete, "what is moved has content"
-        for offset in range(max(each.block_size for each in self.groups)):  # what is not moved is undefined
+        for offset in range(max(group.block_size for group in self.groups)):  # what is not moved is undefined
             entry = moved[offset] if offset < num_tokens else None  # in the new block
             self.entries.pop((move.dst, offset), None)
             if entry is not None:
@@ -213,7 +213,7 @@ class ContentExecutor:
     def _own(self, physical_id: int, group: int) -> None:
         """A block that is written belongs to the group from now on: what it had of another is gone."""
         if self.group_of.get(physical_id, group) != group:
-            for offset in range(max(each.block_size for each in self.groups)):
+            for offset in range(max(group.block_size for group in self.groups)):
                 self.entries.pop((physical_id, offset), None)
         self.group_of[physical_id] = group
 
@@ -347,7 +347,7 @@ class ContentExecutor:
                 if position in chunk:
                     self.buffered[layer, position] = digests[position]
                     self.num_buffered += 1
-                found: bytes | None = self.buffered[layer, position]
+                digest: bytes | None = self.buffered[layer, position]
             else:
                 if position in chunk and plane == 0:
                     self._own(where[0], index)
@@ -355,8 +355,8 @@ class ContentExecutor:
                 entry = self.entries[where]
                 if position in chunk:
                     entry[plane] = digests[position]
-                found = entry[plane]
-            assert found == digests[position], f"wrong KV at position {position} in layer {layer}"
+                digest = entry[plane]
+            assert digest == digests[position], f"wrong KV at position {position} in layer {layer}"
 
     def _sample(self, digest: bytes, row: SamplingRow) -> Sample:
         token = sampled_token(digest, None if row.temperature == 0 else (row.seed, row.index))

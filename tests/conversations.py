@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def text(*texts: str) -> list[Message]:
-    return [{"type": "text", "text": each} for each in texts]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def call(arguments: Any, name: str = "get_weather", call_id: str = "call12345") -> Message:
@@ -122,12 +122,12 @@ def expected(tokenizer: Any, template: str, case: Case) -> str | None:
     best = None
     most = -1
     sent = _adapted(template, case.messages)
-    texts = [each for message in sent for each in _texts(message)]
+    texts = [text for message in sent for text in _texts(message)]
     for messages in _forms(sent):
         prompt = _rendered(tokenizer, template, messages, case.options)
         if prompt is None or _prints_python(prompt, messages):
             continue
-        shown = sum(each in prompt for each in texts)
+        shown = sum(text in prompt for text in texts)
         if shown > most:
             best = prompt
             most = shown
@@ -138,18 +138,18 @@ def expected(tokenizer: Any, template: str, case: Case) -> str | None:
 
 def _adapted(template: str, messages: list[Message]) -> list[Message]:
     """With the role of a developer, and the arguments of calls, as the template's text has them."""
-    found = []
+    cleaned = []
     for message in deepcopy(messages):
         if message["role"] == "developer" and not re.search("""["']developer["']""", template):
             message["role"] = "system"
-        for each in message.get("tool_calls", ()):
-            given = each["function"]["arguments"]
+        for call in message.get("tool_calls", ()):
+            given = call["function"]["arguments"]
             arguments = json.loads(given or "{}") if isinstance(given, str) else given
             if re.search(r"arguments'?\]? *\+ *'", template):  # which is no way to print an object
                 arguments = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
-            each["function"]["arguments"] = arguments
-        found.append({name: value for name, value in message.items() if value is not None})
-    return found
+            call["function"]["arguments"] = arguments
+        cleaned.append({name: value for name, value in message.items() if value is not None})
+    return cleaned
 
 
 def _forms(sent: list[Message]) -> Iterator[list[Message]]:
@@ -181,7 +181,7 @@ def _texts(message: Message) -> list[str]:
     """What a prompt should show of a message."""
     content = message.get("content", "")
     said = [content] if isinstance(content, str) else [part["text"] for part in content]
-    calls = [each["function"]["arguments"] for each in message.get("tool_calls", ())]
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     values = [str(value) for each in calls if isinstance(each, dict) for value in each.values()]
     return [each.strip() for each in (*said, *values, *(each for each in calls if isinstance(each, str)))]
 

@@ -72,9 +72,9 @@ def kv_cache(llm: LLM) -> OffloadedKVCache:
 
 
 def cpu_attention(llm: LLM) -> HostBlockAttention:
-    found = kv_cache(llm).cpu_attention
-    assert isinstance(found, HostBlockAttention)
-    return found
+    attention = kv_cache(llm).cpu_attention
+    assert isinstance(attention, HostBlockAttention)
+    return attention
 
 
 def force_share(llm: LLM, share: float) -> None:

@@ -51,7 +51,7 @@ def beam_reference(
     """(generated tokens, score) of each beam that Transformers returns, best first."""
     input_ids = torch.tensor([prompt])
     with torch.inference_mode():
-        found = model.generate(
+        generated = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_tokens,
@@ -65,7 +65,9 @@ def beam_reference(
             **search,
         )
     beams = []
-    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+    for tokens, score in zip(
+        generated.sequences[:, len(prompt) :].tolist(), generated.sequences_scores.tolist(), strict=True
+    ):
         end = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
         beams.append((tokens[:end], score))
     return beams
@@ -168,7 +170,7 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
     """Logits [vocab] of every token, by (prompt, index of the token)."""
     runner = llm._runner
     assert isinstance(runner, ModelRunner)
-    found: dict[tuple[int, int], Tensor] = {}
+    generated: dict[tuple[int, int], Tensor] = {}
     execute = runner.execute
     compute_logits = runner.model.compute_logits
     first_ids: list[int] = []  # of the first prompt: the first step has it
@@ -181,7 +183,7 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
 
     def recording_logits(hidden: Tensor) -> Tensor:
         logits = compute_logits(hidden)
-        found.update(zip(rows[: len(logits)], logits.clone(), strict=True))
+        generated.update(zip(rows[: len(logits)], logits.clone(), strict=True))
         del rows[: len(logits)]  # a layer-by-layer prefill that ends has a call of its own, last
         return logits
 
@@ -193,7 +195,7 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
     # type: ignore[method-assign]
     runner.execute = execute
     runner.model.compute_logits = compute_logits
-    return found
+    return generated
 
 
 def set_prefill(llm: LLM, way: str) -> None:

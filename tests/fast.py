@@ -34,9 +34,9 @@ def pairs(*values: Iterable[Any], first: Iterable[tuple[Any, ...]] = ()) -> list
     """
     every = list(product(*values))
     chosen = list(first)
-    left = {pair for each in every for pair in _pairs_of(each)} - {pair for each in chosen for pair in _pairs_of(each)}
+    left = {pair for case in every for pair in _pairs_of(case)} - {pair for case in chosen for pair in _pairs_of(case)}
     while left:
-        chosen.append(max(every, key=lambda each: len(left & _pairs_of(each))))
+        chosen.append(max(every, key=lambda case: len(left & _pairs_of(case))))
         left -= _pairs_of(chosen[-1])
     return chosen
 

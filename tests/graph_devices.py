@@ -221,12 +221,12 @@ def _without_padding(recur: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..
         end = int(starts[count]) if count else 0
         assert bool((slots[count:] == -1).all()), "padding comes last"
         widths = (layer.delta.spec.value_size, layer.delta.spec.projected_size)
-        found = tuple(x.new_zeros(len(x), width) for width in widths)
+        results = tuple(x.new_zeros(len(x), width) for width in widths)
         if count:
             real = StateRows(slots[:count], starts[: count + 1], run_of_row[:end])
-            for padded, part in zip(found, recur(layer, x[:end], real, *others), strict=True):
+            for padded, part in zip(results, recur(layer, x[:end], real, *others), strict=True):
                 padded[:end] = part
-        return found[0], found[1]
+        return results[0], results[1]
 
     return call
 
@@ -271,12 +271,12 @@ def arguments(mode: str, **others: Any) -> dict[str, Any]:
 
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What engines made from now on find of memory."""
-    found: list[Any] = []
+    results: list[Any] = []
     measure = build.measure_memory
 
     def watched(*args: Any, **options: Any) -> Any:
-        found.append(measure(*args, **options))
-        return found[-1]
+        results.append(measure(*args, **options))
+        return results[-1]
 
     monkeypatch.setattr(build, "measure_memory", watched)
-    return found
+    return results

@@ -49,7 +49,7 @@ def engine(model: str, directory: Path | None, which: int) -> LLM:
 
 
 def answers(llm: LLM, asked: list[list[int]]) -> list[Any]:
-    outputs = llm.generate([{"prompt_token_ids": each} for each in asked], PARAMS, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], PARAMS, use_tqdm=False)
     assert all(output.error is None for output in outputs)
     completions = [output.outputs[0] for output in outputs]
     return [
@@ -93,8 +93,8 @@ def expected_of(model: str, keep: Path) -> list[Any]:
             keep.write_text(repr(answers(llm, prompts())))
 
     check(write)
-    found: list[Any] = eval(keep.read_text())
-    return found
+    answered: list[Any] = eval(keep.read_text())
+    return answered
 
 
 def mixed_run(model: str, directory: Path, which: int, seed: int) -> None:
@@ -111,8 +111,8 @@ def mixed_run(model: str, directory: Path, which: int, seed: int) -> None:
 def check_answers(model: str, directory: Path, which: int, chosen: list[int], expected: list[Any]) -> None:
     every = prompts()
     with engine(model, directory, which) as llm:
-        found = answers(llm, [every[index] for index in chosen])
-        assert found == [expected[index] for index in chosen], "an answer is wrong"
+        answered = answers(llm, [every[index] for index in chosen])
+        assert answered == [expected[index] for index in chosen], "an answer is wrong"
         read = llm.metrics().prefix_cache.hit_tokens_on_disk
     with (directory.parent / "read").open("a") as file:
         file.write(f"{read}\n")

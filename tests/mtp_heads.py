@@ -21,9 +21,9 @@ def add_mtp_head(path: Path, *, predicts: bool = False) -> None:
     file = path / "model.safetensors"
     generator = torch.Generator().manual_seed(7)
     stored = load_file(file)
-    layer = {name: each for name, each in stored.items() if name.startswith("model.layers.1.")}
+    layer = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.1.")}
     hidden = stored["model.norm.weight"].shape[0]
-    shapes = {name.replace("model.layers.1.", "mtp.layers.0."): each.shape for name, each in layer.items()}
+    shapes = {name.replace("model.layers.1.", "mtp.layers.0."): tensor.shape for name, tensor in layer.items()}
     norms = dict.fromkeys(("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"), (hidden,))
     shapes |= {f"{name}.weight": torch.Size(shape) for name, shape in norms.items()}
     shapes["mtp.fc.weight"] = torch.Size((hidden, 2 * hidden))
@@ -42,7 +42,7 @@ def add_mtp_head(path: Path, *, predicts: bool = False) -> None:
 
 def head_weights(path: Path) -> Weights:
     stored = load_file(path / "model.safetensors")
-    return {name.removeprefix("mtp."): each.float() for name, each in stored.items() if name.startswith("mtp.")}
+    return {name.removeprefix("mtp."): tensor.float() for name, tensor in stored.items() if name.startswith("mtp.")}
 
 
 @torch.inference_mode()
@@ -54,21 +54,21 @@ def head_logits(model: PreTrainedModel, weights: Weights, token_ids: list[int], 
     """
     hidden = model.model(torch.tensor([token_ids])).last_hidden_state[0, :-1]
     read = list(token_ids[1:])
-    found = []
+    logits = []
     for draft in drafts:
         embedded = model.get_input_embeddings()(torch.tensor(read))
         names = {"pre_fc_norm_embedding": embedded, "pre_fc_norm_hidden": hidden}
         both = torch.cat([norm(x, weights[f"{name}.weight"]) for name, x in names.items()], dim=1)
         out = norm(layer_of(model, weights, both @ weights["fc.weight"].T), weights["norm.weight"])
-        found.append(model.lm_head(out[-1]))
+        logits.append(model.lm_head(out[-1]))
         hidden = torch.cat((hidden, out[-1:]))
         read = [*read, draft]
-    return found
+    return logits
 
 
 def layer_of(model: PreTrainedModel, weights: Weights, x: Tensor) -> Tensor:
     """A layer with gated attention, of rows that begin at position 0."""
-    own = {name.removeprefix("layers.0."): each for name, each in weights.items() if name.startswith("layers.0.")}
+    own = {name.removeprefix("layers.0."): tensor for name, tensor in weights.items() if name.startswith("layers.0.")}
     config = model.config
     rows = x.shape[0]
     heads = config.num_attention_heads
@@ -77,8 +77,8 @@ def layer_of(model: PreTrainedModel, weights: Weights, x: Tensor) -> Tensor:
     normed = norm(x, own["input_layernorm.weight"])
     q, gate = (normed @ own["self_attn.q_proj.weight"].T).view(rows, heads, 2 * size).chunk(2, dim=-1)
     k, v = ((normed @ own[f"self_attn.{name}_proj.weight"].T).view(rows, kv_heads, size) for name in "kv")
-    q, k = (turned(norm(each, own[f"self_attn.{name}_norm.weight"])) for each, name in ((q, "q"), (k, "k")))
-    k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
+    q, k = (turned(norm(tensor, own[f"self_attn.{name}_norm.weight"])) for tensor, name in ((q, "q"), (k, "k")))
+    k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
     scores = torch.einsum("phd,qhd->hpq", q, k) * size**-0.5
     scores += torch.full((rows, rows), float("-inf")).triu(1)
     mixed = torch.einsum("hpq,qhd->phd", scores.softmax(-1), v) * gate.sigmoid()

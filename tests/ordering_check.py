@@ -210,17 +210,17 @@ class OrderingCheck(DeviceWrapper):
             if number >= stream.follows.size:
                 stream.follows = np.concatenate((stream.follows, np.zeros(number + 1, dtype=bool)))
             for rows in reads:
-                found = self._memory_of(rows)
-                if found is not None:
-                    memory, granules = found
+                located = self._memory_of(rows)
+                if located is not None:
+                    memory, granules = located
                     self._require_order(stream, access, "reads", memory, granules, memory.writer)
                     if stream.name not in memory.readers:
                         memory.readers[stream.name] = zeros_on_demand(memory.writer.size)
                     granules.of(memory.readers[stream.name])[...] = number
             for rows in writes:
-                found = self._memory_of(rows)
-                if found is not None:
-                    memory, granules = found
+                located = self._memory_of(rows)
+                if located is not None:
+                    memory, granules = located
                     for seen in (memory.writer, *memory.readers.values()):
                         self._require_order(stream, access, "writes", memory, granules, seen)
                     granules.of(memory.writer)[...] = number

@@ -146,9 +146,9 @@ def difference(asked: Asked, expected: RequestOutput) -> str | None:
         is_cut = heard.finish_reason in ("abort", "error")
         if heard.token_ids != whole.token_ids[: len(heard.token_ids) if is_cut else None]:
             return f"sequence {whole.index}: tokens {heard.token_ids} instead of {whole.token_ids}"
-        found, wanted = ((each.finish_reason, each.stop_reason, each.text) for each in (heard, whole))
-        if not is_cut and found != wanted:
-            return f"sequence {whole.index}: end and text {found} instead of {wanted}"
+        actual, wanted = ((each.finish_reason, each.stop_reason, each.text) for each in (heard, whole))
+        if not is_cut and actual != wanted:
+            return f"sequence {whole.index}: end and text {actual} instead of {wanted}"
         pairs.append((heard.logprobs or [], whole.logprobs or []))
     rows = [rows for pair in pairs for rows in zip(*pair, strict=False)]
     return next(
@@ -247,8 +247,8 @@ class Driver:
         manager = self.llm.engine.scheduler.block_manager
         check_blocks(manager)
         left = {"used blocks": manager.num_used, "swapped blocks": manager.num_swapped, "requests": engine._requests}
-        found = [f"{what}: {value}" for what, value in left.items() if value]
-        return ", ".join(found) or None
+        leftovers = [f"{what}: {value}" for what, value in left.items() if value]
+        return ", ".join(leftovers) or None
 
 
 def random_engine(random: Random) -> dict[str, Any]:

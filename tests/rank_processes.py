@@ -84,13 +84,13 @@ def serve(control: Connection) -> None:
 
 def child_pids(parent: int) -> list[int]:
     """Processes that a process has started and that have not ended, in the order of their start."""
-    found = []
+    children = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and fields[0] != "Z":
-                found.append((int(fields[19]), int(entry.name)))
-    return [pid for _, pid in sorted(found)]
+                children.append((int(fields[19]), int(entry.name)))
+    return [pid for _, pid in sorted(children)]
 
 
 def rank_pids(parent: int) -> list[int]:

@@ -77,10 +77,10 @@ def error(engine: AsyncLLM, path: str, body: Any, status: int = 400, **others: A
     """The error of a request that is refused, in the form of OpenAI's."""
     response = ask(engine, path, body, **others)
     assert response.status_code == status, response.text
-    (name, found), *rest = response.json().items()
-    assert name == "error" and not rest and set(found) == {"message", "type", "param", "code"}
-    assert found["message"] and "\n" not in found["message"]
-    return dict(found)
+    (name, fields), *rest = response.json().items()
+    assert name == "error" and not rest and set(fields) == {"message", "type", "param", "code"}
+    assert fields["message"] and "\n" not in fields["message"]
+    return dict(fields)
 
 
 def in_engine(engine: AsyncLLM, function: Callable[[LLM], T]) -> T:

@@ -96,9 +96,9 @@ def write_by_class(path: Path, name: str, **options: Any) -> None:
 
 def data_of(tokenizer: Any, token_ids: Sequence[int]) -> bytes:
     """The bytes of all tokens, which have to be known."""
-    found = [tokenizer.token_bytes(token_id) for token_id in token_ids]
-    assert None not in found
-    return b"".join(found)
+    pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    assert None not in pieces
+    return b"".join(pieces)
 
 
 def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> None:

@@ -60,5 +60,5 @@ def called(arguments: str = CITY, name: str = "weather") -> list[Piece]:
 def read(form: str, text: str, size: int = 1 << 20) -> list[Piece]:
     """The pieces of an answer that comes in parts of this size."""
     parser = FORMATS[form].make(TOOLS)
-    found = [piece for i in range(0, len(text), size) for piece in parser.feed(text[i : i + size])]
-    return merged([*found, *parser.finish()])
+    pieces = [piece for i in range(0, len(text), size) for piece in parser.feed(text[i : i + size])]
+    return merged([*pieces, *parser.finish()])

@@ -86,10 +86,10 @@ def resources(kernel: Any) -> dict[str, Any]:
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {
-        "registers": found["REG"],
-        "spilled": found["STACK"] + found["LOCAL"],
+        "registers": numbers["REG"],
+        "spilled": numbers["STACK"] + numbers["LOCAL"],
         "shared": kernel.metadata.shared,
         "threads": kernel.metadata.num_warps * 32,
         "loops": kernel.asm["ttgir"].count("scf.for "),
@@ -144,18 +144,20 @@ def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     few = AttentionMetadata([SequenceMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
     many = AttentionMetadata([SequenceMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
-    found: Launches = {}
+    launches: Launches = {}
     for prefill in prefill_variants(head_dim, dtype, divmod(arch, 10)):
-        found[json.dumps({"prefill": asdict(prefill)})] = lambda c=prefill: prefill_(q, pool, many, state, 0.1, None, c)
+        launches[json.dumps({"prefill": asdict(prefill)})] = lambda c=prefill: prefill_(
+            q, pool, many, state, 0.1, None, c
+        )
     for decode in decode_variants(head_dim, dtype):
-        found[json.dumps({"decode": asdict(decode)})] = lambda c=decode: decode_(
+        launches[json.dumps({"decode": asdict(decode)})] = lambda c=decode: decode_(
             q, pool, few, state, 0.1, None, None, c
         )
     x = torch.zeros(8, 4096, dtype=dtype)
     weight = torch.zeros(4096, 4096, dtype=dtype)
     for product in few_rows_variants():
-        found[json.dumps({"few_rows": asdict(product)})] = lambda c=product: few_rows_linear(x, weight, None, c)
-    return found
+        launches[json.dumps({"few_rows": asdict(product)})] = lambda c=product: few_rows_linear(x, weight, None, c)
+    return launches
 
 
 def counts(head_dim: int, dtype: torch.dtype) -> Launches:
@@ -166,7 +168,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
     packed_weight = random_weight("int4 zeros", 64, 1024)
     weights = torch.empty(32, 64, 64, dtype=dtype)
     packed_experts = random_weight("mxfp4", 32 * 64, 64)
-    found: Launches = {}
+    launches: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
 
         def launch(few: int = few, many: int = many, blocks: int = blocks) -> None:
@@ -210,8 +212,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
                 run()
             add_low_rank_(y, y, memory, table_of_adapters, of_adapters[4 - few % 2 :][:rows], of_adapters[:4], 16)
 
-        found[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
-    return found
+        launches[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
+    return launches
 
 
 def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:

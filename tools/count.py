@@ -118,8 +118,8 @@ def trace_request(model: str, placement: str) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
     assert outputs[0].outputs[0].text, "the tokenizer has made no text"
-    found = {str(path): names for path, names in trace.functions.items()}
-    print(json.dumps({"functions": found, "hops": trace.hops}))
+    passed = {str(path): names for path, names in trace.functions.items()}
+    print(json.dumps({"functions": passed, "hops": trace.hops}))
 
 
 def traces(tree: Path) -> dict[str, dict[str, Any]]:
@@ -128,7 +128,7 @@ def traces(tree: Path) -> dict[str, dict[str, Any]]:
     from benchmarks.shapes import open_shape
     from benchmarks.tiny import write_tiny_config
 
-    found = {}
+    by_placement = {}
     with tempfile.TemporaryDirectory() as directory:
         with open_shape(str(write_tiny_config(Path(directory) / "config")), None, "float32") as shape:
             model = make_checkpoint(shape, Path(directory) / "model", seed=0)
@@ -138,8 +138,8 @@ def traces(tree: Path) -> dict[str, dict[str, Any]]:
             done = subprocess.run(command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode != 0:
                 raise SystemExit(f"count: the nanovllm of {tree} did not generate: see its message above.")
-            found[placement] = json.loads(done.stdout.splitlines()[-1])
-    return found
+            by_placement[placement] = json.loads(done.stdout.splitlines()[-1])
+    return by_placement
 
 
 def print_sizes(package: Path) -> None:
@@ -162,17 +162,17 @@ def print_files(name: str, files: Iterable[Path]) -> None:
     print(f"{name:<34}{len(files):>6,}{sum(map(code_lines, files)):>8,}{lines:>8,}")
 
 
-def print_spine(found: dict[str, dict[str, Any]], package: Path, brief: bool) -> None:
+def print_spine(by_placement: dict[str, dict[str, Any]], package: Path, brief: bool) -> None:
     """Print the files that a request passes, with their functions unless `brief`, and the hops."""
     together: dict[Path, list[str]] = {}
-    for placement, trace in found.items():
+    for placement, trace in by_placement.items():
         paths = [Path(path) for path in trace["functions"]]
         for path in paths:
             names = together.setdefault(path, [])
             names += [name for name in trace["functions"][str(path)] if name not in names]
         print_passed(f"spine, {placement}", {path: trace["functions"][str(path)] for path in paths}, package)
     print_passed("spine, both", together, package)
-    hops = found["resident"]["hops"]
+    hops = by_placement["resident"]["hops"]
     print(f"hops from {START} to {END}: {len(hops)} functions: {' -> '.join(hops)}")
     if not brief:
         for path, names in together.items():

@@ -99,11 +99,11 @@ def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
     """Write tables and figures; returns the tables."""
     plan = plan_of(args, args.engines)
     facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
-    found = rows(shape, plan, findings)
-    text = markdown(shape, plan, findings, facts, found)
+    table = rows(shape, plan, findings)
+    text = markdown(shape, plan, findings, facts, table)
     (args.output_dir / "peers.md").write_text(text)
     runs = [{"engine": engine, "prompt_len": n, "rounds": done} for (engine, n), done in findings.runs.items()]
-    parts: dict[str, Any] = {"rows": found, "failures": findings.failures, "runs": runs}
+    parts: dict[str, Any] = {"rows": table, "failures": findings.failures, "runs": runs}
     write_json(args.output_dir / "peers.json", args, facts, model=shape.facts(), ceilings=findings.ceilings, **parts)
     return text
 

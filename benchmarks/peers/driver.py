@@ -75,13 +75,13 @@ class Workshop:
 
     def pythons(self, engines: Sequence[str], failures: dict[str, str]) -> dict[str, Path]:
         """The Python of each engine that could be installed; the others go to `failures`."""
-        found = {}
+        environments = {}
         for engine in engines:
             try:
-                found[engine] = environment(engine, self.work_dir, self.torch)
+                environments[engine] = environment(engine, self.work_dir, self.torch)
             except EngineFailure as error:
                 report_failure(failures, engine, error)
-        return found
+        return environments
 
     def gguf(self, checkpoint: Path, python: Path, kind: str) -> Path:
         """The checkpoint as GGUF with matrices of type `kind`, written once. Raises EngineFailure."""

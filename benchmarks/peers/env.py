@@ -100,8 +100,8 @@ def _files(path: Path) -> list[Path]:
     """`path`, or its content without the products of builds and runs."""
     if path.is_file():
         return [path]
-    found = (file for file in path.rglob("*") if file.is_file())
-    return sorted(f for f in found if f.suffix not in (".so", ".pyc", ".o"))
+    files = (file for file in path.rglob("*") if file.is_file())
+    return sorted(f for f in files if f.suffix not in (".so", ".pyc", ".o"))
 
 
 def _make(engine: str, directory: Path, steps: Sequence[Sequence[str]]) -> None:

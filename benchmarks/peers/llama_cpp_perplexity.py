@@ -44,8 +44,8 @@ def llama_cpp_measures(python: str | Path, job: dict[str, Any]) -> dict[str, Any
     if done.returncode:
         *_, last = done.stderr.strip().splitlines() or ["it said nothing"]
         raise RuntimeError(f"{python} cannot measure llama.cpp: {last}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 if __name__ == "__main__":

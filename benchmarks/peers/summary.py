@@ -64,14 +64,14 @@ def ratio(findings: Findings, engine: str, prompt_len: int, phase: str) -> Sprea
 
 def rows(shape: Shape, plan: Plan, findings: Findings) -> list[Row]:
     """A summary for each engine and prompt length with results, in order of prompt lengths."""
-    found = []
+    table = []
     for prompt_len in sorted(plan.prompt_lens):
         for engine in plan.engines:
             runs = [run for run in findings.runs.get((engine, prompt_len), []) if run is not None]
             roofs = [Roofline.of(shape, prompt_len, plan.output_len, run["ceiling"]) for run in runs]
             if runs:
-                found.append(_row(engine, prompt_len, runs, roofs, _tokens(findings, SUBJECT, prompt_len)))
-    return found
+                table.append(_row(engine, prompt_len, runs, roofs, _tokens(findings, SUBJECT, prompt_len)))
+    return table
 
 
 def _row(
@@ -194,8 +194,10 @@ def failures(findings: Findings) -> str:
 
 
 def _versions(plan: Plan, findings: Findings) -> str:
-    found = {engine: run["version"] for (engine, _), runs in findings.runs.items() for run in runs if run is not None}
-    return ", ".join(f"{engine} {found[engine]}" for engine in plan.engines if engine in found) + ".\n"
+    versions = {
+        engine: run["version"] for (engine, _), runs in findings.runs.items() for run in runs if run is not None
+    }
+    return ", ".join(f"{engine} {versions[engine]}" for engine in plan.engines if engine in versions) + ".\n"
 
 
 def spread(value: Spread | None, form: str) -> str:

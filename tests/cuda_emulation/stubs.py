@@ -84,13 +84,13 @@ def missing_functions(torch_libraries: Path, triton: Path, objects: Sequence[Pat
 
 def undefined(libraries: object) -> dict[str, str]:
     """The symbols that libraries want of others, with their versions."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for library in libraries:  # type: ignore[attr-defined]
         command = ["nm", "-D", "--undefined-only", "--with-symbol-versions", library]
         for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name, _, version = line.split()[-1].partition("@")
-            found[name] = version.lstrip("@") or found.get(name, "")
-    return found
+            versions[name] = version.lstrip("@") or versions.get(name, "")
+    return versions
 
 
 def linked(torch_libraries: Path) -> set[str]:

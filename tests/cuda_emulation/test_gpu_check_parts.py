@@ -28,5 +28,5 @@ def test_a_part_runs(part: Part, tmp_path: Path) -> None:
     arguments = part.arguments(True, write_tiny_config(tmp_path / "model"), tmp_path / "figures.json")
     on_cuda = ["cuda" if argument == "cpu" else argument for argument in arguments]
     dry = os.environ | {"NANOVLLM_DRY_RUN": "1"}
-    found = subprocess.run([sys.executable, *on_cuda], cwd=ROOT, env=dry, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    done = subprocess.run([sys.executable, *on_cuda], cwd=ROOT, env=dry, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -69,99 +69,99 @@ class Maker:
     def bounds(self, values: tuple[float, ...]) -> dict[str, Any]:
         rng = self.rng
         low, high = sorted((rng.choice(values), rng.choice(values)))
-        found: dict[str, Any] = {}
+        schema: dict[str, Any] = {}
         if rng.random() < 0.5:
-            found[rng.choice(("minimum", "exclusiveMinimum"))] = low
+            schema[rng.choice(("minimum", "exclusiveMinimum"))] = low
         if rng.random() < 0.5:
-            found[rng.choice(("maximum", "exclusiveMaximum"))] = high
+            schema[rng.choice(("maximum", "exclusiveMaximum"))] = high
         if rng.random() < 0.15:
-            found["multipleOf"] = rng.choice(MULTIPLES)
-        return found
+            schema["multipleOf"] = rng.choice(MULTIPLES)
+        return schema
 
     def text(self, _: int) -> dict[str, Any]:
         rng = self.rng
-        found: dict[str, Any] = {"type": "string"}
+        schema: dict[str, Any] = {"type": "string"}
         if rng.random() < 0.4:
-            found["pattern"] = rng.choice(PATTERNS)
+            schema["pattern"] = rng.choice(PATTERNS)
         if rng.random() < 0.3:
-            found["minLength"] = rng.randrange(3)
+            schema["minLength"] = rng.randrange(3)
         if rng.random() < 0.3:
-            found["maxLength"] = rng.randrange(2, 6)
+            schema["maxLength"] = rng.randrange(2, 6)
         if rng.random() < 0.15:
-            found["format"] = rng.choice(FORMATS)
-        return found
+            schema["format"] = rng.choice(FORMATS)
+        return schema
 
     def constant(self, _: int) -> dict[str, Any]:
         rng = self.rng
         values = [self.value(2) for _ in range(rng.randint(1, 4))]
-        found: dict[str, Any] = {"const": values[0]} if rng.random() < 0.3 else {"enum": values}
+        schema: dict[str, Any] = {"const": values[0]} if rng.random() < 0.3 else {"enum": values}
         if rng.random() < 0.2:
-            found["type"] = rng.choice(("string", "integer", "number", "array", ["object", "null", "integer"]))
-        return found
+            schema["type"] = rng.choice(("string", "integer", "number", "array", ["object", "null", "integer"]))
+        return schema
 
     def object(self, depth: int) -> dict[str, Any]:
         rng = self.rng
         names = rng.sample(NAMES, rng.randrange(4))
-        found: dict[str, Any] = {"type": "object"}
+        made: dict[str, Any] = {"type": "object"}
         if names or rng.random() < 0.5:
-            found["properties"] = {name: self.schema(depth) for name in names}
+            made["properties"] = {name: self.schema(depth) for name in names}
         if rng.random() < 0.6:
-            found["required"] = [name for name in names if rng.random() < 0.7]
+            made["required"] = [name for name in names if rng.random() < 0.7]
         if rng.random() < 0.1:
-            found.setdefault("required", []).append("other")
+            made.setdefault("required", []).append("other")
         if rng.random() < 0.3:
-            found["additionalProperties"] = rng.choice((True, False, {"type": "integer"}, {"type": "string"}))
+            made["additionalProperties"] = rng.choice((True, False, {"type": "integer"}, {"type": "string"}))
         if rng.random() < 0.1:
-            found["patternProperties"] = {rng.choice(("^a", "b$", "^[x-z]+$")): self.schema(0)}
+            made["patternProperties"] = {rng.choice(("^a", "b$", "^[x-z]+$")): self.schema(0)}
         if rng.random() < 0.05:
-            found[rng.choice(("minProperties", "maxProperties"))] = rng.randrange(3)
+            made[rng.choice(("minProperties", "maxProperties"))] = rng.randrange(3)
         if rng.random() < 0.05:
-            found["propertyNames"] = rng.choice(
+            made["propertyNames"] = rng.choice(
                 ({"enum": ["a", "b"]}, {"pattern": "^a"}, {"maxLength": 2}, True, {"format": "x"})
             )
         if rng.random() < 0.03:
-            found["unevaluatedProperties"] = rng.random() < 0.5
-        return found
+            made["unevaluatedProperties"] = rng.random() < 0.5
+        return made
 
     def array(self, depth: int) -> dict[str, Any]:
         rng = self.rng
-        found: dict[str, Any] = {"type": "array"}
+        made: dict[str, Any] = {"type": "array"}
         if rng.random() < 0.3:
-            found["prefixItems"] = [self.schema(depth) for _ in range(rng.randrange(1, 3))]
+            made["prefixItems"] = [self.schema(depth) for _ in range(rng.randrange(1, 3))]
         if rng.random() < 0.8:
-            found["items"] = self.schema(depth)
+            made["items"] = self.schema(depth)
         if rng.random() < 0.4:
-            found["minItems"] = rng.randrange(3)
+            made["minItems"] = rng.randrange(3)
         if rng.random() < 0.5:
-            found["maxItems"] = rng.randrange(2, 4)
+            made["maxItems"] = rng.randrange(2, 4)
         if rng.random() < 0.1:
-            found["uniqueItems"] = rng.random() < 0.3
-        return found
+            made["uniqueItems"] = rng.random() < 0.3
+        return made
 
     def combined(self, depth: int) -> dict[str, Any]:
         rng = self.rng
         kind = rng.choice(("anyOf", "anyOf", "allOf", "allOf", "oneOf"))
-        found: dict[str, Any] = {kind: [self.schema(depth) for _ in range(rng.randint(1, 3))]}
+        made: dict[str, Any] = {kind: [self.schema(depth) for _ in range(rng.randint(1, 3))]}
         if rng.random() < 0.3:
-            found |= rng.choice((self.object, self.number, self.text))(depth)
+            made |= rng.choice((self.object, self.number, self.text))(depth)
         if rng.random() < 0.05:
-            found[rng.choice(("not", "if", "then", "dependentRequired", "minContains"))] = {}
-        return found
+            made[rng.choice(("not", "if", "then", "dependentRequired", "minContains"))] = {}
+        return made
 
     def typed(self, depth: int) -> dict[str, Any]:
         """Several types, or keywords without one."""
-        found = self.rng.choice((self.object, self.number, self.whole, self.text, self.array))(depth)
+        schema = self.rng.choice((self.object, self.number, self.whole, self.text, self.array))(depth)
         if self.rng.random() < 0.5:
-            found["type"] = [found["type"], self.rng.choice(("null", "boolean"))]
+            schema["type"] = [schema["type"], self.rng.choice(("null", "boolean"))]
         else:
-            del found["type"]
-        return found
+            del schema["type"]
+        return schema
 
     def reference(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"$ref": f"#/$defs/{self.rng.choice(self.definitions)}"}
+        schema: dict[str, Any] = {"$ref": f"#/$defs/{self.rng.choice(self.definitions)}"}
         if self.rng.random() < 0.2:
-            found |= self.rng.choice((self.object, self.number, self.text))(depth)
-        return found
+            schema |= self.rng.choice((self.object, self.number, self.text))(depth)
+        return schema
 
     def value(self, depth: int) -> Any:
         rng = self.rng

@@ -42,13 +42,12 @@ TAIL_ROWS = 64  # of the largest step whose tokens are chosen in a graph: logits
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A call of attention between two graphs: q [rows, heads, head_dim], which gets the output; k, v [rows, kv_heads,
-    head_dim]."""
+    """A call of attention between two graphs."""
 
     layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [rows, heads, head_dim]; the output replaces it
+    k: Tensor  # [rows, kv_heads, head_dim]
+    v: Tensor  # [rows, kv_heads, head_dim]
 
     def attend(self, rows: int, ctx: ForwardContext) -> None:
         """Attend for the first rows."""
@@ -72,17 +71,13 @@ class AttentionBetweenGraphs:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """The graphs of steps of one shape, and the tensors in which they leave their results.
-
-    inputs: int64 [2, rows], token ids and positions. hidden: [rows, hidden], after the final norm.
-    tokens: int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes it.
-    """
+    """The graphs of steps of one shape, and the tensors in which they leave their results."""
 
     shape: Shape
-    inputs: Tensor
+    inputs: Tensor  # int64 [2, rows]: token ids and positions
     calls: Sequence[Attended] = ()  # between the graphs; none if they record attention
-    hidden: Tensor | None = None
-    tokens: Tensor | None = None
+    hidden: Tensor | None = None  # [rows, hidden], after the final norm
+    tokens: Tensor | None = None  # int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes them
     graphs: Sequence[Graph] = ()
 
 
@@ -126,7 +121,8 @@ class DecodeGraphs:
         """See `engine.model_runner.DecodeRunner`."""
         step = self._step_for(batch)
         rows = batch.inputs.shape[1]
-        (ahead, self._ahead) = (self._ahead, None)
+        ahead = self._ahead
+        self._ahead = None
         if step is None:
             return None
         if ahead is None or step is not ahead[0] or not ahead[1].is_step(batch, ahead[2]):

@@ -25,13 +25,11 @@ from nanovllm.ops.attention import SequenceMetadata
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A step in which the sequences of another one go on by a token. inputs: as of `FlatBatch`, without token ids.
+    """The step after another one: the same sequences, each with one more token."""
 
-    seq_ids: another request may have the same blocks, positions and token by the next step, with other K/V in them.
-    """
-
-    inputs: Tensor
+    inputs: Tensor  # as `FlatBatch.inputs`, with zeros for the token ids
     sequences: tuple[SequenceMetadata, ...]
+    # By the next step another request may have the same blocks, positions and token, but other K/V in the blocks.
     seq_ids: tuple[int, ...]
 
     @classmethod

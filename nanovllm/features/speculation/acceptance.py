@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORGET = 0.8  # weight of what was verified one step earlier
-# what a new sequence is taken to have seen: a first try is short
+# A new sequence starts with these counts, which make its first drafts short.
 FIRST_RIGHT = 1.0
 FIRST_TRIED = 2.0
 LONGEST_PAUSE = 128  # steps
@@ -13,16 +13,12 @@ LONGEST_PAUSE = 128  # steps
 
 @dataclass(slots=True)
 class Acceptance:
-    """What the drafts of a sequence have come to.
+    """How many drafts of a sequence were right, and its pauses in drafting."""
 
-    right, tried: drafts so far, weighted. pause: how many steps go without drafts when they do not pay, doubled each
-    time. waits: what is left of one.
-    """
-
-    right: float = FIRST_RIGHT
-    tried: float = FIRST_TRIED
-    pause: int = 1
-    waits: int = 0
+    right: float = FIRST_RIGHT  # right drafts so far; older ones weigh less
+    tried: float = FIRST_TRIED  # verified drafts so far, weighted in the same way
+    pause: int = 1  # steps of the next pause; each pause doubles it
+    waits: int = 0  # steps that are left of the present pause
 
     @property
     def share(self) -> float:

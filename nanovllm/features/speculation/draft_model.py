@@ -22,23 +22,17 @@ FORGET = 0.8  # weight of what a pass took one pass earlier
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A sequence, and its shadow while it has one.
-
-    first: the sequence's token with which the shadow begins. salt: of the shadow's blocks, besides the sequence's own.
-    drafts: of this step. ahead: those of the latest whose KV is in the shadow's blocks, after its own tokens.
-    can_follow: False once it is too long for the draft model's KV cache, or a token is none of the draft model's.
-    num_read: tokens that were checked to be the draft model's.
-    """
+    """A sequence, and its shadow while it has one."""
 
     seq: Sequence
     acceptance: Acceptance = field(default_factory=Acceptance)
     shadow: Sequence | None = None
-    first: int = 0
-    salt: bytes = b""
-    drafts: list[int] = field(default_factory=list)
-    ahead: Seq[int] = ()
-    can_follow: bool = True
-    num_read: int = 0
+    first: int = 0  # index of the sequence's token with which the shadow begins
+    salt: bytes = b""  # added to the request's cache salt for the shadow's blocks
+    drafts: list[int] = field(default_factory=list)  # of this step
+    ahead: Seq[int] = ()  # the latest drafts whose KV is in the shadow's blocks, after its own tokens
+    can_follow: bool = True  # False once the sequence is too long, or has a token that the draft model does not know
+    num_read: int = 0  # tokens that were checked to be in the draft model's vocabulary
 
 
 class DraftModel:

@@ -15,15 +15,12 @@ from nanovllm.engine.model_runner import ComputedRows
 
 @dataclass(slots=True)
 class HeldRows:
-    """Rows of one sequence that the head has not read, from position `begin` on.
+    """Rows of one sequence that the head has not read."""
 
-    first: the position that the head counts as its first one. drafted: the head's own row for its next draft.
-    """
-
-    begin: int
-    rows: list[Tensor] = field(default_factory=list)
-    first: int = 0
-    drafted: Tensor | None = None
+    begin: int  # position of the first row
+    rows: list[Tensor] = field(default_factory=list)  # [tokens, hidden] each, one after the other
+    first: int = 0  # the position that the head counts as its first one
+    drafted: Tensor | None = None  # [1, hidden]: the head's own row, which it reads for its next draft
 
     @property
     def end(self) -> int:

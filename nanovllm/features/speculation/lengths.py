@@ -20,7 +20,8 @@ class PassCosts:
     """
 
     def __init__(self) -> None:
-        self._latest_rows = self._num_same = 0  # of the latest pass; passes of as many rows in a row, up to it
+        self._latest_rows = 0  # of the latest pass
+        self._num_same = 0  # consecutive passes, up to the latest, with this number of rows
         self._forget()
 
     def _forget(self) -> None:
