@@ -15,7 +15,7 @@ from nanovllm.apps.batch.inputs import Inputs, open_inputs
 from nanovllm.apps.batch.openai_rows import OF_CHATS, OF_COMPLETIONS, READ, SAME, WITHOUT_EFFECT
 from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest
-from nanovllm.apps.server.tool_calls import forced_schema as server_schema
+from nanovllm.apps.tool_choice import forced_schema
 from nanovllm.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -129,7 +129,7 @@ def test_the_fields_of_chats_mean_what_they_mean_to_the_server() -> None:
     assert body({**tools, "tool_choice": "none"}).template_options == {}
     for choice, parallel in (("required", None), ("required", False), (NAMED, None), ("auto", None)):
         fields = {**tools, "tool_choice": choice, "parallel_tool_calls": parallel}
-        forced = server_schema(ChatRequest.model_validate(fields))
+        forced = forced_schema([TOOL], choice, parallel)
         given = body({**fields, "response_format": {"type": "json_object"}}).params["structured_outputs"]
         assert given == ({"json_object": True} if forced is None else {"json": forced}), "a forced call is stronger"
     found = body(

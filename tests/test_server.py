@@ -369,7 +369,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": [999]}, "prompt", "999"),
     (COMPLETIONS, {"prompt": []}, "prompt", "0 prompts"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "valid"),
-    (COMPLETIONS, {}, "prompt", "missing"),
+    (COMPLETIONS, {}, "prompt", "required"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
     (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages", "no role alien"),
@@ -419,8 +419,8 @@ def test_more_prompts_than_may_ever_wait_are_no_matter_of_time(engine: AsyncLLM)
 
 
 def test_unknown_paths_methods_models_and_types(engine: AsyncLLM) -> None:
-    assert error(engine, "/v2", None, 404)["message"] == "there is no /v2"
-    assert "only POST" in error(engine, CHAT, None, 405)["message"]
+    assert error(engine, "/v2", None, 404)["message"] == "GET /v2: Not Found"
+    assert ask(engine, CHAT).headers["allow"] == "POST"
     assert error(engine, CHAT, {"model": "gpt", "messages": HELLO}, 404)["code"] == "model_not_found"
     error(engine, CHAT, b"{}", 415, headers={"content-type": "text/plain"})
 

@@ -50,14 +50,12 @@ def test_files_that_cannot_be_used_are_refused_before_a_model_is_loaded(files: P
         {"ssl_keyfile": "server.crt"},
         encrypted,
         {**encrypted, "ssl_keyfile_password": "wrong"},
+        {"ssl_ca_certs": "client.key"},
     ):
-        with pytest.raises(ConfigError, match=r"TLS cannot use ssl_certfile=.* give a certificate and its own"):
+        with pytest.raises(ConfigError, match="TLS cannot use"):
             settings(**given(files, **wrong))
-    with pytest.raises(ConfigError, match="CA certificates as PEM or none"):
-        settings(**given(files, ssl_ca_certs="client.key"))
-    for name in ("ssl_ca_certs", "ssl_keyfile_password"):
-        with pytest.raises(ConfigError, match=f"{name} has no effect without TLS"):
-            settings(**{name: str(files / "server.crt")})
+    with pytest.raises(ConfigError, match="TLS needs both"):
+        settings(ssl_ca_certs=str(files / "server.crt"))
 
 
 def test_clients_without_a_certificate_of_the_named_cas_are_refused(files: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tool_call_texts import CALLS, CITY
 from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.chat import Messages
 from nanovllm.apps.server.protocol import ChatRequest
-from nanovllm.apps.server.tool_calls import choice_of, tool_dicts
 from nanovllm.apps.tool_calls.reading import Formats, Reading
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
@@ -102,7 +101,7 @@ def request(**more: Any) -> ChatRequest:
 
 
 def reading(body: ChatRequest, form: str = "hermes") -> Reading:
-    return Formats(None).reading(form, tool_dicts(body), choice_of(body))
+    return Formats(None).reading(form, body.tools or (), body.tool_choice, body.parallel_tool_calls)
 
 
 def message(text: str, finish: str = "stop", form: str = "hermes", **more: Any) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     add_special(tmp_path, "<tool_call>", "</tool_call>", "<|im_end|>", "<|python_tag|>")
     tokenizer = HuggingFaceTokenizer(tmp_path, "llama")
     formats = Formats(tokenizer)
-    tools = tool_dicts(request())
+    tools = request().tools or []
     assert formats.reading("hermes", tools).shows_special and not formats.reading("qwen3_xml", []).shows_special
     assert not formats.reading("hermes", tools, "none").shows_special
     assert not formats.reading("hermes", tools, skips_special=False).shows_special  # the request shows them all

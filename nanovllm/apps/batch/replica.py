@@ -9,10 +9,8 @@ from typing import Any
 
 from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result, row_result
-from nanovllm.apps.tool_calls.answers import AnswerReader
-from nanovllm.apps.tool_calls.detection import check_shown
 from nanovllm.apps.tool_calls.formats import PARSERS
-from nanovllm.apps.tool_calls.reading import Formats
+from nanovllm.apps.tool_calls.reading import Formats, Reading, check_shown
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line, quoted
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams, derived_seed
@@ -71,7 +69,7 @@ class Replica:
         self._template_text = settings.chat_template
         self._content_format = settings.chat_template_content_format
         self._formats = Formats(self.llm.engine.tokenizer, settings.tool_call_parser)
-        self._readers: dict[int, AnswerReader] = {}  # of conversations that run, by the index of the row
+        self._readers: dict[int, Reading] = {}  # of conversations that run, by the index of the row
 
     def answers(
         self, rows: Iterable[Row], row_format: RowFormat, seed_of: SeedOf | None = None
@@ -169,7 +167,7 @@ class Replica:
         options["content_format"] = self._content_format
         return ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
 
-    def _reader(self, request: RowRequest, params: SamplingParams) -> AnswerReader | None:
+    def _reader(self, request: RowRequest, params: SamplingParams) -> Reading | None:
         """What reads the answers to a conversation, if they may have more than content."""
         tools = request.template_options.get("tools") or []
         shown = self._formats.shown(self._template_text)
@@ -177,5 +175,6 @@ class Replica:
         skips_special = params.skip_special_tokens
         if tools:
             check_shown(shown, choice)
-        reading = self._formats.reading(shown.form, tools, choice, skips_special=skips_special)
-        return AnswerReader(reading, choice, request.parallel_tool_calls) if reading.finds_parts else None
+        parallel = request.parallel_tool_calls
+        reading = self._formats.reading(shown.form, tools, choice, parallel, skips_special=skips_special)
+        return reading if reading.finds_parts else None

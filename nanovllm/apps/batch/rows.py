@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from nanovllm.apps.batch.openai_rows import body_columns
-from nanovllm.apps.tool_calls.answers import Answer, AnswerReader
+from nanovllm.apps.tool_calls.reading import Answer, Reading
 from nanovllm.errors import RequestError, quoted, unknown_name_message
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -180,7 +180,7 @@ def failed_result(index: int, error: str) -> RowResult:
     return RowResult(index, {name: None for name in RESULT_COLUMNS[1:]} | {"error": error})
 
 
-def row_result(index: int, output: RequestOutput, reader: AnswerReader | None = None) -> RowResult:
+def row_result(index: int, output: RequestOutput, reader: Reading | None = None) -> RowResult:
     """The result of a finished request. reader: of the messages that its answers are."""
     failed = any(completion.finish_reason in ("error", "abort") for completion in output.outputs)
     answers = [_completion(completion, output, reader) for completion in output.outputs]
@@ -203,7 +203,7 @@ def row_result(index: int, output: RequestOutput, reader: AnswerReader | None = 
     return RowResult(index, columns, generated, output.metrics)
 
 
-def _completion(completion: CompletionOutput, output: RequestOutput, reader: AnswerReader | None) -> dict[str, Any]:
+def _completion(completion: CompletionOutput, output: RequestOutput, reader: Reading | None) -> dict[str, Any]:
     answer = Answer(completion.text, completion.finish_reason, None)
     if reader is not None:
         answer = reader.read(completion.text, completion.finish_reason, output.prompt_token_ids)

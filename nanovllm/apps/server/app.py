@@ -28,14 +28,13 @@ from nanovllm.apps.server.kv_events import KVCacheEvents
 from nanovllm.apps.server.metrics import ServerMetrics
 from nanovllm.apps.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.apps.server.requests import chat_prompt, encode
-from nanovllm.apps.server.responses import ApiError, EventStream, as_api_error, invalid, respond_to_wrong_path
+from nanovllm.apps.server.responses import EventStream, as_api_error, invalid, respond_to_wrong_path
 from nanovllm.apps.server.serving import Serving
 from nanovllm.apps.server.settings import ServerSettings
 from nanovllm.apps.tool_calls.reading import Formats
 from nanovllm.errors import RequestError, as_request_error, quoted
 
 Endpoint = Callable[[Serving, Request], Awaitable[Response]]
-MAX_LISTENERS = 32
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -169,11 +168,6 @@ async def show_page(serving: Serving, request: Request) -> Response:
 
 async def kv_cache_events(serving: Serving, request: Request) -> Response:
     """Where the KV cache is, as server-sent events"""
-    if request.method == "HEAD":  # which has no end of a stream to wait for
-        return Response(media_type=EventStream.media_type)
-    if serving.kv_events.num_listeners >= MAX_LISTENERS:
-        message = f"{MAX_LISTENERS} clients listen to the KV cache already: close one of them, or try again later"
-        raise ApiError(429, message)
     return EventStream(serving.kv_events.listen())
 
 

@@ -10,15 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.apps.server.logprobs import chat_logprobs, prompt_logprobs
-from nanovllm.apps.server.protocol import ChatRequest, NamedTool
-from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prompt
+from nanovllm.apps.server.protocol import ChatRequest
+from nanovllm.apps.server.requests import chat_params, chat_prompt, checked_prompt, naming
 from nanovllm.apps.server.serving import Envelope, Serving, new_id
-from nanovllm.apps.server.tool_calls import choice_of, forced_schema, read_tools
-from nanovllm.apps.tool_calls.answers import AnswerReader
-from nanovllm.apps.tool_calls.messages import new_call_id
-from nanovllm.apps.tool_calls.pieces import Arguments, Broken, Call, Ended, Piece, Reasoning
+from nanovllm.apps.tool_calls.pieces import Arguments, Broken, Call, Ended, Piece, Reasoning, new_call_id
 from nanovllm.apps.tool_calls.reader import Parser
-from nanovllm.apps.tool_calls.reading import Reading
+from nanovllm.apps.tool_calls.reading import Reading, check_shown
+from nanovllm.apps.tool_choice import check_choice, check_tools, forced_schema
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -27,7 +25,7 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
     """Answer a conversation"""
     body = await serving.read(request, ChatRequest)
     reading = await read_tools(serving, body)
-    schema = forced_schema(body)
+    schema = forced_schema(body.tools or (), body.tool_choice, body.parallel_tool_calls)
     forced: dict[str, Any] = {} if schema is None else {"structured_outputs": {"json": schema}}
     if reading.shows_special:
         forced["skip_special_tokens"] = False
@@ -41,6 +39,25 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
         Messages(body, reading, serving.engine.llm.engine.tokenizer),
         lambda: [checked_prompt(serving, chat_prompt(serving, body), body, "messages")],
     )
+
+
+async def read_tools(serving: Serving, body: ChatRequest) -> Reading:
+    """How the answers to a request are read. Raises ApiError for tools that cannot be served."""
+    tools = body.tools or []
+    with naming("tools"):
+        check_tools(tools)
+    with naming("tool_choice"):
+        check_choice(tools, body.tool_choice)
+    template = serving.settings.chat_template
+    if body.chat_template is not None and serving.settings.trust_request_chat_template:
+        template = body.chat_template
+    shown = await serving.in_text_thread(body, lambda: serving.formats.shown(template))
+    if tools and body.tool_choice != "none":
+        with naming("tools"):
+            check_shown(shown, body.tool_choice)
+    skips_special = body.skip_special_tokens is not False
+    choice = body.tool_choice
+    return serving.formats.reading(shown.form, tools, choice, body.parallel_tool_calls, skips_special=skips_special)
 
 
 @dataclass(slots=True)
@@ -61,14 +78,13 @@ class Messages:
         self._body = body
         self._tokenizer = tokenizer
         self._reading = reading
-        self._reader = AnswerReader(reading, choice_of(body), body.parallel_tool_calls)
         self._choices: dict[int, Choice] = {}  # by index
 
     def complete(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         choices = []
         for completion in output.outputs:
-            answer = self._reader.read(completion.text, completion.finish_reason, output.prompt_token_ids)
+            answer = self._reading.read(completion.text, completion.finish_reason, output.prompt_token_ids)
             choices.append(self._choice(completion, answer.finish_reason, {"message": answer.message}))
         return {"choices": choices, **self._prompt_fields(output)}
 
@@ -105,9 +121,7 @@ class Messages:
         common = {"index": completion.index, "logprobs": None, "finish_reason": None}
         deltas = [{**common, "delta": part} for part in parts]
         if last or completion.logprobs or completion.finish_reason is not None or self._body.return_token_ids:
-            reason = completion.finish_reason
-            if reason == "stop" and choice.complete_calls and not isinstance(self._body.tool_choice, NamedTool):
-                reason = "tool_calls"
+            reason = self._reading.finish_reason(completion.finish_reason, choice.complete_calls > 0)
             deltas.append(self._choice(completion, reason, {"delta": last}))
         return deltas
 
@@ -121,7 +135,7 @@ class Messages:
             rest = piece.raw if choice.skips else piece.unsent
             return {"content": rest} if rest else {}
         if isinstance(piece, Call):
-            choice.skips = choice.calls > 0 and self._body.parallel_tool_calls is False
+            choice.skips = choice.calls > 0 and self._reading.only_first
         if choice.skips:
             return {}
         if isinstance(piece, Ended):

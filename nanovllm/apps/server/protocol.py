@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, WithJsonSchema
 
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told of, not each of millions
@@ -131,44 +131,10 @@ ChatMessage = Annotated[
 ]
 
 
-class FunctionDefinition(Body):
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-    _given: Json = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep(cls, given: Any, read: Callable[[Any], Self]) -> Self:
-        tool = read(given)
-        tool._given = given
-        return tool
-
-    @property
-    def given(self) -> Json:
-        """The tool as the request has it, which templates print: with its own order of keys, and no others."""
-        return self._given
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
 class TemplateFields(Body):
     """What a chat template takes beside the messages."""
 
-    tools: List[Tool] | None = None
+    tools: List[Json] | None = None  # checked by `tool_choice.check_tools`; templates see them as they are
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -182,7 +148,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: str | Json | None = None  # checked by `tool_choice.check_choice`
     parallel_tool_calls: bool | None = None
     modalities: List[Literal["text"]] | None = None
     prediction: Json | None = None  # a hint that makes other servers faster

@@ -11,6 +11,7 @@ from nanovllm import LLM
 from nanovllm.apps.server.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from nanovllm.apps.server.responses import invalid
 from nanovllm.apps.server.serving import Serving
+from nanovllm.apps.tool_choice import check_tools
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
@@ -80,13 +81,15 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
             "chat_template: this server takes no templates from requests; --trust-request-chat-template allows them",
             "chat_template",
         )
+    with naming("tools"):
+        check_tools(request.tools or [])
     tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
     template = ChatTemplate(
         serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
-        tools=None if tools is None else [tool.given for tool in tools],
+        tools=tools,
         documents=request.documents,
         template_kwargs=request.chat_template_kwargs,
         content_format=settings.chat_template_content_format,

@@ -74,13 +74,8 @@ def as_api_error(error: Exception) -> ApiError:
 async def respond_to_wrong_path(request: Request, error: Exception) -> JSONResponse:
     """Starlette's exception handler for paths and methods that are not served."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    headers = error.headers or {}
-    message = f"there is no {path}"
-    if error.status_code == 405:
-        message = f"{path} does not take {request.method}, only {headers.get('Allow', 'others')}"
-    answer = ApiError(error.status_code, message)
-    answer.headers |= headers
+    answer = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    answer.headers |= error.headers or {}
     return answer.response()
 
 

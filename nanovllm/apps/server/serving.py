@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -121,37 +120,14 @@ class Serving:
 
 
 async def _events(streams: Sequence[RequestStream], envelope: Envelope, answer: Answer) -> AsyncGenerator[bytes, None]:
-    async with aclosing(_outputs(streams)) as outputs:
-        async for number, output in outputs:
+    for number, stream in enumerate(streams):  # the later ones collect their outputs meanwhile
+        async for output in stream:
             envelope.count(number, _checked(output))
             for chunk in answer.chunks(number, output):
                 yield event(envelope.chunk(chunk))
     if envelope.sends_usage:
         yield event(envelope.complete({"choices": []}))
     yield DONE
-
-
-async def _outputs(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all streams as they come, with the number of the stream."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    # One output waits at most: while the client is slow, outputs merge in their streams.
-    waiting: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
-    pumps = [asyncio.ensure_future(_pump(i, stream, waiting)) for i, stream in enumerate(streams)]
-    try:
-        unfinished = len(pumps)
-        while unfinished:
-            number, got = await waiting.get()
-            if isinstance(got, Exception):
-                raise got
-            yield number, got
-            unfinished -= got.finished
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.wait(pumps)
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
@@ -169,24 +145,12 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def _pump(
-    number: int, stream: RequestStream, waiting: asyncio.Queue[tuple[int, RequestOutput | Exception]]
-) -> None:
-    try:
-        async for output in stream:
-            await waiting.put((number, output))
-    except Exception as error:
-        await waiting.put((number, error))
-
-
 class Envelope:
     """What every part of an answer repeats, and the tokens: of the prompts, found in the prefix cache, generated."""
 
     def __init__(self, request_id: str, kind: str, model: str, request: SamplingFields) -> None:
         self.request_id = request_id
-        self._prompt_tokens: dict[int, int] = {}  # by the number of the prompt
-        self._cached_tokens: dict[int, int] = {}
-        self._drafts: dict[int, tuple[int, int]] = {}  # guessed and right tokens of speculative decoding
+        self._latest: dict[int, RequestOutput] = {}  # by the number of the prompt
         self._completion_tokens = 0
         self._fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
         options = request.stream_options
@@ -195,9 +159,7 @@ class Envelope:
 
     def count(self, number: int, output: RequestOutput) -> None:
         """Count an output of prompt `number` that is final, or holds only what is new."""
-        self._prompt_tokens[number] = len(output.prompt_token_ids)
-        self._cached_tokens[number] = output.num_cached_tokens
-        self._drafts[number] = output.metrics.drafted_tokens, output.metrics.accepted_tokens
+        self._latest[number] = output
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
     def chunk(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -212,20 +174,19 @@ class Envelope:
         return {**self._fields, **fields, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(self._prompt_tokens.values())
+        outputs = self._latest.values()
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
         }
-        drafted, accepted = (sum(counts) for counts in zip((0, 0), *self._drafts.values(), strict=True))
-        if drafted:
-            rejected = drafted - accepted
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": rejected,
-            }
+        drafted = sum(output.metrics.drafted_tokens for output in outputs)
+        accepted = sum(output.metrics.accepted_tokens for output in outputs)
+        if drafted:  # by speculative decoding
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            usage["completion_tokens_details"] = details
         return usage
 
 
@@ -245,19 +206,15 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     errors = error.errors(include_url=False, include_context=False)
     # A misspelt field before the one that it leaves out.
     first = min(errors, key=lambda wrong: wrong["type"] != "extra_forbidden")
-    if first["type"] == "json_invalid":
-        return invalid(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     path = [str(part) for part in first["loc"]]
-    if not path:
-        return invalid("the body must be a JSON object")
-    where = ".".join(path)
+    where = ".".join(path) or "the body"
+    if first["type"] in ("json_invalid", "missing"):  # whose input is the whole body
+        return invalid(f"{where}: {first['msg']}", ".".join(path) or None)
     if first["type"] == "extra_forbidden":
         known = [field.alias or own for own, field in kind.model_fields.items()]
         message = unknown_name_message("field", where, known) if len(path) == 1 else f"unknown field {where!r}"
         return invalid(f"{message}; a field that is not supported has to be left out", where)
-    if first["type"] == "missing":
-        return invalid(f"the field {where!r} is missing", where)
     reasons = dict.fromkeys(wrong["msg"] for wrong in errors if wrong["loc"][:1] == first["loc"][:1])
     if len(reasons) > 1:  # the field may be of several types
-        return invalid(f"{path[0]}: {' or: '.join(list(reasons)[:4])}; got another value", path[0])
-    return invalid(f"{where}: {first['msg']}; got {quoted(first['input'])}", where)
+        return invalid(f"{path[0]}: {' or: '.join(list(reasons)[:4])}", path[0])
+    return invalid(f"{where}: {first['msg']}; got {quoted(first['input'])}", ".".join(path) or None)

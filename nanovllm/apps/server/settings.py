@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from nanovllm import LoRARequest
 from nanovllm.apps.tool_calls.formats import PARSER_HELP, PARSERS
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, number, one_of, whole
+from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, check_fields, number, one_of, whole
 from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -54,9 +54,7 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if "rule" in field.metadata:
-                field.metadata["rule"].check(field.name, getattr(self, field.name), ConfigError)
+        check_fields(self, ConfigError)
         if not self.served_model_names:
             raise ConfigError("served_model_names=(): must hold at least one name")
         adapters = [adapter.lora_name for adapter in self.lora_requests]
@@ -68,23 +66,18 @@ class ServerSettings:
 
     def _check_tls(self) -> None:
         """Read the files, so that a wrong one is found before a model is loaded."""
-        certificate = self.ssl_certfile
-        key = self.ssl_keyfile
-        for name in ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(self, name) is not None and None in (certificate, key):
-                raise ConfigError(f"{name} has no effect without TLS: give ssl_keyfile and ssl_certfile together")
-        if certificate is None:
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            if any((self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, self.ssl_ca_certs)):
+                raise ConfigError("TLS needs both: give ssl_certfile and ssl_keyfile")
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(certificate, key, lambda: self.ssl_keyfile_password or "")
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)
-        except (OSError, ValueError):  # OpenSSL's own words say little
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"TLS cannot use ssl_certfile={quoted(certificate)}, ssl_keyfile={quoted(key)} and "
-                f"ssl_ca_certs={quoted(self.ssl_ca_certs)}: give a certificate and its own private key as PEM, "
-                "ssl_keyfile_password for an encrypted key, and CA certificates as PEM or none"
+                f"TLS cannot use the files of ssl_certfile, ssl_keyfile and ssl_ca_certs: {error}"
             ) from None
 
     @property

@@ -28,12 +28,16 @@ def _python(marks: python_formats.Marks) -> Format:
     return Format(partial(python_formats.PythonCalls, marks=marks), (marks.begin, marks.end))
 
 
+def _json(begin: str, end: str) -> Format:
+    return Format(partial(json_formats.MarkedJson, begin=begin, end=end), (begin, *([end] if end else [])))
+
+
 _LLAMA_JSON = Format(json_formats.Llama3Json, ("<|python_tag|>",))
 
 # In this order a template is compared with them: Qwen's parser reads a call of Seed-OSS too.
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "hermes": Format(json_formats.Hermes, ("<tool_call>", "</tool_call>")),
+        "hermes": _json("<tool_call>", "</tool_call>"),
         "seed_oss": _xml(xml_formats.SEED),
         "qwen3_xml": _xml(xml_formats.QWEN3),
         "qwen3_coder": _xml(xml_formats.QWEN3),
@@ -49,7 +53,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "llama4_json": _LLAMA_JSON,
         "pythonic": _python(python_formats.LLAMA),
         "llama4_pythonic": _python(python_formats.LLAMA),
-        "phi4_mini_json": Format(json_formats.Phi4Mini, ("functools",)),
+        "phi4_mini_json": _json("functools", ""),
     }
 )
 PARSERS = ("auto", *FORMATS, "none")  # what --tool-call-parser may be

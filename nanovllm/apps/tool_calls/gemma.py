@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from nanovllm.apps.tool_calls.reader import Parser, Steps
-from nanovllm.apps.tool_calls.values import dumped, escaped, loaded
+from nanovllm.apps.tool_calls.values import dumped, loaded
 
 QUOTE = '<|"|>'
 BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"][^{}\[\],:\"]*?)\s*:")
@@ -50,12 +50,6 @@ class GemmaCalls(Parser):
             return False
         start = f"{before}{dumped(''.join(parts).replace(QUOTE, '').strip())}: "
         yield from reader.spaces()
-        if (yield from reader.takes(QUOTE)):
-            self.arguments(f'{start}"')
-            if not (yield from reader.copy_until((QUOTE,), lambda text: self.arguments(escaped(text)))):
-                return False
-            self.arguments('"')
-            return True
         text = as_json((yield from self._raw_value()))
         if text is not None:
             self.arguments(start + text)

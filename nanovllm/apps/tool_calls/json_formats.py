@@ -166,28 +166,19 @@ class JsonCalls(Parser):
 
 
 class MarkedJson(JsonCalls):
-    """Calls between two marks, such as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Calls after a mark, such as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-    END = "</tool_call>"
+    def __init__(self, tools: Tools, begin: str, end: str) -> None:
+        """end: the mark behind the calls; empty for none."""
+        super().__init__(tools)
+        self.BEGINS = (begin,)
+        self._end = end
 
     def calls(self) -> Steps[bool]:
         if not (yield from self.json_calls()):
             return False
-        yield from self.closing(self.END)
+        yield from self.closing(self._end)
         return True
-
-
-class Hermes(MarkedJson):
-    """Hermes, Qwen 2.5 and 3, SmolLM 3 and others."""
-
-    BEGINS = ("<tool_call>",)
-
-
-class Phi4Mini(MarkedJson):
-    """`functools[{"name": ..., "arguments": {...}}]`."""
-
-    BEGINS = ("functools",)
-    END = ""
 
 
 class Llama3Json(JsonCalls):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,24 +57,22 @@ _ALL = ("null", "boolean", "integer", "number", "object", "array", "string")
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> set[str]:
-    """Empty if the schema says nothing of types. seen: the references that were followed, each once."""
+    """All types that the schema and its parts name; empty if it names none. seen: the references that were followed."""
     if not isinstance(schema, Mapping):
         return set()
-    kind = schema.get("type")
-    types = {str(name) for name in (kind if isinstance(kind, list) else [kind]) if name is not None}
-    if not types and isinstance(schema.get("enum"), list):
-        types = {_type_of(value) for value in schema["enum"]}
-    if not types and "const" in schema:
-        types = {_type_of(schema["const"])}
-    for union in ("anyOf", "oneOf"):
-        for choice in schema[union] if isinstance(schema.get(union), list) and kind is None else ():
-            types |= _types(choice, root, seen)
+    kind = schema.get("type", [])
+    types = {str(name) for name in (kind if isinstance(kind, list) else [kind])}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not types and isinstance(values, list):
+        types = {_type_of(value) for value in values}
     reference = schema.get("$ref")
-    if not types and isinstance(reference, str) and reference not in seen:
+    parts = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
+    choices = [choice for part in parts if isinstance(part, list) for choice in part]
+    if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
-        types = _types(_referred(reference, root), root, seen)
-    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) and not types else ():
-        types = types or _types(part, root, seen)
+        choices.append(_referred(reference, root))
+    if not types:
+        types = set().union(*(_types(choice, root, seen) for choice in choices))
     if not types:
         types = {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
     return types | {"null"} if types and schema.get("nullable") is True else types
@@ -137,27 +136,19 @@ class NoLiteral:
     """What `python_value` returns for text that is no literal of Python."""
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Gives the names true, false and null the values that they have in JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(names[node.id]), node) if node.id in names else node
+
+
 def python_value(text: str) -> Any:
     """The value of a literal of Python, in which JSON's true, false and null are too; or NoLiteral."""
-    import warnings
-
     try:
         with warnings.catch_warnings():  # of backslashes that escape nothing
             warnings.simplefilter("ignore")
-            tree = ast.parse(text.strip(), mode="eval")
-            for node in ast.walk(tree):
-                for name, value in ast.iter_fields(node):
-                    parts = value if isinstance(value, list) else [value]
-                    changed = [_named(part) for part in parts]
-                    if any(new is not old for new, old in zip(changed, parts, strict=True)):
-                        setattr(node, name, changed if isinstance(value, list) else changed[0])
-            return ast.literal_eval(tree)
+            return ast.literal_eval(_JsonNames().visit(ast.parse(text.strip(), mode="eval")))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return NoLiteral
-
-
-def _named(node: Any) -> Any:
-    names = {"true": True, "false": False, "null": None}
-    if isinstance(node, ast.Name) and node.id in names:
-        return ast.copy_location(ast.Constant(names[node.id]), node)
-    return node

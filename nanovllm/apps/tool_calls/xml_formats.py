@@ -15,7 +15,8 @@ class Tags:
 
     Spaces may stand between the tags. Without name_end a name ends at a line end or the next tag, and without call_end
     a call ends where all calls end. has_lines: a line end after the tag before a value and one before the tag behind
-    it are none of the value, and models leave the tag behind it out. may_lack_begin: they leave the first tag out.
+    it are none of the value, and models
+    leave the tag behind it out before another argument. may_lack_begin: they leave the first tag out.
     """
 
     begin: str
@@ -139,16 +140,16 @@ class XmlCalls(Parser):
         if tags.has_lines:
             yield from reader.takes("\n")
             ends = [f"\n{tags.value_end}", tags.value_end]
-            without_end = (*self._next_keys(name), f"\n{tags.call_end}")
+            without_end = self._next_keys(name)
         while mark := (yield from reader.copy_until((*ends, *without_end), write)):
+            if mark in without_end:
+                reader.position -= len(mark)
+                return True
             position = reader.position
-            if mark in ends:
-                yield from reader.spaces()
-                follows = yield from reader.first_of((tags.key, tags.call_end, tags.end))
-                is_end = bool(follows) or reader.position >= len(reader.text)
-            else:
-                is_end = mark != without_end[-1] or (yield from self._all_ends())
-            reader.position = position - (len(mark) if is_end and mark in without_end else 0)
+            yield from reader.spaces()
+            follows = yield from reader.first_of((tags.key, tags.call_end, tags.end))
+            is_end = bool(follows) or reader.position >= len(reader.text)
+            reader.position = position
             if is_end:
                 return True
             write(mark)
@@ -159,13 +160,3 @@ class XmlCalls(Parser):
         properties = self.tools[name].get("properties")
         keys = properties if isinstance(properties, Mapping) else ()
         return tuple(f"\n{self._tags.key}{key}{self._tags.key_end}" for key in keys)
-
-    def _all_ends(self) -> Steps[bool]:
-        """Take the tag behind all calls. Returns whether it comes next, and the text ends there or calls again."""
-        tags = self._tags
-        reader = self.reader
-        yield from reader.spaces()
-        if not (yield from reader.takes(tags.end)):
-            return False
-        yield from reader.spaces()
-        return bool((yield from reader.first_of((tags.begin,)))) or not (yield from reader.char())
