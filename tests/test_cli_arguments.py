@@ -69,9 +69,9 @@ def test_values(parser: argparse.ArgumentParser) -> None:
         ("--seed 1 --sampling-seed 2", {"seed": 1}, {"seed": 2}),
         ("--stop a --stop b --stop-token-ids 3", {}, {"stop": ["a", "b"], "stop_token_ids": [3]}),
         ("--max-tokens none --ignore-eos", {}, {"max_tokens": None, "ignore_eos": True}),
-        ("--logit-bias 3=-1.5 --logit-bias 4=-inf", {}, {"logit_bias": {3: -1.5, 4: float("-inf")}}),
+        ('--logit-bias {"3":-1.5,"4":-Infinity}', {}, {"logit_bias": {3: -1.5, 4: float("-inf")}}),
         ("--early-stopping never --presence-penalty -1", {}, {"early_stopping": "never", "presence_penalty": -1.0}),
-        ("--early-stopping True", {}, {"early_stopping": True}),
+        ("--early-stopping true", {}, {"early_stopping": True}),
     ):
         args = parser.parse_args(["--model", "m", *words.split()])
         assert (engine_arguments(args), sampling_arguments(args)) == (engine, sampling), words

@@ -113,7 +113,7 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
     assert found.select(kept).rename_columns(list(columns)).cast(table.schema).equals(table)
     errors = found["error"].to_pylist()
     assert errors[0] is None and errors[1] is None and errors[3] is None
-    assert errors[2].startswith("1.parquet row 3: it needs exactly one of the columns question,")
+    assert errors[2].startswith("1.parquet row 3: it needs exactly one of question,")
     assert len(found["outputs"][1].as_py()[0]["logprobs"]) == 6 and found["usage"][0].as_py()["prompt_tokens"] == 3
 
 
@@ -185,11 +185,10 @@ def test_a_job_is_the_same_under_other_names(
 
 
 REFUSED = {
-    "no file": (["--input", "missing.jsonl"], "--input 'missing.jsonl' does not exist"),
-    "another ending": (["--input", "notes.txt"], "the name must end in .jsonl, .ndjson, .parquet"),
+    "no file": (["--input", "missing.jsonl"], "--input 'missing.jsonl' is neither a file"),
     "two formats": (["--input", "a.jsonl", "b.parquet"], "run one job for each format"),
-    "an empty directory": (["--input", "empty"], "is a directory without .jsonl or .parquet files"),
-    "resources": (["--input", "a.jsonl", "--num-cpus", "9"], "--num-cpus is for replicas on a cluster"),
+    "an empty directory": (["--input", "empty"], "nor a directory of such files"),
+    "resources": (["--input", "a.jsonl", "--num-cpus", "9"], "are for replicas on a cluster: add --ray-address"),
     "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
     "torchrun": (
         ["--input", "a.jsonl", "--tensor-parallel-size", "2", "--distributed-executor-backend", "external_launcher"],
@@ -205,7 +204,7 @@ def test_refusals(
 ) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.parquet", "notes.txt"):
+    for name in ("a.jsonl", "b.parquet"):
         Path(name).write_text("{}\n")
     Path("empty").mkdir()
     options, sentence = REFUSED[case]
@@ -227,7 +226,6 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy
 
     from nanovllm.apps.batch import LLMPredictor
-    from nanovllm.errors import EngineError
 
     arguments: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 80}
     predictor = LLMPredictor(model, sampling_params={"max_tokens": 5, "ignore_eos": True}, **arguments)
@@ -267,7 +265,3 @@ def test_predictor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Replica, "_step", interrupted)
         predictor(rows.slice(1))
     assert predictor(rows.slice(0, 2))["generated_text"].to_pylist() == texts[:2]  # not those of the call that failed
-    with pytest.raises(EngineError, match='takes batches of batch_format="pyarrow" or "numpy", got \'list\''):
-        predictor([])  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="the batch is no table: "):
-        predictor({"prompt": ["a", 5]})

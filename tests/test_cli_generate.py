@@ -126,13 +126,13 @@ def test_text_is_streamed_as_it_comes(
 LONG = "x" * 50_000
 BAD_LINES: list[tuple[object, str]] = [
     (b"{", "it is not JSON"),
-    (b"\xff", "is not UTF-8: byte 0xff at position 0"),
-    ({"id": 5}, "exactly one of prompt, prompt_token_ids, messages, and has none"),
+    (b"\xff", "it is not UTF-8: invalid start byte at position 0"),
+    ({"id": 5}, "exactly one of prompt, prompt_token_ids, messages (in batches also body), and has none"),
     ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?"),
     ({"prompt": "a", "temperature": -1}, "temperature=-1: must be"),
     ({"prompt_token_ids": [1000]}, "token id 1000"),
     ({"messages": [{"role": LONG, "content": "hi"}]}, "no role xxx"),
-    (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+    (b'{"prompt": "\\ud800"}', "surrogates not allowed"),
     ({"prompt": "a" * 2000}, "max_model_len is 1024"),
     (b'{"prompt": "a", "top_k": ' + b"9" * 5000 + b"}", "it is not JSON: Exceeds the limit"),
     (b'{"prompt": "a", "id": ' + b"[" * 900 + b"1e999" + b"]" * 900 + b"}", "its id holds NaN or infinity"),
@@ -171,7 +171,7 @@ def test_prompts_as_messages(model: str, tmp_path: Path, capsys: pytest.CaptureF
     assert generate(model, "--chat", "--system", "be", "--jsonl", lines, "--json") == 1
     one, two, ids = json_lines(capsys.readouterr().out)
     assert [result["outputs"][0]["text"] for result in (one, two)] == texts[1:]
-    assert ids["error"] == "prompt_token_ids are no message, and --chat needs one: give prompt or messages"
+    assert ids["error"] == "prompt_token_ids are no message, and --chat needs one: give a prompt or messages"
     assert generate(model, "--system", "be", "one") == 2
     assert "--system is a message of a conversation: add --chat" in capsys.readouterr().err
     bare = make_model(tmp_path / "bare", template=None)

@@ -27,8 +27,7 @@ LAYERWISE = ["--enable-cpu-offload", "--kvcache-block-size", "16", "--num-gpu-bl
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is shown, however fast it is."""
-    for name in ("REDRAW", "REPRINT"):
-        monkeypatch.setattr(progress_bar, name, 0.0)
+    monkeypatch.setattr(progress_bar, "REDRAW", 0.0)
 
 
 @pytest.mark.parametrize("options", [[*SMALL_CACHE], LAYERWISE], ids=["chunk by chunk", "layer by layer"])
@@ -54,7 +53,7 @@ def test_chat_shows_the_prefill_of_a_document(
     assert f"loading {model}" in before and printed.out != ""
     drawn = [line for line in before.split("\r") if "prefill" in line]
     shares = [int(share) for line in drawn for share in re.findall(r"prefill (\d+)% of 7\d\d tokens", line)]
-    assert shares == sorted(shares) and shares[0] == 0 and len(set(shares)) >= 6, "also within a step"
+    assert shares == sorted(shares) and len(set(shares)) >= 6, "also within a step"
     assert re.search(r"prefill \d+% of 7\d\d tokens, \d+:\d+ left, [\d,.]+ tok/s in", drawn[-1])
     assert ("to the host" in before) == is_layerwise
     assert re.search(r"\d+ tokens: at most [\d.]+ MB of KV on the device", after)

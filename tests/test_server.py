@@ -18,7 +18,6 @@ from tokenizer_files import END as END_TEXT
 from tokenizers import Tokenizer, processors
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.apps.batch.openai_rows import SAME
 from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.protocol import ChatRequest, SamplingFields
 from nanovllm.apps.server.requests import SAME_NAME
@@ -56,7 +55,6 @@ def test_every_sampling_parameter_of_a_request_is_passed_on() -> None:
     parameters = {field.name for field in fields(SamplingParams)}
     assert {*SAME_NAME} | own | NOT_OFFERED == parameters
     assert parameters & SamplingFields.model_fields.keys() == {*SAME_NAME, "structured_outputs"}
-    assert {*SAME} == {*SAME_NAME, "max_tokens", "structured_outputs", "cache_salt"}
 
 
 # ---- answers

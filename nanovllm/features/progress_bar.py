@@ -5,43 +5,53 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.data.progress import Progress
 from nanovllm.outputs import RequestMetrics, RequestOutput
 
-REDRAW = 0.1  # seconds, on a terminal
-REPRINT = 1.0  # seconds, elsewhere
+REDRAW = 0.25  # seconds
 
 MakeBar = Callable[..., "tqdm[Any]"]  # tqdm, or what is called as it is
 
 
-class Meter:
-    """Counts of a run, from its creation on."""
+@dataclass(slots=True)
+class Phase:
+    """Tokens, and the seconds from when the first request began to make some to when the last one ended."""
 
-    def __init__(self) -> None:
-        self.finished = 0  # prompts
-        self.failed = 0  # prompts
-        # Tokens of finished requests; generated ones as they come.
-        self.computed = 0  # of prompts
-        self.cached = 0  # of prompts, found in the prefix cache
-        self.generated = 0
-        self.drafted = 0
-        self.accepted = 0
-        self._prefill = Phase()
-        self._decode = Phase()
-        self._start = time.monotonic()
+    tokens: int = 0
+    begin: float = float("inf")
+    end: float = float("-inf")
+
+    def add(self, tokens: int, begin: float | None, end: float | None) -> None:
+        """Add the tokens of a request; without times it made none."""
+        if tokens and begin is not None and end is not None:
+            self.tokens += tokens
+            self.begin = min(self.begin, begin)
+            self.end = max(self.end, end)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts of a run, from its creation on. Tokens are those of finished requests."""
+
+    finished: int = 0  # prompts
+    failed: int = 0  # prompts
+    computed: int = 0  # tokens of prompts
+    cached: int = 0  # tokens of prompts, found in the prefix cache
+    generated: int = 0
+    drafted: int = 0  # tokens guessed by speculative decoding
+    accepted: int = 0  # of these
+    prefill: Phase = field(default_factory=Phase)
+    decode: Phase = field(default_factory=Phase)
+    start: float = field(default_factory=time.monotonic)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and generated ones, of finished requests."""
+        """Tokens of prompts and generated ones."""
         return self.computed + self.cached + self.generated
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
 
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output that is final, or holds only what is new."""
@@ -55,40 +65,21 @@ class Meter:
         self.cached += metrics.cached_tokens
         self.drafted += metrics.drafted_tokens
         self.accepted += metrics.accepted_tokens
-        self._prefill.add(metrics.first_prefill_tokens, metrics.first_scheduled_time, metrics.first_token_time)
-        self._decode.add(metrics.decode_tokens, metrics.first_token_time, metrics.finished_time)
+        self.prefill.add(metrics.first_prefill_tokens, metrics.first_scheduled_time, metrics.first_token_time)
+        self.decode.add(metrics.decode_tokens, metrics.first_token_time, metrics.finished_time)
 
     def summary(self) -> str:
         """Such as `2 prompts, 900 tokens computed, 20 generated in 1.5 s, 812.3 tok/s in, 19.4 tok/s out`."""
         parts = [f"{self.finished:,} prompt{'s' * (self.finished != 1)}", f"{self.computed:,} tokens computed"]
         if self.cached:
             parts.append(f"{self.cached:,} found in the prefix cache")
-        parts.append(f"{self.generated:,} generated in {self.seconds:,.1f} s")
-        ways = (self._prefill, "in"), (self._decode, "out")
-        parts += [f"{phase.tokens / phase.seconds:,.1f} tok/s {way}" for phase, way in ways if phase.seconds > 0]
+        parts.append(f"{self.generated:,} generated in {time.monotonic() - self.start:,.1f} s")
+        for phase, way in ((self.prefill, "in"), (self.decode, "out")):
+            if phase.end > phase.begin:
+                parts.append(f"{phase.tokens / (phase.end - phase.begin):,.1f} tok/s {way}")
         if self.drafted:
             parts.append(drafts(self.drafted, self.accepted))
         return ", ".join(parts)
-
-
-class Phase:
-    """Tokens, and the seconds from when the first request began to make some to when the last one ended."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._begin = float("inf")
-        self._end = float("-inf")
-
-    def add(self, tokens: int, begin: float | None, end: float | None) -> None:
-        """Add the tokens of a request; without times it made none."""
-        if tokens and begin is not None and end is not None:
-            self.tokens += tokens
-            self._begin = min(self._begin, begin)
-            self._end = max(self._end, end)
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self._end - self._begin)
 
 
 class ProgressBar:
@@ -99,16 +90,14 @@ class ProgressBar:
     """
 
     def __init__(self, make: MakeBar | None, total: int | None, meter: Meter, llm: Any) -> None:
-        self._is_held = False  # whether other text is on the terminal's line
-        self._meter = meter
-        self._llm = llm
         self._make = make
         self._total = total
+        self._meter = meter
+        self._llm = llm
         self._bar: tqdm[Any] | None = None
+        self._is_held = False  # whether other text is on the terminal's line
         self._others: Callable[[float], None] | None = None  # what watched the steps before
         self._next = 0.0  # when it is drawn again
-        self._input = (0.0, 0.0)  # the last time at which there were more computed tokens, and how many
-        self._output: tuple[float, float] | None = None  # the first time at which there were generated tokens
 
     def __enter__(self) -> ProgressBar:
         if self._make is not None and sys.stderr is not None:
@@ -117,15 +106,13 @@ class ProgressBar:
                 self._others = self._llm.watch_steps(self._on_layer)
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self._bar is None:
-            return
-        if self._llm is not None:
-            self._llm.watch_steps(self._others)
-        if error is None:
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            if self._llm is not None:
+                self._llm.watch_steps(self._others)
             self._next = 0.0
             self.refresh()
-        self._bar.close()
+            self._bar.close()
 
     def update(self, outputs: Iterable[RequestOutput]) -> None:
         """Count what a step has computed and finished, and show it."""
@@ -135,10 +122,10 @@ class ProgressBar:
         self.refresh()
 
     def refresh(self, step_share: float = 0.0) -> None:
-        """Draw the bar if it is time to."""
+        """Draw the bar if it is time to. step_share: how much of the current step is done."""
         if self._bar is None or self._is_held or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + (REDRAW if sys.stderr.isatty() else REPRINT)
+        self._next = time.monotonic() + REDRAW
         self._bar.set_postfix_str(self._postfix(step_share), refresh=False)
         self._bar.n = self._meter.finished + self._meter.failed
         self._bar.refresh()
@@ -155,47 +142,31 @@ class ProgressBar:
         self.refresh(step_share)
 
     def _postfix(self, step_share: float) -> str:
-        """Such as `prefill 45% of 32,768 tokens, 0:18 left, 980.1 tok/s in, 113 MB to the device`."""
+        """Such as `prefill 45% of 32,768 tokens, 0:18 left, 980.1 tok/s in, 0.0 tok/s out, 113 MB to the device`.
+
+        Rates are those since the start of the run, as in vLLM.
+        """
+        meter = self._meter
         if self._llm is None:
-            return f"{self._meter.generated:,} tokens generated"
+            return f"{meter.generated:,} tokens generated"
         running = self._llm.engine.progress(step_share)
-        parts = self._prefill(running) + self._rates(running)
         moved = self._llm.kv_stats().transfers
+        seconds = time.monotonic() - meter.start
+        rate = (meter.computed + running.computed_tokens) / seconds
+        parts = []
+        if running.prompt_tokens:
+            share = running.prompt_tokens_done / running.prompt_tokens
+            parts.append(f"prefill {share:.0%} of {running.prompt_tokens:,} tokens")
+            if rate:
+                left = (running.prompt_tokens - running.prompt_tokens_done) / rate
+                parts.append(f"{tqdm.format_interval(int(left))} left")
+        parts.append(f"{rate:,.1f} tok/s in")
+        parts.append(f"{(meter.generated + running.output_tokens) / seconds:,.1f} tok/s out")
         if moved.h2d_bytes:
             parts.append(f"{size(moved.h2d_bytes)} to the device")
         if moved.d2h_bytes:
             parts.append(f"{size(moved.d2h_bytes)} to the host")
         return ", ".join(parts)
-
-    def _prefill(self, running: Progress) -> list[str]:
-        """How much of the running prompts is computed, unless all of them are."""
-        if running.prompt_tokens_done >= running.prompt_tokens:
-            return []
-        parts = [
-            f"prefill {running.prompt_tokens_done / running.prompt_tokens:.0%} of {running.prompt_tokens:,} tokens"
-        ]
-        if running.computed_tokens:
-            rate = (self._meter.computed + running.computed_tokens) / self._meter.seconds
-            left = (running.prompt_tokens - running.prompt_tokens_done) / rate
-            parts.append(f"{tqdm.format_interval(int(left))} left")
-        return parts
-
-    def _rates(self, running: Progress) -> list[str]:
-        """Of computed prompt tokens up to the last look that found new ones, and of generated ones since the first."""
-        seconds = self._meter.seconds
-        read = self._meter.computed + running.computed_tokens
-        written = self._meter.generated + running.output_tokens
-        if read > self._input[1]:
-            self._input = (seconds, read)
-        if written and self._output is None:
-            self._output = (seconds, written)
-        rates = [f"{read / max(self._input[0], 1e-9):,.1f} tok/s in"] if read else []
-        begin, before = self._output or (seconds, written)
-        if written > before:
-            rates.append(f"{(written - before) / max(seconds - begin, 1e-9):,.1f} tok/s out")
-        if drafted := self._meter.drafted + running.drafted_tokens:
-            rates.append(drafts(drafted, self._meter.accepted + running.accepted_tokens))
-        return rates
 
 
 def drafts(drafted: int, accepted: int) -> str:

@@ -172,7 +172,7 @@ FLAG_WORDS = st.one_of(
         st.one_of(texts, st.integers().map(str), st.floats().map(str), st.integers(0, 64).map(str)),
     ),
     st.sampled_from(["--json", "--stream", "--verbos", "--no-cpu-attention", "--enforce-eager"]).map(lambda x: [x]),
-    st.builds(lambda token, bias: ["--logit-bias", f"{token}={bias}"], st.integers(), st.floats()),
+    st.builds(lambda token, bias: ["--logit-bias", json.dumps({token: bias})], st.integers(), st.floats()),
 )
 FLAGS = FuzzTarget(
     "flags",

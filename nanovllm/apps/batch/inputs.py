@@ -24,7 +24,6 @@ PARQUET = "parquet"
 FORMAT_OF_ENDING = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 READ_ROWS = 64  # rows of a Parquet file that are decoded at a time
 HASHED = 1 << 20  # bytes at both ends of a file that identify it, with its size
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,7 @@ class Slice:
     start: int  # where they begin: bytes of the file, or rows of the row group
     group: int  # the row group of a Parquet file
     count: int
-    done: bytes = b""  # 1 for each row that is left out, 0 for the others
-
-    @property
-    def num_done(self) -> int:
-        return sum(self.done)
-
-    def is_done(self, i: int) -> bool:
-        """Whether row i of the slice is left out."""
-        return i < len(self.done) and self.done[i] != 0
+    done: frozenset[int] = frozenset()  # indices of rows that are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +84,13 @@ def open_inputs(paths: Sequence[str]) -> Inputs:
     (file_format,) = formats
     if file_format == PARQUET:
         check_pyarrow()
-    for file in files:
         try:
-            file.open("rb").close()
-            is_like_first = file_format == JSONL or _parquet(file).schema_arrow.equals(_parquet(files[0]).schema_arrow)
-        except OSError as error:
-            raise ConfigError(f"--input {str(file)!r} cannot be read: {error.strerror or told(error)}") from None
-        except ValueError as error:
-            raise ConfigError(f"--input {str(file)!r} is not a Parquet file: {told(error)}") from None
-        if not is_like_first:
-            raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
+            schemas = [_parquet(file).schema_arrow for file in files]
+        except (OSError, ValueError) as error:  # pyarrow's errors are of these types
+            raise ConfigError(f"--input cannot be read as Parquet: {told(error)}") from None
+        for file, schema in zip(files, schemas, strict=True):
+            if not schema.equals(schemas[0]):
+                raise ConfigError(f"{str(file)!r} has other columns than {str(files[0])!r}: run one job for each")
     return Inputs(file_format, tuple(file.absolute() for file in files))  # workers run in other directories
 
 
@@ -113,20 +101,13 @@ def check_pyarrow() -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in FORMAT_OF_ENDING and file.is_file())
-        # Names that begin so are not data, for all readers of such directories.
-        files = [file for file in files if not file.name.startswith(("_", "."))]
-        if not files:
-            raise ConfigError(f"--input {str(path)!r} is a directory without .jsonl or .parquet files")
-        return files
-    if not path.exists():
-        raise ConfigError(f"--input {str(path)!r} does not exist")
-    if not path.is_file():
-        raise ConfigError(f"--input {str(path)!r} is no regular file, which a resumed job could read again")
-    if path.suffix not in FORMAT_OF_ENDING:
-        raise ConfigError(f"--input {str(path)!r}: the name must end in {', '.join(FORMAT_OF_ENDING)}")
-    return [path]
+    files = [path]
+    if path.is_dir():  # where other names are not data, for all readers of such directories
+        files = sorted(file for file in path.glob("[!_.]*") if file.suffix in FORMAT_OF_ENDING)
+    if not files or not all(file.is_file() and file.suffix in FORMAT_OF_ENDING for file in files):
+        endings = ", ".join(FORMAT_OF_ENDING)
+        raise ConfigError(f"--input {str(path)!r} is neither a file named {endings} nor a directory of such files")
+    return files
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -147,7 +128,7 @@ def _line_slices(path: Path, index: int, most_rows: int) -> Iterator[Slice]:
     offset = count = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            is_row = bool(_content(number, line))
+            is_row = bool(line.strip())  # blank lines are none
             if is_row and count == 0:
                 first = (number, offset)
             count += is_row
@@ -160,20 +141,13 @@ def _line_slices(path: Path, index: int, most_rows: int) -> Iterator[Slice]:
         yield Slice(path, index, *first, 0, count)
 
 
-def _content(number: int, line: bytes) -> bytes:
-    """The content of a line; nothing if it is blank, and no row."""
-    line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-    return line if line.strip() else b""
-
-
 def _json_rows(part: Slice, used_columns: Collection[str]) -> Iterator[Row]:
     with part.path.open("rb") as file:
         file.seek(part.start)
-        lines = ((number, _content(number, line)) for number, line in enumerate(file, start=part.number))
-        lines_with_rows = ((number, content) for number, content in lines if content)
-        for i, (number, content) in enumerate(islice(lines_with_rows, part.count)):
-            if not part.is_done(i):
-                yield _json_row(part.index + i, f"{part.path.name} line {number}", content, used_columns)
+        lines = ((number, line) for number, line in enumerate(file, start=part.number) if line.strip())
+        for index, (number, line) in enumerate(islice(lines, part.count), start=part.index):
+            if index not in part.done:
+                yield _json_row(index, f"{part.path.name} line {number}", line, used_columns)
 
 
 def _json_row(index: int, source: str, content: bytes, used_columns: Collection[str]) -> Row:
@@ -181,10 +155,6 @@ def _json_row(index: int, source: str, content: bytes, used_columns: Collection[
     try:
         value = json.loads(content)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it will be written
-    except UnicodeEncodeError:
-        error = "it has an escape for half a surrogate pair, which is not a character"
-    except UnicodeDecodeError:
-        error = "it is not UTF-8"
     except (ValueError, RecursionError) as failure:
         error = f"it is not JSON: {told(failure)}"
     else:
@@ -219,15 +189,16 @@ def _table_slices(path: Path, index: int, most_rows: int) -> Iterator[Slice]:
 
 def _table_rows(part: Slice, used_columns: Collection[str]) -> Iterator[Row]:
     """A row's data is a table of one row, so that every column is written as it was read."""
-    i = -part.start  # in the slice
+    index = part.index - part.start
+    end = part.index + part.count
     for batch in _parquet(part.path).iter_batches(READ_ROWS, row_groups=[part.group]):
         used = batch.select([name for name in batch.schema.names if name in used_columns])
         for row in range(batch.num_rows):
-            if 0 <= i < part.count and not part.is_done(i):
-                source = f"{part.path.name} row {part.number + i}"
-                yield Row(part.index + i, source, python_row(used, row), batch.take([row]))
-            i += 1
-        if i >= part.count:
+            if part.index <= index < end and index not in part.done:
+                source = f"{part.path.name} row {part.number + index - part.index}"
+                yield Row(index, source, python_row(used, row), batch.take([row]))
+            index += 1
+        if index >= end:
             return
 
 

@@ -11,7 +11,6 @@ from nanovllm.apps.batch.inputs import check_pyarrow, python_row
 from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.results import with_results
 from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest
-from nanovllm.errors import EngineError, quoted, told
 
 if TYPE_CHECKING:
     import pyarrow
@@ -76,15 +75,9 @@ class LLMPredictor:
         return xxhash.xxh3_64(content.encode(errors="replace")).intdigest() >> 1
 
 
-def _table(batch: Any) -> pyarrow.Table:
+def _table(batch: pyarrow.Table | Mapping[str, Any]) -> pyarrow.Table:
     import pyarrow as pa
 
     if isinstance(batch, pa.Table):
         return batch
-    if not isinstance(batch, Mapping):
-        given = quoted(type(batch).__name__)
-        raise EngineError(f'LLMPredictor takes batches of batch_format="pyarrow" or "numpy", got {given}')
-    try:
-        return pa.table({name: pa.array(list(column), from_pandas=True) for name, column in batch.items()})
-    except (ValueError, TypeError) as error:  # pyarrow's errors are of these types
-        raise EngineError(f'the batch is no table: {told(error)}. Use batch_format="pyarrow"') from error
+    return pa.table({name: pa.array(list(column), from_pandas=True) for name, column in batch.items()})

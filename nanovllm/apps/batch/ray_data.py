@@ -25,7 +25,6 @@ from nanovllm.apps.batch.replica import Replica, ReplicaSettings
 from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
 from nanovllm.errors import ConfigError, EngineError, one_line, quoted, told
 
-OBJECT_STORE_BYTES = 256 << 20  # of a cluster that is started here: slices and results are small
 TRIES = 3  # of a slice: as often as that its actor may be lost
 LONGEST_REASON = 300  # characters
 
@@ -38,17 +37,10 @@ def cluster(address: str | None, verbose: bool) -> Iterator[None]:
     ConfigError.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
     if not verbose:
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the command tells of what failed
     try:
-        if address is None and not os.environ.get("RAY_ADDRESS"):
-            try:
-                ray.init(address="auto", **options)
-            except ConnectionError:  # none runs here
-                ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
-        else:
-            ray.init(address=address, **options)
+        ray.init(address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
     except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = "" if address is None else f" at {quoted(address)}"
         raise ConfigError(f"the cluster of Ray{where} cannot be joined: {told(error)}") from None
@@ -58,34 +50,22 @@ def cluster(address: str | None, verbose: bool) -> Iterator[None]:
         ray.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What an actor takes of the cluster."""
-
-    num_cpus: float
-    num_gpus: float
-
-    def __str__(self) -> str:
-        return f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
-
-
-def resources_each(num_replicas: int, num_cpus: float | None, num_gpus: float | None, gpus_wanted: int) -> Resources:
-    """What each replica takes: as given, else gpus_wanted GPUs if the cluster has any, else an even share of the CPUs.
+def resources_each(
+    num_replicas: int, num_cpus: float | None, num_gpus: float | None, gpus_wanted: int
+) -> dict[str, float]:
+    """The num_cpus and num_gpus of each replica: as given, else gpus_wanted GPUs, else an even share of the CPUs.
 
     Raises ConfigError if no node has room for one replica, for which Ray would wait.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if num_gpus is None:
         num_gpus = gpus_wanted if any(node.get("GPU", 0) for node in nodes) else 0
-    if num_gpus > 1 and num_gpus % 1:
-        raise ConfigError(f"--num-gpus {num_gpus:g}: a replica takes a part of one GPU or a whole number of them")
     if num_cpus is None:
         num_cpus = 1 if num_gpus else cpus_each([int(node.get("CPU", 0)) for node in nodes], num_replicas)
-    wanted = Resources(num_cpus, num_gpus)
     if not any(node.get("CPU", 0) >= num_cpus and node.get("GPU", 0) >= num_gpus for node in nodes):
-        have = "; ".join(str(Resources(node.get("CPU", 0), node.get("GPU", 0))) for node in nodes)
-        raise ConfigError(f"a replica asks for {wanted}, and no node of the cluster has them: the nodes have {have}")
-    return wanted
+        wanted = f"{num_cpus:g} CPUs and {num_gpus:g} GPUs"
+        raise ConfigError(f"a replica asks for {wanted}, and no node of the cluster has them: lower --num-cpus or GPUs")
+    return {"num_cpus": num_cpus, "num_gpus": num_gpus}
 
 
 def cpus_each(node_cpus: Sequence[int], num_replicas: int) -> int:
@@ -131,14 +111,14 @@ class Pool:
     row_format: RowFormat
     inputs: Inputs
     num_replicas: int
-    resources: Resources
+    resources: dict[str, float]  # num_cpus and num_gpus
 
     def answers(self, slices: Iterable[Slice]) -> Iterator[list[tuple[Row, RowResult]]]:
         """The results of each slice, as slices end. A slice whose actor was lost TRIES times has none.
 
         Raises EngineError if no actor can be started.
         """
-        items = [pickle.dumps(part) for part in slices if part.num_done < part.count]
+        items = [pickle.dumps(part) for part in slices if len(part.done) < part.count]
         if not items:
             return
         context = ray.data.DataContext.get_current()
@@ -161,9 +141,9 @@ class Pool:
                 size=min(self.num_replicas, len(items)), max_tasks_in_flight_per_actor=1
             ),
             batch_size=1,
-            num_cpus=self.resources.num_cpus,
-            num_gpus=self.resources.num_gpus,
             max_task_retries=TRIES - 1,
+            num_cpus=self.resources["num_cpus"],
+            num_gpus=self.resources["num_gpus"],
         )
         try:
             for row in results.iter_rows():

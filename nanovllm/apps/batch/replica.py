@@ -8,13 +8,12 @@ from itertools import islice
 from typing import Any
 
 from nanovllm import EngineClient
-from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result, row_result
+from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, chat_template, failed_result, row_result
 from nanovllm.apps.tool_calls.formats import PARSERS
 from nanovllm.apps.tool_calls.reading import Formats, Reading, check_shown
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, as_request_error, one_line, quoted
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams, derived_seed
-from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import CONTENT_FORMATS, PromptParts
 
 LONGEST = 2000  # characters of an error
@@ -48,8 +47,6 @@ class ReplicaSettings:
         for name, known in (("chat_template_content_format", CONTENT_FORMATS), ("tool_call_parser", PARSERS)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name}={quoted(value)}: must be one of {', '.join(map(repr, known))}")
-        if "output_kind" in self.sampling:
-            raise ConfigError("output_kind: a row has one result, when it has ended; leave it out")
 
 
 class Replica:
@@ -123,7 +120,8 @@ class Replica:
         reader = None
         adds = request.add_special_tokens
         if request.messages is not None:
-            (rendered,) = self._template(request).prompts(request.messages)
+            template = chat_template(request, self.llm.engine.tokenizer, self._template_text, self._content_format)
+            (rendered,) = template.prompts(request.messages)
             text, token_ids = (rendered.text, None) if adds else (None, rendered.token_ids)
             reader = self._reader(request, params)
             if reader is not None and reader.shows_special:
@@ -158,14 +156,6 @@ class Replica:
         """Release the engine."""
         self._client.close()
         self.llm.close()
-
-    def _template(self, request: RowRequest) -> ChatTemplate:
-        options = dict(request.template_options)
-        options["template_kwargs"] = options.pop("chat_template_kwargs", None)
-        if options.get("continue_final_message"):
-            options.setdefault("add_generation_prompt", False)
-        options["content_format"] = self._content_format
-        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, **options)
 
     def _reader(self, request: RowRequest, params: SamplingParams) -> Reading | None:
         """What reads the answers to a conversation, if they may have more than content."""

@@ -33,32 +33,6 @@ PART_ROWS = 1000  # most rows of a part
 PART_SECONDS = 10.0  # that a result waits for its part to be written
 
 
-class DoneRows:
-    """Which rows are done: one byte for each, so that a hundred million rows take 100 MB."""
-
-    def __init__(self) -> None:
-        self._flags = bytearray()
-        self.num_done = 0
-        self.num_failed = 0
-
-    def __contains__(self, index: int) -> bool:
-        return index < len(self._flags) and self._flags[index] != 0
-
-    def flags(self, index: int, count: int) -> bytes:
-        """For `count` rows from `index` on, 1 if a row is done."""
-        return bytes(self._flags[index : index + count]).ljust(count, b"\0")
-
-    def add(self, index: int, failed: bool) -> None:
-        """Raises EngineError for a row that is done already."""
-        if index in self:
-            raise EngineError(f"row {index} has two results")
-        if index >= len(self._flags):
-            self._flags.extend(bytes(max(index + 1 - len(self._flags), len(self._flags), 1024)))
-        self._flags[index] = 1
-        self.num_done += 1
-        self.num_failed += failed
-
-
 class ResultDirectory:
     """Writes the results of a job, and knows the rows that have one. Use it as a context."""
 
@@ -73,7 +47,8 @@ class ResultDirectory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds that only grow."""
-        self.done = DoneRows()
+        self.done: set[int] = set()  # indices of the rows that have a result
+        self.num_failed = 0  # of these
         self._path = Path(path)
         self._format = file_format
         self._schema = schema
@@ -130,9 +105,16 @@ class ResultDirectory:
         held: Any = (row, result)
         if self._format == JSONL:
             held, result = _json_line(row, result)
-        self.done.add(row.index, failed=result.error is not None)
+        self._count(row.index, result.error is not None)
         self._held.append(held)
         return result
+
+    def _count(self, index: int, failed: bool) -> None:
+        """Count a row as done. Raises EngineError for one that is done already."""
+        if index in self.done:
+            raise EngineError(f"row {index} has two results")
+        self.done.add(index)
+        self.num_failed += failed
 
     def flush_if_due(self) -> None:
         """Write the results that wait if they are many, or have waited long."""
@@ -200,7 +182,7 @@ class ResultDirectory:
                 continue
             try:
                 for index, failed in _done_in_part(file):
-                    self.done.add(index, failed)
+                    self._count(index, failed)
             except (ValueError, TypeError, KeyError, EngineError) as error:
                 raise ConfigError(f"{str(file)!r} is damaged: {told(error)}. Remove it, and --resume") from None
             self._next_part = max(self._next_part, int(match[1]) + 1)  # names of seven digits sort before those of six

@@ -16,6 +16,7 @@ from nanovllm.apps.tool_calls.reading import Answer, Reading
 from nanovllm.errors import RequestError, quoted, unknown_name_message
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import ChatTemplate
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
 TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message")
@@ -23,6 +24,7 @@ SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("outpu
 OF_BODIES = ("body", "url", "method")  # the columns of a line of OpenAI's batch files
 OTHERS = ("sampling_params", "cache_salt", "url", "method")
 USED_COLUMNS = frozenset((*PROMPTS, *TEMPLATE_OPTIONS, *SAMPLING, *OTHERS))
+OF_REQUESTS = USED_COLUMNS | {"add_special_tokens"}  # what a body may give
 AS_JSON = (
     *("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "documents", "structured_outputs"),
     "logit_bias",
@@ -98,16 +100,15 @@ class RowFormat:
         given = {name: _read_json(name, value) for name, value in columns.items() if value is not None}
         prompts = [name for name in PROMPTS if name in given]
         if len(prompts) != 1:
-            wanted = ", ".join([self.prompt_column, *PROMPTS[1:]])
-            raise RequestError(
-                f"it needs exactly one of the columns {wanted}, and has {' and '.join(prompts) or 'none'}"
-            )
+            has = " and ".join(prompts) or "none"
+            wanted = f"{self.prompt_column}, prompt_token_ids, messages (in batches also body)"
+            raise RequestError(f"it needs exactly one of {wanted}, and has {has}")
         if "body" in given:
             beside = [name for name in given if name not in OF_BODIES]
             if beside:
                 raise RequestError(f"{beside[0]} beside a body has no effect: give it in the body")
             body = given["body"]
-            request = self._checked(row.index, body_columns(given, self.model_names, self.has_max_tokens))
+            request = self._checked(row.index, body_columns(given, OF_REQUESTS, self.model_names, self.has_max_tokens))
             choice = body.get("tool_choice")
             parallel = body.get("parallel_tool_calls")
             return replace(request, tool_choice=choice, parallel_tool_calls=parallel)
@@ -137,6 +138,15 @@ class RowFormat:
             raise RequestError(f"add_special_tokens={quoted(adds)}: must be true or false")
         salt = given.get("cache_salt")
         return RowRequest(index, prompt, token_ids, messages, _params(given), options, salt, adds)
+
+
+def chat_template(request: RowRequest, tokenizer: Any, template: str | None, content_format: str) -> ChatTemplate:
+    """What renders the messages of a row. template: the text of one, instead of the tokenizer's."""
+    options = dict(request.template_options)
+    options["template_kwargs"] = options.pop("chat_template_kwargs", None)
+    if options.get("continue_final_message"):
+        options.setdefault("add_generation_prompt", False)
+    return ChatTemplate(tokenizer, template, content_format=content_format, **options)
 
 
 def _read_json(name: str, value: Any) -> Any:

@@ -37,7 +37,6 @@ OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 TOKENS = "such as 4096, 32K or 1M (as in vLLM k is 1,000 and K is 1,024)"
 COUNTS = "Counts may be written as 32K or 1m: as in vLLM k, m and g are powers of 1,000, and K, M and G of 1,024."
-WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of vLLM's EngineArgs
 
 
@@ -211,7 +210,7 @@ def _add_flags(
         options = _options(hints[argument.name])
         text = argument.metadata["help"].replace("%", "%%")
         default = (defaults or {}).get(argument.name, argument.default)
-        if options.get("action") in ("append", _Pairs):
+        if options.get("action") == "append":
             text += "; repeat it for several"
         if default not in (MISSING, None, ()):
             text += f" (default: {default})"
@@ -226,14 +225,14 @@ def _options(hint: Any) -> dict[str, Any]:
     if Mapping in origins:
         if typing.get_args(origins[Mapping])[0] is str:
             return {"type": _json_object, "metavar": "JSON"}
-        return {"type": _bias, "action": _Pairs, "metavar": "TOKEN=BIAS"}
+        return {"type": _biases, "metavar": "JSON"}
     if Sequence in origins:
         (element,) = typing.get_args(origins[Sequence])
         return {"action": "append"} | _options(element)
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
-        return {"type": _word, "metavar": "WORD"}
+        return {"type": _json_or_text, "metavar": "WORD"}
     for number, metavar in ((float, "X"), (int, "N")):
         if number in kinds:
             read = _size(number) if str in kinds else _number(number, types.NoneType in kinds)
@@ -282,18 +281,13 @@ def _size(number: type[int] | type[float]) -> Callable[[str], float | str | None
     return parse
 
 
-def _word(text: str) -> bool | str:
-    if text.lower() not in WORDS:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not one of {', '.join(WORDS)}")
-    return WORDS[text.lower()]
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
+def _biases(text: str) -> dict[int, float]:
     try:
-        return int(token), float(bias)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a token id and a number, such as 42=-1.5") from None
+        return {int(token): float(bias) for token, bias in _json_object(text).items()}
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f'{quoted(text)} has no token ids and numbers, such as {{"42": -1.5}}'
+        ) from None
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -304,15 +298,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{quoted(text)} is not a JSON object, such as {{"top_p": 0.9}}')
     return value
-
-
-class _Pairs(argparse.Action):
-    """Collects pairs into a dict."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | dict([values]))
 
 
 def text_argument(text: str) -> str:
@@ -336,18 +321,6 @@ def not_negative(text: str, least: int = 0) -> int:
             f"{quoted(text)} is not a whole number of at least {least} and at most {MOST_DIGITS} digits"
         )
     return int(text)
-
-
-def number_up_to(most: float, what: str) -> Callable[[str], float]:
-    """Reads a number from 0 to `most`. what: says so to whom gives another one."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 <= float(text) <= most:
-                return float(text)
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
-
-    return parse
 
 
 def positive_tokens(text: str) -> int:

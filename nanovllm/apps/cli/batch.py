@@ -23,7 +23,6 @@ from nanovllm.apps.cli.arguments import (
     add_sampling_flags,
     checked_config,
     engine_arguments,
-    number_up_to,
     positive,
     read_text,
     sampling_arguments,
@@ -81,11 +80,10 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 def _add_cluster_flags(group: Any) -> None:
     add = group.add_argument
-    amount = number_up_to(1e6, "a number of at least 0")
     add("--num-replicas", type=positive, default=1, metavar="N", help="engines; more than one needs Ray (default: 1)")
     add("--ray-address", metavar="ADDRESS", help="cluster, such as auto or 10.0.0.1:6379; local: start one here")
-    add("--num-cpus", type=amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
-    add("--num-gpus", type=amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
+    add("--num-cpus", type=float, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
+    add("--num-gpus", type=float, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,13 +117,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
     if not _is_on_cluster(args):
-        for name in ("num_cpus", "num_gpus"):
-            if getattr(args, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is for replicas on a cluster: add --ray-address")
+        if (args.num_cpus, args.num_gpus) != (None, None):
+            raise ConfigError("--num-cpus and --num-gpus are for replicas on a cluster: add --ray-address")
         return
     if importlib.util.find_spec("ray") is None:
-        what = f"--num-replicas {args.num_replicas}" if args.num_replicas > 1 else "--ray-address"
-        raise ConfigError(f"{what} needs Ray: pip install 'nanovllm[ray]'")
+        raise ConfigError("replicas and --ray-address need Ray: pip install 'nanovllm[ray]'")
     if config.trace is not None:
         raise ConfigError("--trace is the file of one engine, and replicas would overwrite it: leave it out")
 
@@ -182,7 +178,6 @@ class BatchRun:
     meter: Meter = field(default_factory=Meter)
     first_error: str = ""
     kv_stats: KVStats | None = None  # of an engine in this process
-    num_empty: int = 0  # answered rows without text
     num_cut: int = 0  # answered rows that were cut at max_tokens or max_model_len
 
     def run(self) -> int:
@@ -191,14 +186,14 @@ class BatchRun:
         slices = list(self._slices())
         total = sum(part.count for part in slices)
         if self.args.resume:
-            self.say(f"{of(done.num_done, total)} rows are done")
+            self.say(f"{of(len(done), total)} rows are done")
         try:
-            if done.num_done < total:
+            if len(done) < total:
                 self._run_rows(slices, total)
         except (KeyboardInterrupt, EngineError) as error:
             self.output.flush()
             what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
-            self.say(f"{what}: {of(done.num_done, total)} rows are written; --resume computes the others")
+            self.say(f"{what}: {of(len(done), total)} rows are written; --resume computes the others")
             if isinstance(error, EngineError):
                 raise
             return INTERRUPTED
@@ -208,7 +203,9 @@ class BatchRun:
     def _slices(self, most_rows: int = sys.maxsize) -> Iterator[Slice]:
         """The input in slices of at most so many rows, with what is done of each."""
         for part in self.inputs.slices(most_rows):
-            yield replace(part, done=self.output.done.flags(part.index, part.count))
+            yield replace(
+                part, done=frozenset(self.output.done.intersection(range(part.index, part.index + part.count)))
+            )
 
     def _rows(self, slices: Iterable[Slice]) -> Iterator[Row]:
         return (row for part in slices for row in self.inputs.rows(part, self.row_format.used_columns))
@@ -220,7 +217,7 @@ class BatchRun:
         with loading(self.args.model, progress_bar(self.args)):
             replica = Replica(self.settings)
         self.meter = Meter()
-        num_rows = total - self.output.done.num_done
+        num_rows = total - len(self.output.done)
         try:
             self._write(replica.answers(self._rows(slices), self.row_format), replica.llm, num_rows)
         finally:
@@ -233,7 +230,7 @@ class BatchRun:
 
         args = self.args
         done = self.output.done
-        before = done.num_done
+        before = len(done)
         even_share = total // (SLICES_EACH * args.num_replicas)
         most_rows = max(1, min(even_share, SLICE * self.config.max_num_seqs))
         with ray_data.cluster(args.ray_address, args.verbose):
@@ -241,7 +238,7 @@ class BatchRun:
             resources = ray_data.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
             pool = ray_data.Pool(self.settings, self.row_format, self.inputs, args.num_replicas, resources)
             self._write(pool.answers(self._slices(most_rows)), None, total - before)
-            if done.num_done == before:
+            if len(done) == before:
                 raise EngineError("no replica on the cluster has answered a row: --verbose shows what they print")
             self._write(pool.answers(self._slices(1)), None, total - before)
         for row in self._rows(self._slices()):
@@ -273,7 +270,6 @@ class BatchRun:
             return
         self.meter.finished += 1
         outputs = result.columns["outputs"] or ()
-        self.num_empty += not any(output["text"] for output in outputs)
         self.num_cut += any(output["finish_reason"] == "length" for output in outputs)
 
     def _ended(self) -> int:
@@ -284,12 +280,12 @@ class BatchRun:
             if self.kv_stats is not None:
                 say(kv_line(self.kv_stats, meter.num_tokens))
             say(
-                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self.num_empty:,} "
-                f"empty and {self.num_cut:,} cut at --max-tokens or max_model_len; {meter.failed:,} failed"
+                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self.num_cut:,} cut "
+                f"at --max-tokens or max_model_len; {meter.failed:,} failed"
             )
-        failed = self.output.done.num_failed
+        failed = self.output.num_failed
         if not failed:
             return 0
         first = f"; the first: {self.first_error}" if self.first_error else ""
-        self.say(f"error: {failed:,} of {self.output.done.num_done:,} rows failed{first}")
+        self.say(f"error: {failed:,} of {len(self.output.done):,} rows failed{first}")
         return 1

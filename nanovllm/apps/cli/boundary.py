@@ -113,10 +113,3 @@ def discard(stream: TextIO) -> None:
     """Redirect a stream that cannot be written to the null device, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError, AttributeError):  # without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def open_closed_streams() -> None:
-    """Open the null device for closed standard streams, whose descriptors other files would get otherwise."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # an open takes the lowest free descriptor, which is that of the stream
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  until the process exits

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,18 +104,11 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
 def lora_module(text: str) -> LoRAModule:
     """`name=path`, or vLLM's JSON with "name", "path" and optionally "base_model_name"."""
     if text.startswith("{"):
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            fields = {}
-        is_known = fields.keys() <= {"name", "path", "base_model_name"} and fields.keys() >= {"name", "path"}
-        if is_known and all(isinstance(value, str) and value for value in fields.values()):
-            return LoRAModule(**fields)
+        with suppress(ValueError, TypeError, RecursionError):
+            return LoRAModule(**json.loads(text))
     name, _, path = text.partition("=")
     if not name or not path or text.startswith("{"):
-        raise argparse.ArgumentTypeError(
-            f'{quoted(text)} is neither name=path nor {{"name": "a", "path": "b"}} (base_model_name is optional)'
-        )
+        raise argparse.ArgumentTypeError(f'{quoted(text)} is neither name=path nor {{"name": "a", "path": "b"}}')
     return LoRAModule(name, path)
 
 

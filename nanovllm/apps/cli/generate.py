@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
 from nanovllm import EngineClient
+from nanovllm.apps.batch.rows import RowFormat, RowRequest, chat_template
 from nanovllm.apps.cli.arguments import (
     add_chat_flags,
     add_command,
@@ -51,14 +52,12 @@ from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.features.progress_bar import Meter, ProgressBar, of
 from nanovllm.outputs import Logprob, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:
     from nanovllm import LLM
 
 WINDOW = 8  # most prompts in the engine or with a result that waits for an earlier one, as a multiple of max_num_seqs
-WINDOW_TOKENS = 1 << 22  # prompt tokens in the engine; each takes about 50 bytes besides its KV cache
 COMPLETION = ("index", "text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob")
 
 
@@ -104,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stream shows text as it comes and --json complete results: leave one of them out")
     if args.system is not None and not args.chat:
         raise ConfigError("--system is a message of a conversation: add --chat, which makes each prompt one")
+    row_format = RowFormat(is_chat=args.chat, system=args.system)
     given = SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
     if args.stream:
         _check_streamed(given)
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
     with Interrupt() as interrupt:
-        llm = load_llm(args, interrupt, partial(_known_texts, sources), given.max_tokens)
+        llm = load_llm(args, interrupt, partial(_known_texts, sources, row_format), given.max_tokens)
         path = args.output
         with llm, nullcontext(sys.stdout) if path is None else open(path, "w", encoding="utf-8", newline="") as file:
             if llm.engine.tokenizer is None and not (args.json and only_jsonl):
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
                     f"{args.model} has no tokenizer files, so it takes token ids and gives token ids: use --jsonl and "
                     "--json, or add the files"
                 )
-            return Generation(llm, args, template, sources, file, interrupt).run()
+            return Generation(llm, args, template, sources, row_format, file, interrupt).run()
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -137,11 +137,13 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     return [Source(FILE, STDIN)]
 
 
-def _known_texts(sources: Sequence[Source]) -> list[str]:
+def _known_texts(sources: Sequence[Source], row_format: RowFormat) -> list[str]:
     """The prompts, if all of them are arguments and files that are one prompt each, and can be read again."""
     if any(source.kind not in (TEXT, FILE) or source.can_stall for source in sources):
         return []
-    return [item.prompt for item in read_prompts(sources, Boundary()) if item.prompt is not None]
+    plain = replace(row_format, is_chat=False)
+    requests = [item.request for item in read_prompts(sources, plain, Boundary())]
+    return [request.prompt for request in requests if request is not None and request.prompt is not None]
 
 
 def _check_output(path: str | None, inputs: list[str]) -> None:
@@ -180,6 +182,7 @@ class Generation:
         args: argparse.Namespace,
         template: str | None,
         sources: Sequence[Source],
+        row_format: RowFormat,
         file: TextIO,
         interrupt: Interrupt,
     ) -> None:
@@ -195,14 +198,13 @@ class Generation:
         kind = RequestOutputKind.DELTA if args.stream else RequestOutputKind.FINAL_ONLY
         self._params = SamplingParams(**given, output_kind=kind)
         self._boundary = Boundary(args.verbose)
-        self._feed = Feed(sources, self._boundary)
+        self._feed = Feed(sources, row_format, self._boundary)
         self._num_prompts = count_prompts(sources)  # None if it is not known
         self._meter = Meter()
         self._bar = ProgressBar(progress_bar(args), self._num_prompts, self._meter, llm)
         self._running: dict[str, Task] = {}  # by request_id
         self._unwritten: deque[Task] = deque()
         self._num_taken = 0  # prompts
-        self._num_tokens = 0  # prompt tokens in the engine
         self._in_line = False  # whether a streamed text has begun and not ended
         self._num_cut = 0  # prompts with an answer that was cut
         self._first_error = ""
@@ -235,8 +237,8 @@ class Generation:
             self._num_taken += 1
             self._unwritten.append(task)
             error = item.error
-            if error is None:
-                _, error = self._boundary.attempt(partial(self._add, task))
+            if item.request is not None:
+                _, error = self._boundary.attempt(partial(self._add, task, item.request))
             if error is not None:
                 self._fail(task, error, None)
         return not self._feed.ended
@@ -245,38 +247,25 @@ class Generation:
         """Whether no prompt can be added now. --stream runs one prompt at a time."""
         if self._args.stream or not self._running:
             return bool(self._running)
-        most = WINDOW * self._llm.config.max_num_seqs
-        return len(self._unwritten) >= most or self._num_tokens >= WINDOW_TOKENS
+        return len(self._unwritten) >= WINDOW * self._llm.config.max_num_seqs
 
-    def _add(self, task: Task) -> None:
+    def _add(self, task: Task, given: RowRequest) -> None:
         """Add a prompt to the engine. Raises RequestError if it cannot be served."""
-        item = task.item
-        params = replace(self._params, **item.params)
+        params = replace(self._params, **given.params)
         if self._args.stream:
             _check_streamed(params)
-        adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
-        prompt = PromptParts(item.prompt, self._token_ids(item), item.cache_salt)
+        lora = task.item.lora
+        adapter = self._adapters.default if lora is OF_FLAGS else self._adapters.named(lora)
+        token_ids = given.prompt_token_ids if given.messages is None else self._template_ids(given)
+        prompt = PromptParts(given.prompt, token_ids, given.cache_salt)
         request = self._llm.engine.make_request(str(task.index), prompt, params, lora_request=adapter)
         self._client.add(request)
         self._running[request.request_id] = task
-        self._num_tokens += request.prompt_len
 
-    def _token_ids(self, item: PromptItem) -> Any:
-        """The prompt's token ids; None for plain text. Raises RequestError."""
-        messages = item.messages
-        if self._args.chat and item.prompt_token_ids is not None:
-            raise RequestError("prompt_token_ids are no message, and --chat needs one: give prompt or messages")
-        if self._args.chat and messages is None:
-            messages = [{"role": "user", "content": item.prompt}]
-        if messages is None:
-            return item.prompt_token_ids
-        system = [] if self._args.system is None else [{"role": "system", "content": self._args.system}]
-        return self._template.token_ids([*system, *messages])
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
+    def _template_ids(self, given: RowRequest) -> list[int]:
         content_format = self._args.chat_template_content_format
-        return ChatTemplate(self._llm.engine.tokenizer, self._template_text, content_format=content_format)
+        template = chat_template(given, self._llm.engine.tokenizer, self._template_text, content_format)
+        return template.token_ids(given.messages or [])
 
     # ---- results
 
@@ -300,7 +289,6 @@ class Generation:
             self._in_line = self._in_line or bool(output.outputs)
         if not output.finished:
             return
-        self._num_tokens -= len(output.prompt_token_ids)
         task = self._running.pop(output.request_id)
         if any(o.finish_reason in ("error", "abort") for o in output.outputs):
             self._fail(task, output.error or "the request was ended by a failure of the engine", output)

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from nanovllm import __version__
 from nanovllm.apps.cli.arguments import resolve_model
-from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
+from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, say
 from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, unknown_name_message
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. An error is reported in one sentence."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in arguments
-    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8 in every locale
     try:

@@ -9,15 +9,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
+from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.apps.cli.boundary import Boundary
-from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.errors import ConfigError, RequestError, quoted, told, unknown_name_message
 
 TEXT = "text"
 FILE = "file"
@@ -25,9 +25,8 @@ LINES = "lines"
 JSONL = "jsonl"
 STDIN = "-"
 OF_FLAGS = object()  # the adapter that the flags name
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+KEYS = USED_COLUMNS - {"body", "url", "method"}  # of a JSON line, besides its id and its adapter
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MOST_ID_DIGITS = 18
 READ_AHEAD = 64  # prompts
 PATIENCE = 0.002  # seconds to wait for a prompt from a pipe, which often delivers several at once
 
@@ -51,14 +50,10 @@ class Source:
 
 @dataclass(slots=True)
 class PromptItem:
-    """One prompt as text, token ids or messages, or the error in place of it."""
+    """One prompt, or the error in place of it."""
 
     source: str  # for messages, such as "prompts.txt line 3"
-    prompt: str | None = None
-    prompt_token_ids: Any = None
-    messages: Any = None
-    params: dict[str, Any] = field(default_factory=dict)  # sampling parameters that it gives
-    cache_salt: Any = None
+    request: RowRequest | None = None
     given_id: Any = None
     lora: Any = OF_FLAGS  # the name of an adapter; None is the model alone
     error: str | None = None
@@ -95,97 +90,66 @@ def count_prompts(sources: Sequence[Source]) -> int | None:
     return num_prompts
 
 
-def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[PromptItem]:
+def read_prompts(sources: Sequence[Source], row_format: RowFormat, boundary: Boundary) -> Iterator[PromptItem]:
     """All prompts, in order."""
     texts = 0
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield _item(f"prompt {texts}", TEXT, source.value.encode("utf-8", "surrogateescape"), boundary)
+            content = source.value.encode("utf-8", "surrogateescape")
+            yield _item(f"prompt {texts}", TEXT, content, row_format, boundary)
             continue
         name = "standard input" if source.is_stdin else os.fsencode(source.value).decode(errors="replace")
         try:
             # A separate file object: sys.stdin is not safe in a thread that still waits when the process exits.
             with open(os.dup(sys.stdin.fileno()) if source.is_stdin else source.value, "rb") as file:
                 if source.kind == FILE:
-                    yield _item(name, FILE, file.read().removeprefix(BYTE_ORDER_MARK), boundary)
+                    yield _item(name, FILE, file.read().removeprefix(BYTE_ORDER_MARK), row_format, boundary)
                     continue
                 for number, line in enumerate(file, start=1):
                     content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                     if source.kind == LINES or content.strip():
-                        yield _item(f"{name} line {number}", source.kind, content, boundary)
+                        yield _item(f"{name} line {number}", source.kind, content, row_format, boundary)
         except OSError as error:
             yield PromptItem(name, error=f"cannot be read: {error.strerror}")
 
 
-def _item(where: str, kind: str, content: bytes, boundary: Boundary) -> PromptItem:
+def _item(where: str, kind: str, content: bytes, row_format: RowFormat, boundary: Boundary) -> PromptItem:
     item = PromptItem(where)
-    _, item.error = boundary.attempt(lambda: _read_content(item, kind, content))
+    _, item.error = boundary.attempt(lambda: _read_content(item, kind, content, row_format))
     return item
 
 
-def _read_content(item: PromptItem, kind: str, content: bytes) -> None:
+def _read_content(item: PromptItem, kind: str, content: bytes, row_format: RowFormat) -> None:
     """Put the content into the item. Raises RequestError."""
     try:
         text = (content if kind == TEXT else content.removesuffix(b"\n").removesuffix(b"\r")).decode()
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise RequestError(f"is not UTF-8: byte 0x{byte:02x} at position {error.start}") from None
-    if kind == JSONL:
-        _read_object(item, _json_object(text))
-    else:
-        item.prompt = text
+        raise RequestError(f"it is not UTF-8: {error.reason} at position {error.start}") from None
+    columns = _json_object(item, text) if kind == JSONL else {"prompt": text}
+    item.request = row_format.request(Row(0, item.source, columns, None))
 
 
-# ---- JSON lines
-
-
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(item: PromptItem, text: str) -> dict[str, Any]:
+    """The object of a line, without what is no request: its id and its adapter. Raises RequestError."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("it has an escape for half a surrogate pair, which is not a character") from None
+        json.dumps(value, ensure_ascii=False).encode()  # which half a surrogate pair has no encoding for
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"it is not JSON: {error}") from None
+        raise RequestError(f"it is not JSON: {told(error)}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"it must be a JSON object with one of {', '.join(PROMPT_KEYS)}, got {quoted(text)}")
-    return value
-
-
-def _read_object(item: PromptItem, value: dict[str, Any]) -> None:
-    """Put the object of a line into the item. Raises RequestError."""
+        raise RequestError(f"it must be a JSON object with a prompt, got {quoted(text)}")
     given_id = value.pop("id", None)
     try:
         json.dumps(given_id, allow_nan=False)  # Python reads NaN and infinity, which are not JSON
     except ValueError:
         raise RequestError("its id holds NaN or infinity, and cannot be written as JSON") from None
     item.given_id = given_id
-    item.cache_salt = value.pop("cache_salt", None)
     item.lora = value.pop("lora", OF_FLAGS)
-    prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
-    if len(prompts) != 1:
-        has = " and ".join(prompts) or "none"
-        raise RequestError(f"it needs exactly one of {', '.join(PROMPT_KEYS)}, and has {has}")
-    if not isinstance(prompts.get("prompt", ""), str):
-        raise RequestError(f"prompt must be text, got {quoted(prompts['prompt'])}")
-    messages = prompts.get("messages", [{}])
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise RequestError(f"messages must be a list of objects with role and content, got {quoted(messages)}")
-    known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
     for key in value:
-        if key not in known:
-            raise RequestError(unknown_name_message("key", key, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"]))
-    if isinstance(value.get("logit_bias"), dict):  # JSON keys are strings
-        value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
-    item.prompt = prompts.get("prompt")
-    item.prompt_token_ids = prompts.get("prompt_token_ids")
-    item.messages = prompts.get("messages")
-    item.params = value
-
-
-def _token_id(key: str) -> int | str:
-    return int(key) if key.isdecimal() and len(key) <= MOST_ID_DIGITS else key
+        if key not in KEYS:
+            raise RequestError(unknown_name_message("key", key, [*KEYS, "id", "lora"]))
+    return value
 
 
 # ---- reading ahead
@@ -197,11 +161,12 @@ class Feed:
     `take` waits for files, so that the batches do not depend on the speed of reading.
     """
 
-    def __init__(self, sources: Sequence[Source], boundary: Boundary) -> None:
+    def __init__(self, sources: Sequence[Source], row_format: RowFormat, boundary: Boundary) -> None:
         self.ended = False
         self._can_stall = any(source.can_stall for source in sources)
         self._queue: Queue[PromptItem | BaseException | None] = Queue(READ_AHEAD)
-        Thread(target=self._read, args=(sources, boundary), daemon=True, name="prompts").start()
+        prompts = read_prompts(sources, row_format, boundary)
+        Thread(target=self._read, args=(prompts,), daemon=True, name="prompts").start()
 
     def take(self, wait: bool) -> PromptItem | None:
         """The next prompt; None at the end, and without `wait` also if a pipe is empty."""
@@ -214,9 +179,9 @@ class Feed:
         self.ended = item is None
         return item
 
-    def _read(self, sources: Sequence[Source], boundary: Boundary) -> None:
+    def _read(self, prompts: Iterator[PromptItem]) -> None:
         try:
-            for item in read_prompts(sources, boundary):
+            for item in prompts:
                 self._queue.put(item)
             self._queue.put(None)
         except BaseException as error:
