@@ -108,6 +108,7 @@ def test_words_of_word_pieces_bring_their_space(tmp_path: Path) -> None:
     text = "Héllo  World"
     ids = tokenizer.encode(text)
     assert [tokenizer.token_bytes(token) for token in ids] == [b"[CLS]", b" hello", b" wor", b"ld", b"[SEP]"]
+    assert tokenizer.offsets(text, ids) == [0, 0, 5, 10, 12]
 
 
 # ---- log-probabilities in answers
@@ -186,6 +187,17 @@ def test_tokens_of_an_echo_begin_where_their_text_does(
         check_places(tokenizer, [*before, *after], choice["logprobs"], choice["text"])
     if after:
         assert choice["logprobs"]["text_offset"][len(before)] == len(shown)
+
+
+def test_an_echo_of_text_that_the_tokenizer_changes(tmp_path: Path) -> None:
+    """A special token before it, one that the text spells, and two characters that become one."""
+    write_trimming(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    text = f"e\u0301 in{END} a"
+    choice = echoed(tokenizer, text, tokenizer.encode(text), tokenizer.encode("b", add_special_tokens=False))
+    assert choice["text"] == f"{text}b"
+    assert choice["logprobs"]["tokens"] == [END, "é", " ", "in", END, " a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 2, 3, 5, 12, 14]
 
 
 def test_a_stop_string_ends_the_text_before_its_tokens(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes | None: ...
 
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None: ...
+
 
 class HuggingFaceTokenizer:
     """The tokenizer of a directory or GGUF file, as Transformers loads it.
@@ -112,6 +114,29 @@ class HuggingFaceTokenizer:
         if token_id not in self._bytes:
             self._bytes[token_id] = self._find_bytes(token_id)
         return self._bytes[token_id]
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Where each token of a text begins in it, in characters.
+
+        A part of a character begins where the character does. A token that encoding has added begins where the token
+        before it ends. None if these are not the text's tokens, and without a backend.
+        """
+        backend = self.backend
+        ids = list(token_ids)
+        if backend is None:
+            return None
+        encoding = _guarded(lambda: backend.encode(text))
+        if encoding.ids != ids:
+            encoding = _guarded(lambda: backend.encode(text, add_special_tokens=False))
+        if encoding.ids != ids:
+            return None
+        starts = []
+        end = 0
+        for (first, last), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            # Some tokenizers do not count the spaces before a word to it.
+            starts.append(end if is_added else min(first, end + len(text[end:first].rstrip(" "))))
+            end = max(end, last)
+        return starts
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         name = self.token_string(token_id)

@@ -34,15 +34,18 @@ class Echo(NamedTuple):
 
 
 def places_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[Place]:
-    """The places of a prompt's tokens in their own text, no further than the end of the text as it was given."""
+    """The places of a prompt's tokens in its text as it was given, which may differ from the text of its tokens."""
     detokenizer = Detokenizer(tokenizer, (), skip_special_tokens)
     places = []
+    pieces = []
     names = TokenNames(tokenizer, False)
     for token_id in token_ids:
-        place = _next_place(detokenizer, names, token_id)
-        places.append(place._replace(offset=min(place.offset, len(text))))
-        detokenizer.step(token_id)
-    return places
+        places.append(_next_place(detokenizer, names, token_id))
+        pieces.append(detokenizer.step(token_id))
+    if "".join([*pieces, detokenizer.flush()]) == text:
+        return places
+    offsets = tokenizer.offsets(text, token_ids) or [min(place.offset, len(text)) for place in places]
+    return [place._replace(offset=offset) for place, offset in zip(places, offsets, strict=True)]
 
 
 class LegacyLogprobs:
