@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineError, RequestError, quoted
+from nanovllm.errors import EngineError, RequestError, quoted, told
 from nanovllm.features.beam_search import SearchedRequest
 from nanovllm.outputs import RequestOutput
 
@@ -123,10 +123,14 @@ class EngineClient:
             return self._cut(search, "error", output)
         if any(request.request_id in self._rounds for request in search.round):  # others of the round have not ended
             return None
-        search.end_round()
-        if not search.request.finished:
-            self._begin_round(search)
-            return None
+        try:
+            search.end_round()
+            if not search.request.finished:
+                self._begin_round(search)
+                return None
+        except Exception as error:  # ends this search only
+            search.request.error = told(error)
+            return self._cut(search, "error")
         return self._ended(search)
 
     def _abort(self, request_id: str) -> RequestOutput | None:

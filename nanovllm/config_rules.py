@@ -79,8 +79,8 @@ def can_be_dir(path: object) -> bool:
         except (OSError, ValueError):
             answers.append(False)
 
-    if path is None:
-        return True
+    if path is None or path == "":  # "" would be the working directory
+        return path is None
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     looking.join(DIR_SECONDS)

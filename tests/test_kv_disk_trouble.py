@@ -34,7 +34,7 @@ from kv_disk_helpers import (
 from nanovllm.apps.cli.main import main
 from nanovllm.features.kv_disk import files, kept_in, part, store
 from nanovllm.features.kv_disk.files import ABANDONED_SECONDS, DIGESTS, Space
-from nanovllm.features.kv_disk.part import StorePart
+from nanovllm.features.kv_disk.part import DiskThreads, StorePart
 
 model = checkpoint_fixture(**CHECKPOINT)
 written = written_fixture()
@@ -291,3 +291,13 @@ def test_the_command_lists_verifies_and_removes(
     assert main(["cache", "verify", str(kv)]) == 1 and "damaged" in capsys.readouterr().out
     assert main(["cache", "rm", str(kv)]) == 0 and [path.name for path in kv.iterdir()] == ["mine"]
     assert main(["cache", "ls", str(tmp_path / "nowhere")]) == 2
+
+
+def test_without_threads_of_its_own_work_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no more threads."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no more")))
+    threads = DiskThreads("kv-disk-look", 1)
+    done: list[int] = []
+    threads.submit(lambda: done.append(1))
+    threads.end()
+    assert done == [1] and threads.join(0.0)

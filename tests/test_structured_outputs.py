@@ -324,3 +324,9 @@ def test_closing_ends_the_threads(model_dir: Path) -> None:
         assert isinstance(compiler, LLGuidanceCompiler)
     assert compiler._pool._shutdown
     llm.close()
+
+
+def test_what_would_compile_for_minutes_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"multipleOf=9999991: must be at most 100,000"):
+        grammars.check_multiples({"properties": {"x": [{"type": "integer", "multipleOf": 9999991}]}})
+    grammars.check_multiples({"type": "integer", "multipleOf": 1000, "properties": {"multipleOf": {"type": "number"}}})

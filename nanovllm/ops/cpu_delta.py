@@ -76,9 +76,10 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     fits = takes(x, 2) and takes(z, 2) and x.shape == z.shape and size > 0 and width % size == 0
     if not (fits and weight.is_cpu and weight.shape == (size,) and x.dtype == z.dtype == weight.dtype):
         raise misfit("gated_rms_norm takes x and z [rows, heads * size], and weight [size]", x=x, z=z, weight=weight)
+    weight = weight.contiguous()
     y = x.new_empty(count, width)
     _cpu_kernels.gated_norm(
-        dtype=KERNEL_DTYPES[x.dtype], x=address(x), z=address(z), weight=weight.contiguous().data_ptr(), y=address(y),
+        dtype=KERNEL_DTYPES[x.dtype], x=address(x), z=address(z), weight=weight.data_ptr(), y=address(y),
         rows=count, heads=width // size, size=size, eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y

@@ -353,9 +353,10 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
         raise misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
     if tokens.stride()[1] != 1:
         tokens = tokens.contiguous()
+    starts = starts.contiguous()
     drawn = torch.zeros(scores.shape[0], dtype=torch.int64)
     _cpu_kernels.draw(
-        scores=_rows(scores, dtype=torch.float32), tokens=address(tokens), starts=starts.contiguous().data_ptr(),
+        scores=_rows(scores, dtype=torch.float32), tokens=address(tokens), starts=starts.data_ptr(),
         drawn=drawn.data_ptr(), rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
     )  # fmt: skip
     return drawn

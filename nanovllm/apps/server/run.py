@@ -34,10 +34,10 @@ def open_socket(settings: ServerSettings) -> socket.socket:
         opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((settings.host, settings.port))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name of a host
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"the server cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; name another "
-            "--host or --port"
+            f"the server cannot listen on {settings.host}:{settings.port}: {reason}; name another --host or --port"
         ) from None
     return opened
 

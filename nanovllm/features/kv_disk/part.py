@@ -82,12 +82,16 @@ class DiskThreads:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Let a thread do work that raises nothing."""
-        self._queue.put(work)
         if len(self._threads) < self._most:
             # A daemon: a disk that does not answer must not keep the process from ending.
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with suppress(RuntimeError):  # the system gives no more threads: those that there are do the work
+                thread.start()
+                self._threads.append(thread)
+        if self._threads:
+            self._queue.put(work)
+        else:
+            work()
 
     def end(self) -> None:
         """Let the threads end after the work so far."""

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -38,7 +38,10 @@ MOST_BYTES: Mapping[str, int] = MappingProxyType({"json": 1 << 17, "regex": 1 <<
 MOST_CHOICE_BYTES = 1 << 20  # of choices, which are flat
 MOST_PARTS = 3000  # objects of a schema: the time grows with the square of the properties of one
 STACK_BYTES = 256 << 20  # of address space; memory is taken as it is used
+MOST_SECONDS = 30.0  # of compiling, which then goes on unwatched
+MOST_MULTIPLE = 100_000
 T = TypeVar("T")
+_STACK_SIZE = threading.Lock()  # held while the stack of new threads, which the whole process shares, is another one
 
 
 class LLGuidanceCompiler:
@@ -172,6 +175,7 @@ def prepared(text: str, close_all: bool) -> tuple[str, Callable[[str], str | Non
     from nanovllm.features.structured_outputs.schemas import for_grammar, read_json
 
     try:
+        check_multiples(read_json(text))
         return for_grammar(text, close_all), SchemaCheck(read_json(text)).error
     except RecursionError:
         raise RequestError("it is nested too deeply") from None
@@ -184,15 +188,38 @@ def _with_deep_stack(function: Callable[[], T]) -> T:
 
     The library recurses, and a stack that overflows ends the process.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as pool:
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(function())
+        except BaseException as error:  # a panic of the library is no Exception
+            made.set_exception(error)
+
+    # A daemon: what is still compiled must not keep the process from ending.
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    with _STACK_SIZE:
         before = threading.stack_size(STACK_BYTES)
         try:
-            made = pool.submit(function)  # which starts the thread
+            thread.start()
         except RuntimeError as error:
             raise RequestError(f"no thread can be started to read it: {told(error)}") from None
         finally:
             threading.stack_size(before)
-        return made.result()
+    try:
+        return made.result(MOST_SECONDS)
+    except TimeoutError:
+        raise RequestError(f"compiling it takes more than {MOST_SECONDS:g} s: make it simpler") from None
+
+
+def check_multiples(schema: Any) -> None:
+    """Raise RequestError for a multipleOf that takes the library minutes and gigabytes: both grow with the number."""
+    if isinstance(schema, Mapping):
+        number = schema.get("multipleOf")
+        if isinstance(number, int | float) and number > MOST_MULTIPLE:
+            raise RequestError(f"multipleOf={quoted(number)}: must be at most {MOST_MULTIPLE:,}")
+    for part in schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ():
+        check_multiples(part)
 
 
 def matcher_of(tokenizer: Any, kind: str, text: str, options: Mapping[str, Any]) -> Any:

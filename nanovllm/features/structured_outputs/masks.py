@@ -98,7 +98,7 @@ class MatcherState:
             packed = matcher.compute_bitmask()
             if matcher.is_error():
                 raise RequestError(library_error(matcher))
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             reason = str(error) if isinstance(error, RequestError) else told(error)
             return PackedMask(error=f"the structured output cannot go on: {reason}")
         bits = int.from_bytes(packed, "little") & ~grammar.eos
