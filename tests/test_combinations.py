@@ -127,7 +127,8 @@ def test_tokens_are_those_of_plain_weights_and_bits_those_of_any_memory(
         assert metrics.blocks.used == 0
         assert metrics.prefix_cache.hit_tokens > 0 or way == "chunks"
         assert (transfers.h2d_bytes + transfers.d2h_bytes > 0) == way.startswith("offloaded") or way == "swapped"
-        if case.params != "structured":  # whose outputs may end before memory does
+        # A structured output may end before memory does, and a beam's request ends with its first token.
+        if case.params not in ("structured", "beams"):
             assert metrics.preemptions.recomputed > 0 or way != "recomputed"
             assert metrics.preemptions.swapped > 0 or way != "swapped"
 
