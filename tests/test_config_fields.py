@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizer_files import write_byte_level
 from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, ModelError
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.family import Family, decoder_spec
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
@@ -225,7 +226,7 @@ def test_code_of_a_model_directory_is_never_run(tmp_path: Path) -> None:
     write_config(tmp_path, default_config("minimax_m2", auto_map=auto_map))
     for name in ("configuration", "modeling"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit({name!r})")
-    assert load_decoder_spec(tmp_path, {"trust_remote_code": True}).architecture == "MiniMaxM2ForCausalLM"
+    assert load_decoder_spec(tmp_path).architecture == "MiniMaxM2ForCausalLM"
 
 
 # ---- hf_overrides and generation_config
@@ -239,6 +240,40 @@ def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None
     assert load_decoder_spec(tmp_path, {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
     assert read_decoder_spec(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
     assert ModelConfig(tmp_path, {"eos_token_id": [3, 4]}).eos_token_ids() == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"max_positions": 64}, "unknown field 'max_positions'"),
+        ({"rms_norm_epsilon": 1e-3}, "did you mean 'rms_norm_eps'?"),
+        ({"trust_remote_code": True}, "a qwen3 has none of that name, see Transformers' Qwen3Config"),
+        ({"text_config": {"rms_norm_eps": 1e-3}}, "unknown field 'text_config'"),
+    ],
+)
+def test_an_override_that_nothing_reads_is_refused(tmp_path: Path, overrides: dict[str, Any], says: str) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    assert says in refusal(lambda: load_decoder_spec(tmp_path, overrides), ModelError)
+
+
+def test_overrides_of_a_larger_model_are_of_its_text_model(tmp_path: Path) -> None:
+    text = default_config("mistral") | {"model_type": "mistral"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    write_config(tmp_path, whole)
+    for overrides in ({"rms_norm_eps": 1e-3}, {"text_config": {"rms_norm_eps": 1e-3}}):
+        assert load_decoder_spec(tmp_path, overrides).rms_norm_eps == 1e-3
+    for overrides in ({"text_config": {"rms_norm": 1e-3}}, {"text_config": 3}, {"vision": 3}):
+        refusal(lambda given=overrides: load_decoder_spec(tmp_path, given), ModelError)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_theta_of_the_older_form_replaces_that_of_the_newer_one(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    spec = load_decoder_spec(tmp_path)
+    changed = load_decoder_spec(tmp_path, {"rope_theta": 123.0})
+    assert "rope_parameters" in fields and spec.rope.theta != 123.0
+    assert changed == replace(spec, rope=replace(spec.rope, theta=123.0))
 
 
 def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> None:

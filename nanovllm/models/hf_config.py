@@ -11,6 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -147,6 +148,7 @@ class _ConfigFile(NamedTuple):
     fields: Mapping[str, Any]
     whole_type: str | None = None  # the model type of the larger model
     gguf: GgufConfig | None = None  # what else a GGUF file says
+    added: tuple[str, ...] = ()  # names of hf_overrides that the file does not have
 
 
 def _read_config(model: Path, overrides: Mapping[str, Any]) -> _ConfigFile:
@@ -168,7 +170,10 @@ def _read_config(model: Path, overrides: Mapping[str, Any]) -> _ConfigFile:
 def _with_overrides(
     path: Path, content: Mapping[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
 ) -> _ConfigFile:
-    """The config of `path` with those of `overrides` in the place of its own fields; a text model's are changed."""
+    """The config of `path` with those of `overrides` in the place of its own fields.
+
+    Of a larger model, the text model's fields are changed, whether `overrides` has them alone or under text_config.
+    """
     where = str(path)
     whole_type = None
     names = content.get("architectures")
@@ -181,13 +186,19 @@ def _with_overrides(
         whole_type = fields["model_type"]
         shared = {name: fields[name] for name in (*_SHARED, "architectures") if fields.get(name) is not None}
         content = {**fields["text_config"], **shared}
+    added: tuple[str, ...] = ()
     if overrides:
         where = f"{path} with hf_overrides"
+        if whole is not None:
+            checked_fields(where, overrides, NETWORK_FIELDS)
+            of_text = overrides.get("text_config") or {}
+            overrides = {**{name: value for name, value in overrides.items() if name != "text_config"}, **of_text}
+        added = tuple(name for name in overrides if name not in content)
         content = _overridden(content, overrides)
     checked_fields(where, content, NETWORK_FIELDS)
     if path.name == "config.json" and content.get("quantization_config") is None:
         _refuse_modelopt(path.with_name(MODELOPT))
-    return _ConfigFile(where, content, whole_type, gguf)
+    return _ConfigFile(where, content, whole_type, gguf, added)
 
 
 def _refuse_modelopt(path: Path) -> None:
@@ -211,9 +222,11 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     each layer type has, of which rope_scaling changes a part.
     """
     merged = {**fields, **overrides}
-    if not {"rope_scaling", "rope_parameters"} & overrides.keys():
-        return merged
     own = fields.get("rope_parameters")
+    if not {"rope_scaling", "rope_parameters"} & overrides.keys():
+        if isinstance(own, dict) and "rope_theta" in overrides:
+            merged["rope_parameters"] = _with_theta(own, overrides["rope_theta"])
+        return merged
     if isinstance(own, dict) and "full_attention" in own and "rope_parameters" not in overrides:
         return merged
     for name in {"rope_scaling", "rope_parameters"} - overrides.keys():
@@ -222,6 +235,14 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     if theta is not None and overrides.get("rope_theta") is None:
         merged["rope_theta"] = theta
     return merged
+
+
+def _with_theta(rope: Mapping[str, Any], theta: Any) -> dict[str, Any]:
+    """The newer form with the older form's rope_theta, which is that of full attention where each kind of layer has one."""
+    full = rope.get("full_attention")
+    if isinstance(full, dict):
+        return {**rope, "full_attention": {**full, "rope_theta": theta}}
+    return {**rope, "rope_theta": theta}
 
 
 class _Network:
@@ -297,6 +318,11 @@ def _transformers_config(file: _ConfigFile, family: Family) -> Any:
             f"{file.where} contradicts itself: a model of type {quoted(file.whole_type)} has a text model of type "
             f"{own_type!r}, not {family.model_type!r}."
         )
+    known = {*NETWORK_FIELDS, *(field.name for field in fields_of(config))} - {"text_config"}
+    unknown = [name for name in file.added if name not in known]
+    if unknown:
+        advice = f"a {own_type} has none of that name, see Transformers' {type(config).__name__}"
+        raise ModelError(f"{file.where}: {unknown_name_message('field', unknown[0], known, advice)}.")
     return config
 
 
