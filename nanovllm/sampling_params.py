@@ -123,6 +123,7 @@ class SamplingParams:
     detokenize: False leaves the text empty and log-probabilities without text.
     use_beam_search: a search runs a request of one token for each beam and length. The prefix cache has all but the
         last tokens of a beam, up to kvcache_block_size of them (at most 256): small blocks make a search faster.
+        The engine's metrics count these requests.
     length_penalty: beam search scores finished beams by cumulative log-probability / length ** length_penalty.
     early_stopping: beam search ends with True as soon as enough beams are finished, with False when a better one is
         unlikely, with "never" when a better one is impossible.
