@@ -193,5 +193,6 @@ def test_every_kernel_compiles_and_no_batch_compiles_one_again(arch: int, dtype:
     table = compiled(arch, dtype, (64,), tmp_path, "--counts")
     kernels = [row["kernel"] for row in table]
     of_one_row = "_inputs_kernel"  # another kernel of this name is for runs of one row each
-    assert sorted(kernels) == sorted([*KERNELS, of_one_row]), table
+    others = {"_sum_splits_kernel"} if dtype == "float32" else set()  # whose products are not split
+    assert sorted(kernels) == sorted([*(KERNELS - others), of_one_row]), table
     check_fit(table, arch, most_spilled=0)

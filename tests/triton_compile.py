@@ -168,6 +168,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
     packed_weight = random_weight("int4 zeros", 64, 1024)
     weights = torch.empty(32, 64, 64, dtype=dtype)
     packed_experts = random_weight("mxfp4", 32 * 64, 64)
+    planes = random_weight("q4_k", 64, 1024).in_planes()
     launches: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
 
@@ -203,6 +204,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             few_rows_linear(k[:FEW_ROWS, 0, :64], weights[0], None, FewRowsConfig(16, 32, 1, 2))
             multiply(torch.empty(min(rows, 8), 1024, dtype=dtype), packed_weight)
             dequantize_(torch.empty(64, 1024, dtype=dtype), packed_weight)
+            triton_gguf.gguf_linear(torch.empty(min(rows, 8), 1024, dtype=dtype), planes)
+            triton_gguf.gguf_dequantize_(planes, torch.empty(rows, 1024, dtype=dtype), numbers)
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
             grouped_linear(k[:, 0, :64], packed_experts, torch.zeros(32, dtype=torch.int64), numbers)
