@@ -238,7 +238,7 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def _with_theta(rope: Mapping[str, Any], theta: Any) -> dict[str, Any]:
-    """The newer form with the older form's rope_theta, which is that of full attention where each kind of layer has one."""
+    """The newer form with the older form's rope_theta: that of full attention, where each kind of layer has its own."""
     full = rope.get("full_attention")
     if isinstance(full, dict):
         return {**rope, "full_attention": {**full, "rope_theta": theta}}
