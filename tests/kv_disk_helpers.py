@@ -49,6 +49,14 @@ def step_until_loading(llm: LLM) -> None:
         assert llm.engine.step() == []
 
 
+def finished_next(llm: LLM) -> RequestOutput:
+    """The answer of the one request. Steps have no outputs while its blocks are looked for and read."""
+    while True:
+        for output in llm.engine.step():
+            if output.finished:
+                return output
+
+
 def numbers(output: RequestOutput) -> Any:
     completion = output.outputs[0]
     rows = [{token: entry.logprob for token, entry in row.items()} for row in completion.logprobs or ()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_shared_blocks_preemption_and_aborts(
             finished: dict[str, list[int]] = {}
             for index, prompt in enumerate(prompts):
                 llm.engine.add_request(str(index), None, greedy(25), prompt)
-            for step in range(1000):
+            for step in count():
                 if step == 7 + 5 * victim:
                     llm.engine.abort_request(str(victim))
                 if not llm.engine.has_unfinished_requests():

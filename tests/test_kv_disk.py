@@ -328,7 +328,8 @@ def test_running_requests_do_not_wait_for_a_look_at_the_directory(
 
     with engine(model, tmp_path) as llm:
         llm.engine.add_request("runs", None, SamplingParams(max_tokens=500, ignore_eos=True), [5, 6, 7])
-        llm.engine.step()
+        while not llm.engine.step():
+            pass  # its own look is under way
         shutil.copytree(written[0], tmp_path, dirs_exist_ok=True)
         monkeypatch.setattr(StorePart, "_look", held)
         llm.engine.add_request("stored", None, PARAMS, PROMPT)

@@ -21,6 +21,7 @@ from kv_disk_helpers import (
     VOCAB,
     WAYS,
     ask,
+    finished_next,
     numbers,
     step_until_loading,
     stored_files,
@@ -183,7 +184,7 @@ def test_a_disk_that_does_not_answer_one_rank(
             llm.reset_prefix_cache()
             assert numbers(ask(llm, random_prompt(600, VOCAB, 5))) == numbers(other)
         else:
-            (found,) = (output for _ in range(1000) for output in llm.engine.step() if output.finished)
+            found = finished_next(llm)
             assert (found.metrics.cached_tokens_disk, numbers(found)) == (0, written[1])
             llm.reset_prefix_cache()
         found = ask(llm)
