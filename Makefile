@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 .PHONY: venv build demo serve examples test test-bits test-full gpu-check cuda-emulated lint dist clean
 
 demo: venv
-	$(BIN)/python -m nanovllm.apps.demo
+	$(BIN)/python -m nanovllm.apps.demo $(DEMO_OPTIONS)
 
 # The demo's real model behind the API of OpenAI, with device memory for a tenth of its KV cache. MODEL names another.
 SERVE_OPTIONS ?= --kv-cache-memory-bytes 10% --max-num-batched-tokens 1024

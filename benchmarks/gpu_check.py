@@ -106,7 +106,7 @@ PARTS = (
     Part("facts", ("-m", "benchmarks.gpu_facts"), 40),
     Part("build", ("setup.py", "build_ext", "--inplace"), 180, 70, ("--help",), figures=False),
     Part("probe", ("-m", "benchmarks.probe", "--device", "cuda"), 90, 40,
-         ("--device", "cpu", "--dry", "--threads", "1")),
+         ("--device", "cpu", "--dry", "--threads", "1", "--connections", "8")),
     Part("smoke", ("-m", "benchmarks.smoke", "--device", "cuda"), 150, 25, ("--device", "cpu")),
     offload("offload-32k", PROMPT_32K, 150, 30, "--no-cpu-attention"),
     offload("cpu-attention-32k", PROMPT_32K, 150, 40, decode_steps=4),
@@ -128,7 +128,7 @@ PARTS = (
          "--max-num-batched-tokens", "256"),
         figures=False,
     ),
-    offload("offload-128k", PROMPT_128K, 300, 120, "--no-cpu-attention"),
+    replace(offload("offload-128k", PROMPT_128K, 300, 120, "--no-cpu-attention"), repeats=True),
     offload("kv-8-bits-32k", PROMPT_32K, 150, 60, "--no-cpu-attention", *EIGHT_BITS),
     Part("features", ("-m", "benchmarks.features", "--device", "cuda"), 240, 30, ("--device", "cpu")),
     Part("products", ("-m", "benchmarks.products"), 90, 15, ("--dry", "--schemes", "int4", "fp8", "q4_k")),
@@ -149,6 +149,7 @@ PARTS = (
         100,
         50,
         (*TINY_RUN, "--prompt-len", "64"),
+        repeats=True,
     ),
     Part(
         "decode-kernels",
@@ -165,6 +166,7 @@ PARTS = (
         60,
         20,
         (*TINY_RUN, "--prompt-len", "64", "--num-prompts", "3", "--kernel-steps", "2"),
+        repeats=True,
     ),
     replace(
         offload("offload-32k-own", PROMPT_32K, 90, 30, "--no-cpu-attention"),

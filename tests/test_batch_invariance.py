@@ -34,14 +34,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     ("family", "dtype", "options"),
     [
         pytest.param("qwen3", "bfloat16", {"head_dim": 64}, marks=pytest.mark.slow),
-        ("qwen2", "bfloat16", {"head_dim": 32}),  # biases
+        pytest.param("qwen2", "bfloat16", {"head_dim": 32}, marks=pytest.mark.slow),  # biases
         pytest.param("llama", "float32", {"head_dim": 16}, marks=pytest.mark.slow),
         pytest.param("mistral", "float32", {"head_dim": 48, "sliding_window": 21}, marks=pytest.mark.slow),
         pytest.param("olmo3", "bfloat16", {"head_dim": 32, "sliding_window": 21, "layers": 4}, marks=pytest.mark.slow),
         pytest.param("glm4_moe", "bfloat16", {"n_group": 2, "experts": 8, "layers": 3}, marks=pytest.mark.slow),
         pytest.param("minimax_m2", "float32", {"experts": 8}, marks=pytest.mark.slow),
         pytest.param("gemma3", "bfloat16", {"head_dim": 32, "sliding_window": 21}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "bfloat16", {"sliding_window": 21, "layers": 3}, marks=pytest.mark.slow),
+        ("gpt_oss", "bfloat16", {"sliding_window": 21, "layers": 3}),
         pytest.param("qwen3_moe", "bfloat16", {"mlp_only_layers": [1], "layers": 3}, marks=pytest.mark.slow),
     ],
 )

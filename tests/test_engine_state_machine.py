@@ -412,10 +412,10 @@ def has_seen_enough(totals: Counter[str], steps: int, each: int, kinds: int) -> 
 )
 def test_random_runs_never_corrupt_leak_or_lose_a_block(steps: int, each: int, kinds: int) -> None:
     EngineMachine.totals.clear()
-    machine_settings = settings(max_examples=20, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    machine_settings = settings(max_examples=10, stateful_step_count=60, suppress_health_check=list(HealthCheck))
     logging.disable(logging.WARNING)  # every preemption logs one
     try:
-        for number in range(90):  # the length of an example is random
+        for number in range(180):  # the length of an example is random
             if machine_settings.derandomize:
                 seed(number)(EngineMachine)  # or every round would be the same
             run_state_machine_as_test(EngineMachine, settings=machine_settings)

@@ -85,7 +85,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_same_logits(make_checkpoint(tmp_path, "gemma4", **MODELS[name]), tmp_path)
 
 
-@ALL
+@pytest.mark.parametrize("name", fast_only(["small", "mixture"], MODELS))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """In chunks, from the prefix cache, layer by layer where the model can, and with CPU attention."""
     model = make_checkpoint(tmp_path, "gemma4", **MODELS[name])

@@ -104,7 +104,7 @@ def test_every_share_gives_the_same_logits(
             assert same_tokens == tokens
 
 
-@pytest.mark.parametrize("num_gpu_blocks", fast_only([4, 9], [4, 5, 9, 13]))
+@pytest.mark.parametrize("num_gpu_blocks", fast_only([9], [4, 5, 9, 13]))
 def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_blocks: int) -> None:
     resident, _, none = logits_of_run(model_dir, 1.0, num_gpu_blocks=60)
     assert none == 0

@@ -61,7 +61,7 @@ def test_a_later_engine_finds_the_prompt_whatever_its_blocks_and_budget(model: P
     for index, writing in enumerate(WAYS):
         directory = tmp_path / str(index)
         assert numbers(run(model, directory, **writing)) == expected
-        for reading in (WAYS[index], WAYS[(index + 1) % len(WAYS)], WAYS[(index + 3) % len(WAYS)]):
+        for reading in (WAYS[(index + 1) % len(WAYS)], WAYS[(index + 3) % len(WAYS)]):
             found = run(model, directory, **reading)
             assert found.metrics.cached_tokens == found.metrics.cached_tokens_disk == 768
             assert numbers(found) == expected

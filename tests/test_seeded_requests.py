@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import Logprob
 
 VOCAB = 83
-REQUESTS = 100
+REQUESTS = 40
 BLOCK = 16
 Answer = tuple[list[int], list[Mapping[int, Logprob]] | None, list[Mapping[int, Logprob] | None] | None]
 
@@ -71,7 +71,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_hundred_seeded_requests(name: str, model_dir: Path, alone: list[Answer]) -> None:
+def test_seeded_requests(name: str, model_dir: Path, alone: list[Answer]) -> None:
     batch = requests()
     order = Random(3).sample(range(REQUESTS), REQUESTS)
     with LLM(model_dir, **{"kvcache_block_size": BLOCK, **TOGETHER[name]}) as llm:

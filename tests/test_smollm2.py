@@ -103,7 +103,7 @@ def test_the_demo_shows_answers_and_judges_them(
     converted: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The small network says anything but the last words; each answer contains nothing, and so the empty string."""
-    monkeypatch.setattr(reading, "story", lambda: "th " * 50)
+    monkeypatch.setattr(reading, "story", lambda is_short: "th " * 50)
     monkeypatch.setattr(reading, "BLOCK_SIZE", 16)
     monkeypatch.setattr(reading, "MAX_MODEL_LEN", POSITIONS)
     monkeypatch.setattr(reading, "QUESTIONS", (("What?", ""), ("Who?", "" if is_right else "certainly not this")))

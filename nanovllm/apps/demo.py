@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanovllm import LLM, KVStats, RequestOutput, SamplingParams
 from nanovllm.apps.real_models import UnavailableError
-from nanovllm.apps.real_models.reading import TITLE, read
+from nanovllm.apps.real_models.reading import read, title
 from nanovllm.apps.real_models.smollm2 import FILE, checkpoint, default_directory, is_checkpoint
 from nanovllm.apps.recall import WordExam
 from nanovllm.config import MIN_GPU_BLOCKS
@@ -163,8 +163,8 @@ def run_real_model(args: argparse.Namespace) -> bool:
     except UnavailableError as error:
         print(f"No real model: {error}")
         return True
-    print(f"\nA real model, SmolLM2-135M-Instruct in float32, reads {TITLE}", flush=True)
-    answers, stats = read(model_dir, args.device)
+    print(f"\nA real model, SmolLM2-135M-Instruct in float32, reads {title(args.short)}", flush=True)
+    answers, stats = read(model_dir, args.device, args.short)
     for answer in answers:
         print(f"question: {answer.question}\nanswer:   {answer.text}   ({'right' if answer.is_right else 'WRONG'})")
     first = answers[0].output
@@ -186,6 +186,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), help="else CUDA where there is one")
     add("--seed", type=int, default=0, help="of the network, its words and the document")
     add("--model-dir", help="where to write the model and keep it; else a temporary directory")
+    add("--short", action="store_true", help="ask the real model one question about half of its text")
     add("--recall-only", action="store_true", help="ask the recall network alone, without the real model")
     add("--smollm2-dir", help=f"where the real model is or shall be kept; else {default_directory()}")
     return parser.parse_args(argv)

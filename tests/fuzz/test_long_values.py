@@ -39,7 +39,7 @@ JSON_VALUES: dict[str, Any] = {
     "half a character": "\ud800",
     "true": True,
 }
-FAST = ("long text", "nested objects", "huge number", "long key", "half a character")
+FAST = ("long text", "nested objects", "huge number")
 KNOWN = {
     "config.json": (*NETWORK_FIELDS, *OF_CLASSES),
     "generation_config.json": tuple(GENERATION_FIELDS),
@@ -101,7 +101,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path / "model", write_adapter(path / "adapter", adapter_tensors(model))
 
 
-@pytest.mark.parametrize("value", JSON_VALUES)
+@pytest.mark.parametrize("value", fast_only(FAST, JSON_VALUES))
 def test_adapter_config(adapter: tuple[Path, Path], value: str) -> None:
     model, directory = adapter
     spec = load_decoder_spec(model)
