@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         pytest.param("glm4_moe", "bfloat16", {"n_group": 2, "experts": 8, "layers": 3}, marks=pytest.mark.slow),
         pytest.param("minimax_m2", "float32", {"experts": 8}, marks=pytest.mark.slow),
         pytest.param("gemma3", "bfloat16", {"head_dim": 32, "sliding_window": 21}, marks=pytest.mark.slow),
-        ("gpt_oss", "bfloat16", {"sliding_window": 21, "layers": 3}),
+        ("gpt_oss", "bfloat16", {"sliding_window": 21, "layers": 2}),
         pytest.param("qwen3_moe", "bfloat16", {"mlp_only_layers": [1], "layers": 3}, marks=pytest.mark.slow),
     ],
 )

@@ -91,4 +91,4 @@ def test_the_requests_are_worth_comparing(alone: list[Answer]) -> None:
     assert sum(logprobs is not None for _, logprobs, _ in alone) == 0.3 * REQUESTS
     lengths = [params.max_tokens for _, params in requests()]
     ended_early = [len(answer) < length for answer, length in zip(tokens, lengths, strict=True) if length]
-    assert 5 < sum(ended_early) < REQUESTS
+    assert 1 < sum(ended_early) < REQUESTS
