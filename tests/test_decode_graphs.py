@@ -97,7 +97,7 @@ def logits_in_turn(llm: LLM) -> Logits:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", fast_only(MODES[:3:2], MODES))
 def test_logits_are_those_of_eager_steps(
     mode: str, model_dir: Path, eager_logits: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_logits_are_those_of_eager_steps(
     assert device.replays == len(batches) * (1 if mode == "full steps" else LAYERS + 1)
 
 
-@pytest.mark.parametrize("mode", MODES[:3])
+@pytest.mark.parametrize("mode", fast_only(MODES[:1], MODES[:3]))
 def test_preempted_requests_with_common_prefixes(mode: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = random_prompt(40, VOCAB, 3)
     prompts = [shared + random_prompt(n, VOCAB, 4) for n in (1, 9, 2, 30, 7)]

@@ -58,7 +58,7 @@ FAST_WINDOWS = ("none", "with smaller heads", "states instead")
 
 
 @pytest.mark.parametrize("windows", fast_only(FAST_WINDOWS, WINDOWS))
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompt_len=st.integers(1, 200),
     output_len=st.integers(1, 20),

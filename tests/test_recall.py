@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_layerwise
-from fast import fast_pairs
+from fast import fast_only, fast_pairs
 from resident_memory import peak_rss_bytes, rss_bytes
 
 from nanovllm import LLM, SamplingParams
@@ -85,7 +85,7 @@ def test_4k_in_8_bits(tmp_path: Path, kv_cache_dtype: str, dtype: str, way: str)
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("way", PREFILL_WAYS)
+@pytest.mark.parametrize("way", fast_only(["chunk-major"], PREFILL_WAYS))
 def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, way: str) -> None:
     """Long prompts larger than the device in one batch with ones that fit, each with its own document."""
     vocab = 6000
