@@ -65,7 +65,8 @@ def check_fit(table: list[dict[str, Any]], arch: int, most_spilled: int) -> None
 def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
     """Attention over an 8-bit KV cache may spill a few registers: its tiles are widened in registers. So may decode of
     large heads, which the compiler holds at half of a thread's registers for the sake of more threads, products of int8
-    weights with zeros and of Q5_K, which it holds at 80 to 170, and prefill with a window on 12.0, by 32 bytes."""
+    weights with zeros, of int4 weights with scales in fp32, and of Q5_K, which it holds at 80 to 170, and prefill with
+    a window on 12.0, by 32 bytes."""
     few = [row for row in table if row["launch"].endswith(" KV") or is_large_decode(row) or is_tight(row, arch)]
     check_fit(few, arch, FEW_SPILLED)
     check_fit([row for row in table if row not in few], arch, most_spilled=0)
@@ -76,7 +77,7 @@ def is_tight(row: dict[str, Any], arch: int) -> bool:
     if row["kernel"] == "_prefill_kernel":
         return arch == 120 and "window" in row["launch"]
     return row["launch"].startswith("gguf q5_k") or (
-        row["kernel"] == "_packed_kernel" and "int8 zeros" in row["launch"]
+        row["kernel"] == "_packed_kernel" and ("int8 zeros" in row["launch"] or "int4 float32" in row["launch"])
     )
 
 
