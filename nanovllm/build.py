@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.batch import Adapters
 from nanovllm.data.memory_checks import gib
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
-from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
-from nanovllm.engine.scheduler import Drafter
+from nanovllm.engine.resolved_sampling import SamplingFacts
+from nanovllm.engine.scheduler import Drafter, Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
+from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
+from nanovllm.features.structured_outputs.step_masks import StepMasks
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
@@ -54,8 +57,11 @@ from nanovllm.speculative_config import SpeculativeConfig, speculative_config
 from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from nanovllm.data.batch import Adapter
+    from nanovllm.engine.request import Request
     from nanovllm.features.distributed.executor import TensorParallelExecutor
     from nanovllm.features.kv_disk.store import DiskStore
+    from nanovllm.features.lora.slots import AdapterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +91,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     spec = runner.spec
     states = runner.sizing.memory.states
     limits = _limits(config, runner, eos_token_ids)
-    store = _open_store(config, runner)
+    adapters = _adapters(config, spec, limits)
+    store = _open_store(config, runner, adapters)
     manager = BlockManager(
         plan.split.resident_blocks,
         plan.num_cpu_blocks,
@@ -96,23 +103,17 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         chunk=limits.chunk,
         store=store,
     )
-    features = EngineFeatures(
-        grammars=LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids),
-        adapters=_adapters(config, spec),
-        metrics=MetricsReader(plan.max_model_len, config.model_name),
-        drafter=drafter,
-    )
+    grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
+    hooks: list[StepHook | None] = [StepMasks(grammars), adapters]
+    manager.hooks += [hook for hook in hooks if hook is not None]
+    sampling = SamplingFacts(spec.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
     engine = LLMEngine(
-        limits,
-        spec.vocab_size,
-        manager,
+        Scheduler(limits, manager, drafter),
+        InputProcessor(limits, spec.vocab_size, sampling, config.seed, runner.advise, adapters),
         runner,
-        features,
-        tokenizer,
         model=str(config.model),
-        seed=config.seed,
-        max_logprobs=config.max_logprobs,
         sampling_defaults=sampling_defaults,
+        metrics=MetricsReader(plan.max_model_len, config.model_name),
     )
     return BuiltEngine(engine, runner)
 
@@ -186,7 +187,6 @@ def _limits(
         config.preemption_mode,
         num_layers=runner.spec.num_kv_layers,
         layerwise_memory=runner.plan.layerwise_memory,
-        max_loras=config.max_loras if config.enable_lora else 0,
         num_speculative_tokens=config.num_speculative_tokens,
         edge=1 if states is None else recurrent_edge(config, states.running),
     )
@@ -215,15 +215,18 @@ def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     return tokenizer
 
 
-def _adapters(config: EngineConfig, spec: DecoderSpec) -> Adapters | None:
+def _adapters(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> AdapterSlots | None:
     if not config.enable_lora:
         return None
     from nanovllm.features.lora.adapter_files import AdapterRegistry
+    from nanovllm.features.lora.slots import AdapterSlots
 
-    return AdapterRegistry(spec, config.max_lora_rank)
+    return AdapterSlots(AdapterRegistry(spec, config.max_lora_rank), config.max_loras, limits.max_num_seqs)
 
 
-def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecutor) -> DiskStore | None:
+def _open_store(
+    config: EngineConfig, runner: ModelRunner | TensorParallelExecutor, adapters: AdapterSlots | None
+) -> DiskStore | None:
     """The KV blocks on disk that the arguments ask for."""
     if config.kv_cache_dir is None:
         return None
@@ -232,7 +235,11 @@ def _open_store(config: EngineConfig, runner: ModelRunner | TensorParallelExecut
 
     parts = OwnPart(config, runner) if isinstance(runner, ModelRunner) else runner
     has_states = runner.sizing.memory.states is not None
-    return open_store(config, parts, runner.sizing.layout.groups, has_states)
+
+    def adapter_of(request: Request) -> Adapter | None:
+        return None if adapters is None else adapters.adapter_of(request)
+
+    return open_store(config, parts, runner.sizing.layout.groups, has_states, adapter_of)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

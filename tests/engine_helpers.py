@@ -14,9 +14,12 @@ from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Adapter, Batch, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.features.lora.slots import AdapterSlots
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -71,7 +74,7 @@ class NumberedAdapters:
         return Adapter(lora_request, lora_request, Path(), ())
 
 
-def adapter_salt(adapter: int | None) -> bytes:
+def adapter_salt(adapter: object) -> bytes:
     """What the adapter adds to every KV entry of the model of KV content."""
     return b"" if adapter is None else f"adapter {adapter}".encode()
 
@@ -109,19 +112,15 @@ class Bench:
         self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, states, chunk)
         length = max_model_len or self.manager.capacity.max_sequence_tokens
         self.limits = SchedulerLimits(
-            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras,
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory,
             edge=edge,
         )  # fmt: skip
         self.executor = WatchedExecutor(device, host, self.limits, groups, swap, 0 if states is None else states[0])
-        self.engine = LLMEngine(
-            self.limits,
-            VOCAB,
-            self.manager,
-            self.executor,
-            EngineFeatures(adapters=NumberedAdapters() if max_loras else None),
-            tokenizer,
-            seed=seed,
-        )
+        slots = AdapterSlots(NumberedAdapters(), max_loras, max_num_seqs) if max_loras else None
+        self.manager.hooks += [] if slots is None else [slots]
+        sampling = SamplingFacts(VOCAB, frozenset(eos), tokenizer)
+        inputs = InputProcessor(self.limits, VOCAB, sampling, seed, self.executor.advise, slots)
+        self.engine = LLMEngine(Scheduler(self.limits, self.manager), inputs, self.executor)
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.order: list[str] = []  # names, as they finished
@@ -149,7 +148,7 @@ class Bench:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
                 self.executor.histories[seq.seq_id] = seq.token_ids
-                self.executor.salts[seq.seq_id] = adapter_salt(request.adapter.number if request.adapter else None)
+                self.executor.salts[seq.seq_id] = adapter_salt(request.lora_request)
 
     def step(self) -> list[RequestOutput]:
         self.tell_histories()

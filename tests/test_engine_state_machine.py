@@ -30,8 +30,11 @@ from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.resolved_sampling import SamplingFacts
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.memory.layerwise import LayerwiseMemory
@@ -203,11 +206,12 @@ class EngineMachine(RuleBasedStateMachine):
         kinds = {"full" if window is None else "windows" for window in windows} | ({"states"} if slots else set())
         self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
-        parts = EngineFeatures()
+        drafter = None
         if drafts:
             limits = replace(limits, num_speculative_tokens=drafts)
-            parts = replace(parts, drafter=Guesses(wrong))
-        self.engine = LLMEngine(limits, VOCAB, self.manager, self.executor, parts)
+            drafter = Guesses(wrong)
+        inputs = InputProcessor(limits, VOCAB, SamplingFacts(VOCAB), 0, self.executor.advise)
+        self.engine = LLMEngine(Scheduler(limits, self.manager, drafter), inputs, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 

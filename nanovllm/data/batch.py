@@ -26,14 +26,6 @@ class Adapter:
     stamp: tuple[int, ...]  # sizes and times of the files, by which an executor recognises the content
 
 
-class Adapters(Protocol):
-    """Finds the adapters that requests name."""
-
-    def find(self, lora_request: object) -> Adapter:
-        """The adapter of a `LoRARequest`. Raises RequestError if it cannot be used with the model."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LayerwisePrefill:
     """Positions [begin, end) of a sequence, prefilled layer by layer in chunks of `chunk` tokens.
@@ -245,7 +237,7 @@ class PromptTargets:
     num_logprobs: int  # as in SamplingRow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
@@ -274,7 +266,7 @@ class ScheduledSequence:
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """One step: the block moves and state moves, in order, then the sequences.
 

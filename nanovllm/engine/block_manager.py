@@ -26,6 +26,7 @@ from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
 from nanovllm.engine.request import Sequence, SnapshotPlan
 from nanovllm.engine.state_manager import StateManager, planned_snapshots
+from nanovllm.engine.step_hook import StepHook
 from nanovllm.engine.stored_blocks import BlockStore, NoBlockStore, StoredBlocks
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
@@ -88,6 +89,7 @@ class BlockManager:
         self.stored = StoredBlocks(self, NoBlockStore() if store is None else store)
         self.num_copied_blocks = 0  # by copy-on-write
         self.most_used = self.most_used_on_device = 0  # blocks, in one step
+        self.hooks: list[StepHook] = []  # called in this order; to be filled before the first request
         self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
@@ -108,6 +110,8 @@ class BlockManager:
         self._moves: list[BlockMove] = []
         if self.states is not None:
             self.states.reset()
+        for hook in self.hooks:
+            hook.reset()
 
     # ---- counts
 

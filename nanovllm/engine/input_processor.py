@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from nanovllm.data.batch import Adapter, Adapters
+from nanovllm.data.batch import Adapter
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -16,6 +17,15 @@ from nanovllm.errors import RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams, derived_seed
 from nanovllm.sampling_rules import check_characters
 from nanovllm.text.prompts import PromptParts
+from nanovllm.text.tokenizer import Tokenizer
+
+
+class Adapters(Protocol):
+    """Finds the adapters that requests name."""
+
+    def find(self, lora_request: object) -> Adapter:
+        """The adapter of a `LoRARequest`. Raises RequestError if it cannot be used with the model."""
+        ...
 
 
 @dataclass(slots=True)
@@ -75,8 +85,18 @@ class InputProcessor:
             prompt=prompt.text,
             cache_salt=_cache_salt(salt, adapter),
             sampling=resolve_sampling(params, token_ids, self.sampling),
-            adapter=adapter,
+            lora_request=lora_request,
+            ext={} if adapter is None else {self.adapters: adapter},
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.sampling.tokenizer
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what the requests with these parameters need, which can take seconds, in any thread."""
+        if params.structured_outputs is not None and self.sampling.grammars is not None:
+            self.sampling.grammars.prepare(params.structured_outputs)
 
     def adapter(self, lora_request: object | None) -> Adapter | None:
         """The LoRA adapter that a request names; None if it names none."""

@@ -10,23 +10,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nanovllm.data.batch import Adapters, Batch, StepResult
+from nanovllm.data.batch import Batch, StepResult
 from nanovllm.data.progress import Progress
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.preemption import PreemptionStats
 from nanovllm.engine.prefix_cache import PrefixCacheStats
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.resolved_sampling import GrammarCompiler, SamplingFacts
-from nanovllm.engine.scheduler import Drafter, DraftStats, Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.scheduler import DraftStats, Scheduler
 from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
-from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 LOADING_SECONDS = 0.05  # that a step waits where all requests wait for the block store
 
@@ -152,16 +149,6 @@ class MetricsReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFeatures:
-    """What an engine may have besides."""
-
-    grammars: GrammarCompiler | None = None  # compiles structured outputs; None refuses them
-    adapters: Adapters | None = None  # finds LoRA adapters; None refuses them
-    metrics: MetricsReader | None = None
-    drafter: Drafter | None = None  # of speculative decoding
-
-
-@dataclass(frozen=True, slots=True)
 class ModelView:
     """What programs written for vLLM ask the engine's `model_config`."""
 
@@ -178,32 +165,27 @@ class LLMEngine:
 
     def __init__(
         self,
-        limits: SchedulerLimits,
-        vocab_size: int,
-        block_manager: BlockManager,
+        scheduler: Scheduler,
+        inputs: InputProcessor,
         executor: Executor,
-        features: EngineFeatures,
-        tokenizer: Tokenizer | None = None,
         *,
         model: str = "",
-        seed: int = 0,
-        max_logprobs: int = 20,
         sampling_defaults: dict[str, Any] | None = None,
+        metrics: MetricsReader | None = None,
     ) -> None:
         """model: its name for `model_config`; sampling_defaults: the sampling parameters that it recommends."""
-        self.limits = limits
-        self.vocab_size = vocab_size
-        self.scheduler = Scheduler(limits, block_manager, features.drafter)
+        self.limits = scheduler.limits
+        self.vocab_size = inputs.vocab_size
+        self.scheduler = scheduler
         self.executor = executor
-        self.tokenizer = tokenizer
+        self.tokenizer = inputs.tokenizer
         self.sampling_defaults = sampling_defaults or {}
-        self.model_config = ModelView(model, limits.max_model_len)
+        self.model_config = ModelView(model, self.limits.max_model_len)
         self.guard = EngineGuard()
         self.closed = False
-        self._features = features
-        sampling = SamplingFacts(vocab_size, limits.eos_token_ids, tokenizer, max_logprobs, features.grammars)
-        self._inputs = InputProcessor(limits, vocab_size, sampling, seed, executor.advise, features.adapters)
-        self._token_texts = TokenTexts(tokenizer)
+        self._inputs = inputs
+        self._metrics = metrics
+        self._token_texts = TokenTexts(self.tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
         self.inboxes: dict[str, list[RequestOutput]] = {}  # of the clients, by the ids of their requests
@@ -322,8 +304,7 @@ class LLMEngine:
 
         Raises RequestError if they cannot be compiled.
         """
-        if params.structured_outputs is not None and self._features.grammars is not None:
-            self._features.grammars.prepare(params.structured_outputs)
+        self._inputs.prepare(params)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | None:
         """End a request, free its blocks on both tiers, and return its output if it was unfinished.
@@ -354,7 +335,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Any]:
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `features.vllm_api.metrics_reader`."""
-        return [] if self._features.metrics is None else self._features.metrics.read(self.metrics())
+        return [] if self._metrics is None else self._metrics.read(self.metrics())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
@@ -421,7 +402,7 @@ class LLMEngine:
         finally:
             self._batch = None
         seconds = time.monotonic() - begin
-        drafter = self._features.drafter
+        drafter = self.scheduler.drafter
         if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
             drafter.measured(batch.num_tokens, seconds)
         stepped = self.scheduler.update(batch, result, self._clock.now())
@@ -458,9 +439,9 @@ class LLMEngine:
             return
         with self.guard.operation("close"):
             self.closed = True
-            features = self._features
-            with ExitStack() as closing:  # all of them, even if one fails; the last one first, which the executor fills
-                for part in (features.grammars, self.executor, features.drafter, self.scheduler.block_manager):
+            hooks = self.scheduler.hooks
+            with ExitStack() as closing:  # all of them, even if one fails; the executor last, which fills the others
+                for part in (self.executor, *hooks, self.scheduler.drafter, self.scheduler.block_manager):
                     if part is not None:
                         closing.callback(part.close)
 
@@ -497,8 +478,8 @@ class LLMEngine:
             outputs = self._requests[request.request_id]
             if request.finished:
                 del self._requests[request.request_id]
-                if self._features.metrics is not None:
-                    self._features.metrics.observe(request)
+                if self._metrics is not None:
+                    self._metrics.observe(request)
             made.append(outputs.output())
         return [output for output in made if output is not None]
 

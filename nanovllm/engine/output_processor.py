@@ -158,7 +158,7 @@ class OutputProcessor:
             prompt_logprobs=None if request.params.prompt_logprobs is None else self._new_prompt_logprobs(),
             error=request.error,
             step_failed=request.step_failed,
-            lora_request=request.adapter.request if request.adapter is not None else None,
+            lora_request=request.lora_request,
         )
 
     def _finish(self, seq: Sequence) -> None:

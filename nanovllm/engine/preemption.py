@@ -103,9 +103,9 @@ class Preemption:
         return True
 
     def _can_resume(self, request: Request, budget: SchedulingBudget) -> bool:
-        if request.num_seqs > budget.free_seqs or not budget.has_adapter_slot(request):
-            return False
         manager = self.manager
+        if request.num_seqs > budget.free_seqs or not all(hook.may_start(request) for hook in manager.hooks):
+            return False
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
         fits = manager.num_allocatable - needed >= manager.watermark
         return fits and bool(budget.chunks_of(request))

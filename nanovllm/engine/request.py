@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.data.batch import (
-    Adapter,
     LayerwisePrefill,
     LogitAdjustments,
     LogitsProcessors,
@@ -23,7 +22,6 @@ from nanovllm.data.batch import (
     Sample,
     SamplingRow,
     TokenLogprobs,
-    TokenMask,
     token_array,
 )
 from nanovllm.data.kv_groups import HOLE, KVCapacity
@@ -72,12 +70,12 @@ class Request:
     prompt: str | None = None
     cache_salt: bytes = b""
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
-    adapter: Adapter | None = None
+    lora_request: object | None = None  # as it was given
+    ext: dict[object, Any] = field(default_factory=dict)  # what step hooks keep of it, by hook
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)  # why it ended with finish_reason "error"
     step_failed: bool = field(default=False, init=False)  # a failed step ended it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second prompt token on
-    num_overtaken: int = field(default=0, init=False)  # later requests admitted while this one waited for its adapter
     was_spoiled: bool = field(default=False, init=False)  # a step with drafts had no finite logits
 
     def __post_init__(self, arrival_time: float) -> None:
@@ -339,10 +337,9 @@ class Sequence:
         self.num_stored = 0  # tokens that were read from the block store when it was admitted last
         self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
         self.loading: Loading | None = None  # while they are being read; num_computed counts them already
-        grammar = request.sampling.grammar
-        self.grammar = grammar.start() if grammar is not None else None  # reads the output
         self._output_array = token_array()
         self.drafting: object = None  # what the drafter keeps of it
+        self.ext: dict[object, Any] = {}  # what step hooks keep of it, by hook
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -412,16 +409,9 @@ class Sequence:
 
     def sampling_rows(self, drafts: Seq[int] = ()) -> tuple[SamplingRow, ...]:
         """How to sample its next token and, after each of `drafts`, the token that follows if the drafts are right."""
-        masks: Seq[TokenMask | None] = [self.request.sampling.allowed] * (len(drafts) + 1)
-        if self.grammar is not None:  # the masks are made while the step computes
-            new = self.token_ids[self.prompt_len + self.grammar.num_read :]
-            first = self.num_output_tokens
-            masks = self.grammar.masks(
-                new, drafts, [first + count < self.params.min_tokens for count in range(len(drafts) + 1)]
-            )
-        return tuple(self._sampling_row(drafts[:count], mask) for count, mask in enumerate(masks))
+        return tuple(self._sampling_row(drafts[:count]) for count in range(len(drafts) + 1))
 
-    def _sampling_row(self, ahead: Seq[int], mask: TokenMask | None) -> SamplingRow:
+    def _sampling_row(self, ahead: Seq[int]) -> SamplingRow:
         """How to sample the token after the tokens `ahead` of the output."""
         sampling = self.request.sampling
         processors = None
@@ -433,7 +423,7 @@ class Sequence:
             index=self.num_output_tokens + len(ahead),
             num_logprobs=self.request.num_logprobs,
             adjustments=self._adjustments(ahead),
-            mask=mask,
+            mask=sampling.allowed,
             processors=processors,
         )
 
@@ -450,8 +440,7 @@ class Sequence:
         """Changes to the logits of the token after the tokens `ahead`; None for no change."""
         sampling = self.request.sampling
         banned = token_array()
-        # A grammar's mask holds end tokens back itself, unless nothing else may follow.
-        if self.num_output_tokens + len(ahead) < self.params.min_tokens and self.grammar is None:
+        if self.num_output_tokens + len(ahead) < self.params.min_tokens:
             banned.extend(sampling.end_tokens)
         if sampling.bad_words:
             longest = max(map(len, sampling.bad_words))

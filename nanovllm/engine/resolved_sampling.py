@@ -118,16 +118,21 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
     bad_words = _bad_word_tokens(params.bad_words, facts)
     end_tokens = ends if params.min_tokens > 0 else set()
     _check_some_token_is_left(params, end_tokens, bad_words, facts.vocab_size)
+    num_logprobs = _num_logprobs("logprobs", params.logprobs, facts)
+    num_prompt_logprobs = _num_logprobs("prompt_logprobs", params.prompt_logprobs, facts)
+    processors = tuple((function, bool(takes_prompt(function))) for function in params.logits_processors)
+    grammar = _grammar(params, set(params.stop_token_ids) if params.ignore_eos else ends, allowed, facts)
     return ResolvedSampling(
-        num_logprobs=_num_logprobs("logprobs", params.logprobs, facts),
-        num_prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, facts),
-        end_tokens=token_array(end_tokens),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        # A grammar's mask holds end tokens back itself, unless nothing else may follow.
+        end_tokens=token_array(end_tokens if grammar is None else ()),
         bad_words=bad_words,
         draw=_draw_params(params),
         adjustments=_adjustments(params, prompt_token_ids),
         allowed=allowed,
-        processors=tuple((function, bool(takes_prompt(function))) for function in params.logits_processors),
-        grammar=_grammar(params, set(params.stop_token_ids) if params.ignore_eos else ends, allowed, facts),
+        processors=processors,
+        grammar=grammar,
     )
 
 

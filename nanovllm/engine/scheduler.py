@@ -75,7 +75,7 @@ class Scheduler:
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
 
     A request whose prompt goes on in the block store is *loading* between its admission and its first step: it holds
-    blocks, a sequence slot and an adapter, others run meanwhile, and it is preempted like them.
+    blocks and a sequence slot, others run meanwhile, and it is preempted like them.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
+        self.hooks = block_manager.hooks
         self.preemption = Preemption(block_manager, limits.preemption_mode)
         goes_layerwise = limits.layerwise_memory != NO_LAYERWISE
         # None prefills every prompt chunk by chunk.
@@ -151,8 +152,11 @@ class Scheduler:
         if self.waiting:
             self._admit_waiting(budget, now)
         budget.add_long_prefill()
+        for hook in self.hooks:
+            hook.planned(budget)
         drafts = self._draft(budget) if self.drafter is not None else {}
         self.block_manager.promote(seq for seq, _ in budget.chunks)
+        scheduled = [seq for seq, _ in budget.chunks]
         sequences = [self._scheduled(seq, chunk, drafts.get(seq, ())) for seq, chunk in budget.chunks]
         if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
@@ -160,16 +164,19 @@ class Scheduler:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
                 tokens = min(budget.left, self.limits.chunk)
                 sequences.append(self.layerwise.part(prefill, seq, tokens))
+                scheduled.append(seq)
         if not sequences:  # moves stay planned until the next step, or a read of the block store, carries them out
             is_expected = self.loading or not self.has_unfinished() or not self.block_manager.has_moves
             assert is_expected, "block moves were planned for a step without sequences"
             return Batch([])
         self.block_manager.count_used()
         moves = self.block_manager.take_moves()
-        adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
         states = self.block_manager.states
         state_moves = states.take_moves() if states is not None else ()
-        return Batch(sequences, moves, tuple(adapters.values()), state_moves)
+        batch = Batch(sequences, moves, state_moves=state_moves)
+        for hook in self.hooks:
+            hook.built(batch, scheduled)
+        return batch
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
@@ -317,7 +324,7 @@ class Scheduler:
             _insert(self.running, request)
             self.swapped.remove(request)
             self.block_manager.grow(request.computing)
-            budget.count_started(request)
+            self._count_started(request, budget)
             budget.add_chunks(request)
 
     def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
@@ -325,7 +332,7 @@ class Scheduler:
 
         These are passed over:
         - while a long prefill runs, requests that one step cannot complete;
-        - requests whose adapter cannot be loaded yet;
+        - requests that a hook does not let start;
         - requests that will find in the prefix cache what a running request computes next;
         - requests for which the block store is still looking.
         The first of the others that does not fit ends the admission, so that later ones do not take its blocks.
@@ -341,7 +348,8 @@ class Scheduler:
             if budget.left == 0:
                 return
             is_too_long = budget.long_prefill is not None and not self._fits_a_step(request)
-            if is_too_long or budget.awaits_adapter(request) or self._awaits_prefix(request, computing):
+            may_start = not is_too_long and all(hook.may_start(request) for hook in self.hooks)
+            if not may_start or self._awaits_prefix(request, computing):
                 passed_over.append(request)
                 continue
             if not self._can_admit(request, budget):
@@ -352,7 +360,7 @@ class Scheduler:
                 continue
             self._admit(request, budget, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
-            budget.count_started(request)
+            self._count_started(request, budget)
             if request.status is RequestStatus.LOADING:
                 continue
             if request.computing[0].layerwise is None:
@@ -444,6 +452,11 @@ class Scheduler:
 
     # ---- helpers of the stages
 
+    def _count_started(self, request: Request, budget: SchedulingBudget) -> None:
+        budget.count_started(request)
+        for hook in self.hooks:
+            hook.started(request)
+
     def _plan_layerwise(self, seq: Sequence) -> None:
         """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
         if self.layerwise is not None and seq.layerwise is None:
@@ -521,7 +534,6 @@ class Scheduler:
             samples=samples,
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
-            adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
             state_slot=states.own(seq) if states is not None else None,
             num_drafts=len(drafts),
         )

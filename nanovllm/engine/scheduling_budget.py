@@ -23,7 +23,6 @@ class SchedulerLimits:
     preemption_mode: PreemptionMode | None = None  # None swaps requests of several sequences and recomputes the others
     num_layers: int = 1  # with K and V; a recurrent layer is counted with the next one of these
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # device memory for layer-by-layer prefill
-    max_loras: int = 0  # LoRA adapters that the running requests may have; 0 if requests cannot have any
     num_speculative_tokens: int = 0  # most drafted tokens of a sequence in a step
     # A prompt that a step cannot complete is cut at a multiple of `edge`. Every step must have room for two such parts
     # beside its decodes.
@@ -43,7 +42,7 @@ def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
 
 
 class SchedulingBudget:
-    """Tokens, sequence slots and adapters of one step, and what has been scheduled so far."""
+    """Tokens and sequence slots of one step, and what has been scheduled so far."""
 
     def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
         """running: all requests that hold sequence slots, those that are loading among them."""
@@ -53,39 +52,10 @@ class SchedulingBudget:
         self.long_prefill: Request | None = None  # for which tokens are reserved
         self._limits = limits
         self._reserved = 0  # tokens
-        self._adapters = {request.adapter.number for request in running if request.adapter is not None}
-        self._awaits_adapter: Request | None = None  # the first one
-
-    # ---- requests that begin to run
-
-    def has_adapter_slot(self, request: Request) -> bool:
-        """Whether the adapter of the request, if it has one, is in use or can be loaded beside the others."""
-        adapter = request.adapter
-        return adapter is None or adapter.number in self._adapters or len(self._adapters) < self._limits.max_loras
-
-    def awaits_adapter(self, request: Request) -> bool:
-        """Whether a waiting request has to wait until no running request uses some other adapter.
-
-        Up to max_num_seqs later requests whose adapters are in use overtake it; more would make it wait for ever.
-        Requests without an adapter always overtake it, since they keep no adapter in use.
-        """
-        if request.adapter is None:
-            return False
-        first = self._awaits_adapter
-        if self.has_adapter_slot(request) and (first is None or first.num_overtaken < self._limits.max_num_seqs):
-            return False
-        self._awaits_adapter = first or request
-        return True
 
     def count_started(self, request: Request) -> None:
-        """Count the sequences and the adapter of a request that begins to run."""
+        """Count the sequences of a request that begins to run."""
         self.free_seqs -= request.num_seqs
-        if request.adapter is not None:
-            self._adapters.add(request.adapter.number)
-            if self._awaits_adapter is not None:
-                self._awaits_adapter.num_overtaken += 1
-
-    # ---- tokens
 
     def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
         """What the step would compute of the request; empty if it does not fit."""

@@ -177,7 +177,7 @@ class SearchedRequest:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 sampling=sampling,
-                adapter=request.adapter,
+                ext=dict(request.ext),
             )
             for index, beam in enumerate(self.search.running)
         ]

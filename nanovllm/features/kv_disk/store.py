@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Protocol
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.batch import BlockMove, StateMove
+from nanovllm.data.batch import Adapter, BlockMove, StateMove
 from nanovllm.data.kv_groups import HOLE, KVGroup, KVGroups
 from nanovllm.engine.input_processor import salt_of_content
+from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.errors import EngineError, told
 from nanovllm.features.kv_disk.identity import FileDigests, adapter_digest, code_digest, digest, model_files
@@ -62,7 +63,12 @@ class Parts(Protocol):
         ...
 
 
-def open_store(config: EngineConfig, parts: Parts, groups: KVGroups, has_states: bool) -> DiskStore | None:
+AdapterOf = Callable[[Request], Adapter | None]
+
+
+def open_store(
+    config: EngineConfig, parts: Parts, groups: KVGroups, has_states: bool, adapter_of: AdapterOf
+) -> DiskStore | None:
     """The store in `config.kv_cache_dir`, which is made if need be; None, with a warning, if it cannot be used."""
     assert config.kv_cache_dir is not None
     digests = FileDigests(Path(config.kv_cache_dir))
@@ -77,7 +83,7 @@ def open_store(config: EngineConfig, parts: Parts, groups: KVGroups, has_states:
         return None
     _within(LATE_SECONDS, digests.save)
     parts.tell(partial(StorePart.open, identity=identity))
-    return DiskStore(parts, groups, has_states, identity)
+    return DiskStore(parts, groups, has_states, identity, adapter_of)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> str | None:
@@ -179,11 +185,17 @@ class DiskStore:
 
     unit = UNIT
 
-    def __init__(self, parts: Parts, groups: KVGroups, has_states: bool, identity: bytes) -> None:
-        """has_states: with recurrent layers. identity: what decides the bits besides salt, adapter and tokens."""
+    def __init__(
+        self, parts: Parts, groups: KVGroups, has_states: bool, identity: bytes, adapter_of: AdapterOf
+    ) -> None:
+        """has_states: with recurrent layers. identity: what decides the bits besides salt, adapter and tokens.
+
+        adapter_of: the adapter of a request; None if it has none.
+        """
         self._parts = parts
         self._groups = groups
         self._has_states = has_states
+        self._adapter_of = adapter_of
         self._identity = identity
         self._numbers = count()  # of work
         self._stored: weakref.WeakKeyDictionary[TokenSequence, _Stored] = weakref.WeakKeyDictionary()
@@ -383,7 +395,7 @@ class DiskStore:
         """What is known of a sequence; None if its adapter's files are not those that it was made with any more."""
         if (stored := self._stored.get(seq)) is not None:
             return stored
-        adapter = seq.request.adapter
+        adapter = self._adapter_of(seq.request)
         content: bytes | None = b""
         if adapter is not None:
             if adapter.number not in self._adapters:
