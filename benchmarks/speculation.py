@@ -33,6 +33,7 @@ from benchmarks.speculation_peers import Lookup, llama_cpp_lookup, transformers_
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import Sequence as Running
+from nanovllm.features.speculation.hook import Speculation
 
 NAME = "python -m benchmarks.speculation"
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -140,7 +141,8 @@ def costs_by_rows(model: str, setting: str, context: int, rounds: int, layers: i
     random = Random(context)
     forced = Forced()
     with engine(model, setting, longest, speculative_config=config, **more) as llm:
-        llm.engine.scheduler.drafter = forced
+        (hook,) = (hook for hook in llm.engine.scheduler.hooks if isinstance(hook, Speculation))
+        hook.drafter = forced
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         llm.engine.add_request("rows", None, params, [random.randrange(1000) for _ in range(context)])
         while not llm.engine.step():

@@ -20,7 +20,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
 from nanovllm.engine.resolved_sampling import SamplingFacts
-from nanovllm.engine.scheduler import Drafter, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
 from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from nanovllm.features.distributed.executor import TensorParallelExecutor
     from nanovllm.features.kv_disk.store import DiskStore
     from nanovllm.features.lora.slots import AdapterSlots
+    from nanovllm.features.speculation.hook import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +105,16 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         store=store,
     )
     grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
-    hooks: list[StepHook | None] = [StepMasks(grammars), adapters]
+    speculation = None
+    if drafter is not None:
+        from nanovllm.features.speculation.hook import Speculation
+
+        speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens)
+    hooks: list[StepHook | None] = [speculation, StepMasks(grammars), adapters]
     manager.hooks += [hook for hook in hooks if hook is not None]
     sampling = SamplingFacts(spec.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
     engine = LLMEngine(
-        Scheduler(limits, manager, drafter),
+        Scheduler(limits, manager),
         InputProcessor(limits, spec.vocab_size, sampling, config.seed, runner.advise, adapters),
         runner,
         model=str(config.model),
@@ -187,7 +193,6 @@ def _limits(
         config.preemption_mode,
         num_layers=runner.spec.num_kv_layers,
         layerwise_memory=runner.plan.layerwise_memory,
-        num_speculative_tokens=config.num_speculative_tokens,
         edge=1 if states is None else recurrent_edge(config, states.running),
     )
 
@@ -251,7 +256,7 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
         return None
     asked = speculative_config(config.speculative_config)
     if asked.method == "ngram":
-        from nanovllm.features.speculation import NgramDrafter
+        from nanovllm.features.speculation.drafter import NgramDrafter
 
         return NgramDrafter(asked.prompt_lookup_min, asked.prompt_lookup_max)
     if asked.method == "mtp":
@@ -265,8 +270,8 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
 
 def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     """The model's own head with a resident KV cache, for which `_plan_memory` has left room."""
-    from nanovllm.features.speculation import MTPDrafter
     from nanovllm.features.speculation.hidden_states import HiddenStates
+    from nanovllm.features.speculation.mtp import MTPDrafter
 
     assert config.speculative_config is not None
     model = runner.model
@@ -295,8 +300,8 @@ def _draft_model(
     config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, tokenizer: Tokenizer | None
 ) -> Drafter:
     """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
-    from nanovllm.features.speculation import DraftModel
     from nanovllm.features.speculation.checks import check_vocabulary
+    from nanovllm.features.speculation.draft_model import DraftModel
 
     engine = draft_engine(config, asked)
     model = ModelConfig(engine.model)

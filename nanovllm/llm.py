@@ -18,7 +18,8 @@ from nanovllm.client import EngineClient
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
 from nanovllm.engine.block_manager import PrefixCacheStats
-from nanovllm.engine.llm_engine import EngineMetrics, LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request
 from nanovllm.engine.view import EngineView
 from nanovllm.errors import RequestError, as_request_error

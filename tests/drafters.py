@@ -8,7 +8,7 @@ from nanovllm.engine.request import Sequence as Running
 
 
 class CheckedDrafter:
-    """Implements `engine.scheduler.Drafter` but for `draft`."""
+    """Implements `features.speculation.hook.Drafter` but for `draft`."""
 
     accepted = 0  # drafts so far
 

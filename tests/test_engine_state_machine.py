@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -37,6 +37,7 @@ from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.features.speculation.hook import Speculation
 from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -206,12 +207,12 @@ class EngineMachine(RuleBasedStateMachine):
         kinds = {"full" if window is None else "windows" for window in windows} | ({"states"} if slots else set())
         self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
-        drafter = None
+        self.speculation = None
         if drafts:
-            limits = replace(limits, num_speculative_tokens=drafts)
-            drafter = Guesses(wrong)
+            self.speculation = Speculation(Guesses(wrong), self.manager, limits, drafts)
+            self.manager.hooks.append(self.speculation)
         inputs = InputProcessor(limits, VOCAB, SamplingFacts(VOCAB), 0, self.executor.advise)
-        self.engine = LLMEngine(Scheduler(limits, self.manager, drafter), inputs, self.executor)
+        self.engine = LLMEngine(Scheduler(limits, self.manager), inputs, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 
@@ -310,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
                 "continued blocks": self.manager.num_continued,
                 "hits at a snapshot": self.manager.num_snapshot_hits,
-                "right drafts": self.engine.scheduler.draft_stats.accepted_tokens,
+                "right drafts": self.engine.metrics().drafts.accepted_tokens,
                 "returns to a state": self.manager.num_returns,
             }
         )

@@ -20,7 +20,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.device import Device
 from nanovllm.engine.request import Sequence as Running
 from nanovllm.errors import ConfigError
-from nanovllm.features.speculation import MTPDrafter, draft_model
+from nanovllm.features.speculation import draft_model
+from nanovllm.features.speculation.mtp import MTPDrafter
 from nanovllm.models.mtp import MTPHead
 
 BLOCK = 16

@@ -263,14 +263,15 @@ class BlockManager:
             while len(table) < self._wanted(seq, group):
                 table.append(self._new_block(index))
 
-    # ---- drafts
+    # ---- looking ahead
 
-    def look_ahead(self, seq: Sequence, num_drafts: int) -> int:
-        """Give a sequence the blocks of up to `num_drafts` tokens beyond its own. Returns for how many it has them.
+    def look_ahead(self, seq: Sequence, most: int) -> int:
+        """Give a sequence the blocks of up to `most` tokens beyond its own. Returns for how many it has them.
 
         They are for one step, after which `end_look_ahead` takes them back. With recurrent layers the sequence owns its
         state, of which a copy is held meanwhile.
         """
+        num_drafts = most
         while num_drafts and self._num_ahead(seq, num_drafts) > self.num_allocatable:
             num_drafts -= 1
         if num_drafts and self.states is not None and not self.states.hold(seq, num_drafts):
@@ -279,6 +280,7 @@ class BlockManager:
             for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
                 while len(table) < group.num_blocks(seq.end + num_drafts):
                     table.append(self._new_block(index))
+        seq.num_ahead = num_drafts
         return num_drafts
 
     def end_look_ahead(self, seq: Sequence) -> None:
@@ -286,6 +288,7 @@ class BlockManager:
 
         With recurrent layers, the state may become a snapshot and be stored if all drafts were right.
         """
+        seq.num_ahead = 0
         if self.states is not None and self.states.end_step(seq):
             self.keep_state(seq, seq.num_computed)
             self.stored.offer_state(seq)
@@ -370,7 +373,7 @@ class BlockManager:
                 self._drop_reference(block_id)
         seq.block_tables = []
         seq.first_held = []
-        seq.num_computed = 0
+        seq.num_computed = seq.num_ahead = 0
         seq.layerwise = None
         seq.layerwise_done = 0
         if self.states is not None:

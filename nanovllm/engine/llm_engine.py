@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanovllm.data.batch import Batch, StepResult
 from nanovllm.data.progress import Progress
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.metrics import EngineMetrics, MetricsReader
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
-from nanovllm.engine.preemption import PreemptionStats
-from nanovllm.engine.prefix_cache import PrefixCacheStats
+from nanovllm.engine.progress import engine_metrics, progress_of
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.scheduler import DraftStats, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -59,93 +59,6 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
-    """The progress between two steps."""
-    admitted = [*scheduler.running, *scheduler.swapped]
-    live = [seq for request in admitted for seq in request.live]
-    computing = [seq for request in scheduler.running for seq in request.computing]  # counts a shared prompt once
-    prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
-    layerwise = sum(_layerwise_tokens(seq, num_layers) for seq in prefills)
-    unfilled = sum(seq.prompt_len for seq in prefills)
-    return Progress(
-        num_requests=len(scheduler.running),
-        prompt_tokens=unfilled,
-        prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
-        prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
-        waiting_tokens=sum(request.prompt_len for request in [*scheduler.waiting, *scheduler.loading]),
-        computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
-        output_tokens=sum(seq.num_output_tokens for seq in live),
-        drafted_tokens=sum(request.metrics.drafted_tokens for request in admitted),
-        accepted_tokens=sum(request.metrics.accepted_tokens for request in admitted),
-    )
-
-
-def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
-    """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
-    if seq.layerwise is None:
-        return 0
-    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done / (seq.layerwise.num_chunks * num_layers)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """Requests by what they do now."""
-
-    waiting: int
-    loading: int
-    swapped: int
-    running: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """KV blocks by what they hold now."""
-
-    used: int  # a running request references them
-    cached: int  # only the prefix cache knows them
-    free: int
-    swapped: int
-    copied_on_write: int  # since the engine was created
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """Requests and blocks now; all other numbers are totals since the engine was created. `asdict` exports them."""
-
-    requests: RequestCounts
-    blocks: BlockCounts
-    preemptions: PreemptionStats
-    prefix_cache: PrefixCacheStats
-    drafts: DraftStats
-    prompt_tokens_computed: int
-    tokens_generated: int
-
-
-def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
-    manager = scheduler.block_manager
-    return EngineMetrics(
-        RequestCounts(len(scheduler.waiting), len(scheduler.loading), len(scheduler.swapped), len(scheduler.running)),
-        BlockCounts(
-            manager.num_used, manager.num_cached, manager.num_free, manager.num_swapped, manager.num_copied_blocks
-        ),
-        replace(scheduler.preemption.stats),
-        replace(manager.stats),
-        replace(scheduler.draft_stats),
-        scheduler.prompt_tokens_computed,
-        scheduler.tokens_generated,
-    )
-
-
-class MetricsReader(Protocol):
-    """The engine's metrics in vLLM's shapes."""
-
-    def observe(self, request: Request) -> None:
-        """Count a request that has ended."""
-        ...
-
-    def read(self, engine: EngineMetrics) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,15 +315,14 @@ class LLMEngine:
         finally:
             self._batch = None
         seconds = time.monotonic() - begin
-        drafter = self.scheduler.drafter
-        if drafter is not None and all(len(seq.token_ids) == 1 + seq.num_drafts for seq in batch.sequences):
-            drafter.measured(batch.num_tokens, seconds)
+        for hook in self.scheduler.hooks:
+            hook.executed(batch, seconds)
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             outputs = self._requests[request.request_id]
             for seq in request.sequences:
                 goes_on = self._read(outputs, seq)
-                while self.scheduler.accept_draft(seq, self._clock.now()):
+                while self.scheduler.append_next(seq, self._clock.now()):
                     goes_on = self._read(outputs, seq)
                 if not goes_on:
                     break
@@ -439,11 +351,11 @@ class LLMEngine:
             return
         with self.guard.operation("close"):
             self.closed = True
-            hooks = self.scheduler.hooks
             with ExitStack() as closing:  # all of them, even if one fails; the executor last, which fills the others
-                for part in (self.executor, *hooks, self.scheduler.drafter, self.scheduler.block_manager):
-                    if part is not None:
-                        closing.callback(part.close)
+                closing.callback(self.executor.close)
+                for hook in self.scheduler.hooks:
+                    closing.callback(hook.close)
+                closing.callback(self.scheduler.block_manager.close)
 
     def check_open(self) -> None:
         """Raise EngineError if the engine is closed."""

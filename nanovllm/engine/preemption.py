@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.metrics import PreemptionStats
 from nanovllm.engine.request import Request, RequestStatus
 from nanovllm.engine.scheduling_budget import SchedulingBudget
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class PreemptionStats:
-    """Totals since the engine was created; shared tokens and blocks count once."""
-
-    recomputed: int = 0  # preemptions by recompute
-    swapped: int = 0  # preemptions by swap
-    tokens_lost: int = 0  # computed tokens whose blocks were freed; the prefix cache may still hold some of them
-    blocks_swapped_out: int = 0
-    blocks_swapped_in: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.recomputed + self.swapped
 
 
 class Preemption:

@@ -76,7 +76,6 @@ class Request:
     error: str | None = field(default=None, init=False)  # why it ended with finish_reason "error"
     step_failed: bool = field(default=False, init=False)  # a failed step ended it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second prompt token on
-    was_spoiled: bool = field(default=False, init=False)  # a step with drafts had no finite logits
 
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
@@ -186,11 +185,6 @@ class Request:
         if computed == self.prompt_len:  # one token each: the sequences end before they fork
             return capacity.most_blocks(computed)
         return capacity.most_shared_blocks(self.prompt_len, [computed] * self.params.num_sequences)
-
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether its next tokens may be drafted. A logits processor may keep a state, and must see each token once."""
-        return len(self.sequences) == 1 and not (self.sampling.processors or self.was_spoiled)
 
     # ---- sampling
 
@@ -322,6 +316,7 @@ class Sequence:
         self.cumulative_logprob = 0.0  # of the output tokens, where logprobs are computed
         self.logprobs: list[TokenLogprobs] = []  # one per output token, where logprobs are computed
         self.num_computed = 0
+        self.num_ahead = 0  # tokens after its own that this step computes
         self.block_tables: list[list[int]] = []  # of each KV group, with HOLE for blocks not held; empty: no blocks
         self.first_held: list[int] = []  # of each KV group: all before this index are holes
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
@@ -338,7 +333,6 @@ class Sequence:
         self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
         self.loading: Loading | None = None  # while they are being read; num_computed counts them already
         self._output_array = token_array()
-        self.drafting: object = None  # what the drafter keeps of it
         self.ext: dict[object, Any] = {}  # what step hooks keep of it, by hook
 
     def __len__(self) -> int:
@@ -407,12 +401,8 @@ class Sequence:
 
     # ---- what the executor needs to sample its next token, and to score its prompt
 
-    def sampling_rows(self, drafts: Seq[int] = ()) -> tuple[SamplingRow, ...]:
-        """How to sample its next token and, after each of `drafts`, the token that follows if the drafts are right."""
-        return tuple(self._sampling_row(drafts[:count]) for count in range(len(drafts) + 1))
-
-    def _sampling_row(self, ahead: Seq[int]) -> SamplingRow:
-        """How to sample the token after the tokens `ahead` of the output."""
+    def sampling_row(self, ahead: Seq[int] = ()) -> SamplingRow:
+        """How to sample the token after the tokens `ahead`, with which its output may go on."""
         sampling = self.request.sampling
         processors = None
         if sampling.processors:

@@ -6,10 +6,8 @@ import bisect
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
 
-from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.preemption import Preemption
@@ -21,49 +19,6 @@ from nanovllm.memory.layerwise import NO_LAYERWISE
 logger = logging.getLogger(__name__)
 
 MOST_PASSED_OVER = 64  # waiting requests in a step: each takes as long as a look into the prefix cache
-
-
-class Drafter(Protocol):
-    """Guesses what follows. A wrong guess costs time, and changes no output."""
-
-    def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
-        """Called once a step, before `draft` is called for these sequences, each with at most so many tokens.
-
-        most: tokens of all of them together. rows, tokens: that the step computes and generates without drafts.
-        """
-        ...
-
-    def draft(self, seq: Sequence, most: int, rows: int, tokens: int) -> Seq[int]:
-        """At most `most` token ids of the model that may follow, or none.
-
-        rows, tokens: that the step computes and generates without them.
-        """
-        ...
-
-    def computed(self, seq: Sequence, begin: int, end: int) -> None:
-        """A step has computed these positions of a sequence; right drafts count."""
-        ...
-
-    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """A step has accepted the first `accepted` of `drafted` tokens."""
-        ...
-
-    def measured(self, rows: int, seconds: float) -> None:
-        """A step of decoding sequences took so long."""
-        ...
-
-    def close(self) -> None:
-        """Release what it holds. Safe to call twice."""
-        ...
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """Totals since the engine was created."""
-
-    drafts: int = 0  # how often a step verified drafts of a sequence
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -78,13 +33,7 @@ class Scheduler:
     blocks and a sequence slot, others run meanwhile, and it is preempted like them.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        block_manager: BlockManager,
-        drafter: Drafter | None = None,
-    ) -> None:
-        """drafter: None computes one token of a sequence in a step."""
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         longest = block_manager.capacity.max_sequence_tokens
         if limits.max_model_len > longest:  # such a sequence could never be resumed
             raise ConfigError(
@@ -98,9 +47,7 @@ class Scheduler:
         goes_layerwise = limits.layerwise_memory != NO_LAYERWISE
         # None prefills every prompt chunk by chunk.
         self.layerwise = LayerwiseScheduler(block_manager, limits) if goes_layerwise else None
-        self.drafter = drafter
-        self.draft_stats = DraftStats()
-        self._drafted: dict[int, list[Sample]] = {}  # by seq_id: samples of the last step that are not yet applied
+        self._further: dict[Sequence, list[Sample]] = {}  # samples to append, last first
         # All four are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
         self.loading: list[Request] = []
@@ -154,10 +101,9 @@ class Scheduler:
         budget.add_long_prefill()
         for hook in self.hooks:
             hook.planned(budget)
-        drafts = self._draft(budget) if self.drafter is not None else {}
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         scheduled = [seq for seq, _ in budget.chunks]
-        sequences = [self._scheduled(seq, chunk, drafts.get(seq, ())) for seq, chunk in budget.chunks]
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
         if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
@@ -218,65 +164,62 @@ class Scheduler:
     ) -> list[Sample]:
         """Count what a step has computed of a sequence. Returns the samples to append now.
 
-        With drafts this is the first sample; `accept_draft` appends the others. is_wrong: the numbers are unusable.
+        Of a sequence that looked ahead it is the first sample; `append_next` appends the others. is_wrong: the numbers
+        are unusable.
         """
-        request = seq.request
         begin = scheduled.context_len
-        computed = len(scheduled.token_ids) - scheduled.num_drafts
+        computed = len(scheduled.token_ids) - seq.num_ahead
         if self.layerwise is not None and scheduled.layerwise is not None:
             computed = self.layerwise.advance(seq, scheduled.layerwise)
-        if scheduled.num_drafts and not samples:  # its logits were not finite: it is computed again, without drafts
+        if seq.num_ahead and not samples:  # what lies ahead has spoiled it: it is computed again
             computed = 0
-            request.was_spoiled = True
         seq.num_computed += computed
-        if not is_wrong:
-            self.block_manager.register_computed(seq, begin)
-            if computed and not scheduled.num_drafts:  # else its layers are not all computed, or it has seen drafts
-                self.block_manager.keep_state(seq, begin)
-            self.block_manager.stored.offer(seq, begin)
-        self.block_manager.release_hidden(seq)
         prefilled = max(0, min(computed, seq.prompt_len - begin))
         self.prompt_tokens_computed += prefilled
-        request.metrics.prefill_tokens += prefilled
+        seq.request.metrics.prefill_tokens += prefilled
         if is_wrong:
             return samples
-        if scheduled.num_drafts:
-            accepted = max(0, len(samples) - 1)
-            self._count_drafts(seq, scheduled.num_drafts, accepted)
-            computed += accepted
-            self._drafted[seq.seq_id] = samples[:0:-1]
-            samples = samples[:1]
-        if self.drafter is not None:
-            self.drafter.computed(seq, begin, begin + computed)
-        return samples
+        self._count_computed(seq, begin, samples)
+        if not seq.num_ahead:
+            return samples
+        self._further[seq] = samples[:0:-1]
+        return samples[:1]
 
-    # ---- the stages of a step
+    def _count_computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
+        """Let the prefix cache and the hooks see what is computed, and release what no later token sees."""
+        self.block_manager.register_computed(seq, begin)
+        if seq.num_computed > begin and not seq.num_ahead:  # else not all layers have seen them
+            self.block_manager.keep_state(seq, begin)
+        self.block_manager.stored.offer(seq, begin)
+        for hook in self.hooks:
+            hook.computed(seq, begin, samples)
+        self.block_manager.release_hidden(seq)
 
-    def accept_draft(self, seq: Sequence, now: float) -> bool:
-        """Append the next token of the step, which followed an accepted draft. Returns False when there is none left.
+    def append_next(self, seq: Sequence, now: float) -> bool:
+        """Append the next sample of a sequence that looked ahead. Returns False when there is none left.
 
         Call it after `update` for every sequence until it returns False. The tokens come one by one, since each may end
         the sequence: what would have followed is dropped.
         """
-        samples = self._drafted.get(seq.seq_id)
+        samples = self._further.get(seq)
         if samples is None:
             return False
         if seq.finished or not samples:
-            del self._drafted[seq.seq_id]
-            self.block_manager.end_look_ahead(seq)
+            self._end_look_ahead(seq)
             return False
-        seq.num_computed += 1  # the draft that is now the last token was computed with the others
-        self.block_manager.register_computed(seq, seq.num_computed - 1)
-        self.block_manager.stored.offer(seq, seq.num_computed - 1)
-        self.block_manager.release_hidden(seq)
         sample = samples.pop()
-        if samples:
-            self._count_accepted(seq)
-        else:  # before the last token, which may end the sequence: its state may be worth keeping
-            del self._drafted[seq.seq_id]
-            self.block_manager.end_look_ahead(seq)
+        seq.num_computed += 1  # the token that is now the last one was computed with the others
+        self._count_computed(seq, seq.num_computed - 1, [sample])
+        if not samples:  # before the last token, which may end the sequence: what it has computed may be worth keeping
+            self._end_look_ahead(seq)
         self._apply_samples(seq.request, [sample], now)
         return True
+
+    def _end_look_ahead(self, seq: Sequence) -> None:
+        del self._further[seq]
+        self.block_manager.end_look_ahead(seq)
+
+    # ---- the stages of a step
 
     def _end_loading(self, request: Request, now: float) -> None:
         """What a request waited for has been read. If that failed, it waits again, for what is left of it."""
@@ -390,66 +333,6 @@ class Scheduler:
                 has_skipped = True
         self._passed_until = None
 
-    def _draft(self, budget: SchedulingBudget) -> dict[Sequence, Seq[int]]:
-        """Drafts of the decoding sequences, as far as this step has tokens and blocks that nothing else takes."""
-        assert self.drafter is not None
-        layer_by_layer = budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is not None
-        rows = sum(chunk for _, chunk in budget.chunks)
-        tokens = len(budget.chunks)
-        if layer_by_layer:  # it takes all that is left
-            self.drafter.begin_step([], 0, rows, tokens)
-            return {}
-        drafts: dict[Sequence, Seq[int]] = {}
-        left = min(budget.left, self.limits.max_num_seqs + self.limits.num_speculative_tokens - tokens)
-        if (states := self.block_manager.states) is not None:  # before any is held, which takes a slot too
-            for seq, _ in budget.chunks:
-                states.own(seq)
-            left = left if states.has_room else 0
-        drafting = ((seq, min(left, self._most_drafts(seq, chunk))) for seq, chunk in budget.chunks)
-        wanted = [(seq, most) for seq, most in drafting if most > 0]
-        self.drafter.begin_step(wanted, left, rows, tokens)
-        for seq, most in wanted:
-            drafted = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
-            drafted = drafted[: self._num_before_end(seq, drafted)]
-            if count := self.block_manager.look_ahead(seq, len(drafted)):
-                drafts[seq] = drafted[:count]
-                left -= count
-                rows += count
-        return drafts
-
-    def _most_drafts(self, seq: Sequence, chunk: int) -> int:
-        """The most drafts that a sequence may have in a step that computes `chunk` of its tokens."""
-        request = seq.request
-        limits = self.limits
-        manager = self.block_manager
-        if not request.takes_drafts or seq.num_output_tokens == 0 or not chunk == seq.num_remaining == 1:
-            return 0
-        most = min(limits.num_speculative_tokens, limits.max_model_len - len(seq) - 1)
-        if manager.states is not None and manager.prefix_cache.enabled:  # it keeps states where hash blocks end
-            most = min(most, -len(seq) % manager.prefix_cache.hash_block_size)
-        return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
-
-    def _num_before_end(self, seq: Sequence, drafts: Seq[int]) -> int:
-        """How many drafts come before one that would end the sequence."""
-        ends = set(seq.params.stop_token_ids)
-        if not seq.params.ignore_eos:
-            ends |= self.limits.eos_token_ids
-        return next((count for count, token in enumerate(drafts) if token in ends), len(drafts))
-
-    def _count_drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        assert self.drafter is not None
-        self.drafter.verified(seq, drafted, accepted)
-        self.draft_stats.drafts += 1
-        self.draft_stats.drafted_tokens += drafted
-        seq.request.metrics.drafted_tokens += drafted
-        if accepted:
-            self._count_accepted(seq)
-
-    def _count_accepted(self, seq: Sequence) -> None:
-        """Count the token that a sequence gets next, which was drafted. Right drafts after the end do not count."""
-        self.draft_stats.accepted_tokens += 1
-        seq.request.metrics.accepted_tokens += 1
-
     # ---- helpers of the stages
 
     def _count_started(self, request: Request, budget: SchedulingBudget) -> None:
@@ -519,23 +402,20 @@ class Scheduler:
         _insert(self.swapped if request.status is RequestStatus.SWAPPED else self.waiting, request)
         queue.remove(request)
 
-    def _scheduled(self, seq: Sequence, chunk: int, drafts: Seq[int] = ()) -> ScheduledSequence:
+    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk
         states = self.block_manager.states
-        samples: list[SamplingRow] = []
-        for other in seq.request.sampled_from(seq) if end == seq.end else ():
-            samples += other.sampling_rows(drafts)
+        sampling = seq.request.sampled_from(seq) if end == seq.end else ()
         return ScheduledSequence(
             seq_id=seq.seq_id,
-            token_ids=[*seq.token_ids[seq.num_computed : end], *drafts],
+            token_ids=seq.token_ids[seq.num_computed : end],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
-            block_tables=self.block_manager.physical_ids(seq, end + len(drafts)),
-            samples=samples,
+            block_tables=self.block_manager.physical_ids(seq, end),
+            samples=[other.sampling_row() for other in sampling],
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             state_slot=states.own(seq) if states is not None else None,
-            num_drafts=len(drafts),
         )
 
     # ---- the result of a step
@@ -588,12 +468,12 @@ class Scheduler:
         self.running = []
         self.swapped = []
         self.loading = []
-        self._drafted = {}
+        self._further = {}
         self.block_manager.reset()
         for seq in (seq for request in unfinished for seq in request.sequences):
             seq.block_tables = []
             seq.first_held = []
-            seq.num_computed = seq.layerwise_done = 0
+            seq.num_computed = seq.num_ahead = seq.layerwise_done = 0
             seq.state = seq.held_state = seq.loading = seq.layerwise = None
             seq.begun_snapshots = {}
         for request in self.waiting:

@@ -23,7 +23,6 @@ class SchedulerLimits:
     preemption_mode: PreemptionMode | None = None  # None swaps requests of several sequences and recomputes the others
     num_layers: int = 1  # with K and V; a recurrent layer is counted with the next one of these
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # device memory for layer-by-layer prefill
-    num_speculative_tokens: int = 0  # most drafted tokens of a sequence in a step
     # A prompt that a step cannot complete is cut at a multiple of `edge`. Every step must have room for two such parts
     # beside its decodes.
     edge: int = 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nanovllm.data.batch import Batch
+from collections.abc import Sequence as Seq
+
+from nanovllm.data.batch import Batch, Sample
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulingBudget
 
@@ -31,7 +34,20 @@ class StepHook:
     def built(self, batch: Batch, sequences: list[Sequence]) -> None:
         """The batch of a step, in which the hook sets what is its own. sequences: those of `batch.sequences`."""
 
+    def executed(self, batch: Batch, seconds: float) -> None:
+        """The step has taken so long. Its results come next."""
+
+    def computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
+        """The tokens of a sequence from `begin` to `seq.num_computed` are computed, and still have all their blocks.
+
+        samples: all that the step drew after them, none of them appended. Of a sequence that looked ahead, it is called
+        again before each further one is appended.
+        """
+
     # ---- the end
+
+    def count(self, metrics: EngineMetrics) -> None:
+        """Set the metrics that are its own."""
 
     def reset(self) -> None:
         """A step has failed, or was interrupted: all blocks are forgotten."""

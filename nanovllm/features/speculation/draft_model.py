@@ -36,7 +36,7 @@ class Followed:
 
 
 class DraftModel:
-    """Drafts what a second network would generate, for all sequences at once. See `engine.scheduler.Drafter`.
+    """Drafts what a second network would generate, for all sequences at once. See `hook.Drafter`.
 
     It draws as the request does, with the same seed and index, so that both networks choose the same token wherever
     they give it similar probabilities, at any temperature.

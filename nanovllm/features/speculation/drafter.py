@@ -20,7 +20,7 @@ class Drafting:
 
 
 class NgramDrafter:
-    """Drafts what followed the same tokens before, in the prompt or the output. See `engine.scheduler.Drafter`."""
+    """Drafts what followed the same tokens before, in the prompt or the output. See `hook.Drafter`."""
 
     def __init__(self, least: int, most: int) -> None:
         """least, most: tokens of the n-grams that are looked up."""
@@ -55,6 +55,7 @@ class NgramDrafter:
         """It holds nothing but memory."""
 
     def _state(self, seq: Sequence) -> Drafting:
-        if not isinstance(seq.drafting, Drafting):
-            seq.drafting = Drafting(NgramIndex(*self._sizes))
-        return seq.drafting
+        if self not in seq.ext:
+            seq.ext[self] = Drafting(NgramIndex(*self._sizes))
+        state: Drafting = seq.ext[self]
+        return state

@@ -24,7 +24,7 @@ ANY_SEQUENCE = -1  # in a salt: a shadow with all tokens is that of every sequen
 
 
 class MTPDrafter(DraftModel):
-    """Drafts with the model's head, for all sequences at once. See `engine.scheduler.Drafter`."""
+    """Drafts with the model's head, for all sequences at once. See `hook.Drafter`."""
 
     def __init__(self, runner: ModelRunner, longest: int, hidden: HiddenStates) -> None:
         """runner: of the head, which reads `hidden`. longest: as of `DraftModel`."""
@@ -36,8 +36,6 @@ class MTPDrafter(DraftModel):
         super().begin_step(wanted, most, rows, tokens)
 
     def computed(self, seq: Sequence, begin: int, end: int) -> None:
-        if not seq.request.takes_drafts:
-            return
         followed = self._followed.setdefault(seq.seq_id, Followed(seq))
         followed.can_follow &= len(seq) < self._longest
         if not followed.can_follow:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.engine.llm_engine import EngineMetrics
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestMetrics
 
