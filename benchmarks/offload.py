@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.timing import Rates, RunTiming, Spread
 from benchmarks.transfers import predict_request
 from nanovllm import LLM
 from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
+from nanovllm.engine.step_hook import StepHook
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, prefill_steps
@@ -58,14 +59,15 @@ class Variant:
     llm: LLM
     layerwise_memory: LayerwiseMemory  # for layer-by-layer prefill
     kv_cache_dtype: str
-    layerwise: LayerwiseScheduler | None  # the engine's own
+    hooks: Sequence[StepHook]  # the engine's own
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
     def prepare(self) -> None:
-        scheduler = self.llm.engine.scheduler
-        scheduler.layerwise = None if self.layerwise_memory == NO_LAYERWISE else self.layerwise
+        is_used = self.layerwise_memory != NO_LAYERWISE
+        hooks = [hook for hook in self.hooks if is_used or not isinstance(hook, LayerwiseScheduler)]
+        self.llm.engine.scheduler.hooks[:] = hooks
 
     def run(self, prompt: list[int], output_len: int, *, counts: bool) -> None:
         self.prepare()
@@ -236,8 +238,7 @@ def open_variants(
             llm = stack.enter_context(work.open(**arguments))
             kv_cache_dtype = arguments.get("kv_cache_dtype", work.kv_cache_dtype)
             memory = llm.kv_stats().layerwise_memory
-            scheduling = llm.engine.scheduler.layerwise
-            variants[name] = Variant(llm, memory, kv_cache_dtype, scheduling)
+            variants[name] = Variant(llm, memory, kv_cache_dtype, list(llm.engine.scheduler.hooks))
     if CHUNK_MAJOR in names:
         variants[CHUNK_MAJOR] = replace(variants[OFFLOAD], layerwise_memory=NO_LAYERWISE, runs=[], moved=[], tokens=[])
     return variants

@@ -7,6 +7,7 @@ them down as objects. A tensor-parallel rank makes its runner here too.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,12 +18,12 @@ from nanovllm.data.memory_checks import gib
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
-from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.structured_outputs.step_masks import StepMasks
@@ -36,6 +37,7 @@ from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.draft_model import draft_engine, mtp_engine, mtp_memory, sized_draft_engine
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.memory.shares import with_device_bytes
@@ -61,7 +63,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.request import Request
     from nanovllm.features.distributed.executor import TensorParallelExecutor
     from nanovllm.features.kv_disk.store import DiskStore
+    from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
     from nanovllm.features.lora.slots import AdapterSlots
+    from nanovllm.features.recurrent.states import RecurrentStates
     from nanovllm.features.speculation.hook import Drafter
 
 logger = logging.getLogger(__name__)
@@ -90,27 +94,29 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         drafter = _mtp_drafter(runner.sizing.config, runner)
     plan = runner.plan
     spec = runner.spec
-    states = runner.sizing.memory.states
     limits = _limits(config, runner, eos_token_ids)
-    adapters = _adapters(config, spec, limits)
-    store = _open_store(config, runner, adapters)
     manager = BlockManager(
         plan.split.resident_blocks,
         plan.num_cpu_blocks,
         runner.sizing.layout.groups,
         config.enable_prefix_caching,
         runner.num_swap_blocks,
-        num_state_slots=None if states is None else (states.device, states.host),
         chunk=limits.chunk,
-        store=store,
     )
-    grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
+    adapters = _adapters(config, spec, limits)
+    store = _open_store(config, runner, adapters)
+    states = _recurrent_states(runner.sizing, manager, None if store is None else store.unit)
+    stored = None if store is None else _stored_blocks(manager, store, states)
+    layerwise = None
+    if limits.layerwise_memory != NO_LAYERWISE:
+        layerwise = LayerwiseScheduler(manager, limits, states, stored)
     speculation = None
     if drafter is not None:
         from nanovllm.features.speculation.hook import Speculation
 
-        speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens)
-    hooks: list[StepHook | None] = [speculation, StepMasks(grammars), adapters]
+        speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
+    grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
+    hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters]
     manager.hooks += [hook for hook in hooks if hook is not None]
     sampling = SamplingFacts(spec.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
     engine = LLMEngine(
@@ -245,6 +251,22 @@ def _open_store(
         return None if adapters is None else adapters.adapter_of(request)
 
     return open_store(config, parts, runner.sizing.layout.groups, has_states, adapter_of)
+
+
+def _recurrent_states(sizing: KVSizing, manager: BlockManager, stored_unit: int | None) -> RecurrentStates | None:
+    """stored_unit: of the store, if there is one, which keeps states too."""
+    slots = sizing.memory.states
+    if slots is None:
+        return None
+    from nanovllm.features.recurrent.states import RecurrentStates
+
+    return RecurrentStates(manager, slots.device, slots.host, sys.maxsize if stored_unit is None else stored_unit)
+
+
+def _stored_blocks(manager: BlockManager, store: DiskStore, states: RecurrentStates | None) -> StoredBlocks:
+    from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
+
+    return StoredBlocks(manager, store, states)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

@@ -12,6 +12,7 @@ from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import AllocStatus, BlockManager, KVBlockState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
+from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -45,14 +46,19 @@ def one_group(block_size: int, num_layers: int = 1) -> KVGroups:
     return kv_groups((None,) * num_layers, block_size)
 
 
+def states_of(manager: BlockManager) -> RecurrentStates | None:
+    """The states of a model with recurrent layers; None for other models."""
+    return next((hook for hook in manager.hooks if isinstance(hook, RecurrentStates)), None)
+
+
 def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
     """Every state slot is free, or holds a state that is held by these sequences or the prefix cache."""
-    if manager.states is None:
+    states = states_of(manager)
+    if states is None:
         return
-    states = manager.states
-    held_by = list(live)
-    holders = Counter(seq.state for seq in held_by if seq.state is not None)
-    holders.update(state for seq in held_by for state in seq.begun_snapshots.values())
+    held_by = [states.of(seq) for seq in live]
+    holders = Counter(own.state for own in held_by if own.state is not None)
+    holders.update(state for own in held_by for state in own.begun.values())
     held = {*holders, *states._snapshots.values()}
     for state in held:
         assert state.num_sequences == holders[state]

@@ -14,7 +14,7 @@ FAILS_EVERY = 3  # of the reads
 
 
 class ContentStore:
-    """Implements `engine.stored_blocks.BlockStore`. Units of `unit` tokens are found by the digest at their end."""
+    """Implements `BlockStore` of `features.kv_disk`. Units of `unit` tokens are found by the digest at their end."""
 
     def __init__(self, executor: ContentExecutor, unit: int) -> None:
         self.executor = executor

@@ -15,11 +15,13 @@ from nanovllm.data.batch import Adapter, Batch, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import KVGroups, kv_groups
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -109,7 +111,7 @@ class Bench:
         groups = kv_groups(windows or (None,) * num_layers, block_size)
         chunk = min(budget, chunk_cap or budget)
         num_layers = len(groups.of_layer)
-        self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, states, chunk)
+        self.manager = BlockManager(device, host, groups, caching, swap, hash_block_size, chunk)
         length = max_model_len or self.manager.capacity.max_sequence_tokens
         self.limits = SchedulerLimits(
             max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory,
@@ -117,7 +119,11 @@ class Bench:
         )  # fmt: skip
         self.executor = WatchedExecutor(device, host, self.limits, groups, swap, 0 if states is None else states[0])
         slots = AdapterSlots(NumberedAdapters(), max_loras, max_num_seqs) if max_loras else None
-        self.manager.hooks += [] if slots is None else [slots]
+        recurrent = None if states is None else RecurrentStates(self.manager, *states)
+        layerwise = None
+        if layerwise_memory != NO_LAYERWISE:
+            layerwise = LayerwiseScheduler(self.manager, self.limits, recurrent)
+        self.manager.hooks += [hook for hook in (layerwise, recurrent, slots) if hook is not None]
         sampling = SamplingFacts(VOCAB, frozenset(eos), tokenizer)
         inputs = InputProcessor(self.limits, VOCAB, sampling, seed, self.executor.advise, slots)
         self.engine = LLMEngine(Scheduler(self.limits, self.manager), inputs, self.executor)
@@ -144,7 +150,7 @@ class Bench:
     def tell_histories(self) -> None:
         """Tell the executor which tokens each sequence has."""
         scheduler = self.scheduler
-        for request in [*scheduler.waiting, *scheduler.loading, *scheduler.swapped, *scheduler.running]:
+        for request in [*scheduler.waiting, *scheduler.pending, *scheduler.swapped, *scheduler.running]:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
                 self.executor.histories[seq.seq_id] = seq.token_ids

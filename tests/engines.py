@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.batch import Batch, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import kv_groups
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.memory import sizing
 from nanovllm.memory.budget import DeviceSplit, TransferCount
@@ -202,7 +203,8 @@ def set_prefill(llm: LLM, way: str) -> None:
     """From now on plan every prefill chunk-major, or leave it to the planner: layer-major where that saves bytes."""
     assert way in PREFILL_WAYS
     if way == "chunk-major":
-        llm.engine.scheduler.layerwise = None
+        hooks = llm.engine.scheduler.hooks
+        hooks[:] = [hook for hook in hooks if not isinstance(hook, LayerwiseScheduler)]
 
 
 def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from block_helpers import check_blocks, check_states
+from block_helpers import check_blocks, check_states, states_of
 from content_model import (
     VOCAB,
     ContentExecutor,
@@ -31,12 +32,15 @@ from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.features.kv_disk.stored_blocks import StoredBlocks, StoredRead
+from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.features.speculation.hook import Speculation
 from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
@@ -118,14 +122,15 @@ class CountingManager(BlockManager):
     def allocate(self, seq: Sequence) -> None:
         copied = self.stats.copied_blocks
         super().allocate(seq)
-        self.num_snapshot_hits += self.states is not None and seq.num_computed > 0
+        self.num_snapshot_hits += states_of(self) is not None and seq.num_computed > 0
         is_part = seq.num_computed % self.groups[0].block_size > 0
         self.num_continued += is_part and self.stats.copied_blocks == copied
 
     def end_look_ahead(self, seq: Sequence) -> None:
-        held = seq.held_state
+        states = states_of(self)
+        held = None if states is None else states.of(seq).held
         super().end_look_ahead(seq)
-        self.num_returns += held is not None and seq.state is held.state
+        self.num_returns += states is not None and held is not None and states.of(seq).state is held.state
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
@@ -198,19 +203,23 @@ class EngineMachine(RuleBasedStateMachine):
         hash_block_size = 1 if block_size % hash_block_size else hash_block_size
         slots = None if snapshot_slots is None else (max_num_seqs + snapshot_slots[0], snapshot_slots[1])
         sizes = (num_device, num_host, groups)
-        self.manager = CountingManager(*sizes, caching, num_swap, hash_block_size, slots, chunk)
+        self.manager = CountingManager(*sizes, caching, num_swap, hash_block_size, chunk)
         self.executor = ContentExecutor(*sizes, num_swap, 0 if slots is None else slots[0])
         self.store = None
         if unit is not None and caching:
-            self.store = self.manager.stored.store = ContentStore(self.executor, unit)
+            self.store = ContentStore(self.executor, unit)
         length = min(self.manager.capacity.max_sequence_tokens, LONGEST)
         kinds = {"full" if window is None else "windows" for window in windows} | ({"states"} if slots else set())
         self.mix = " + ".join(sorted(kinds))
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, len(windows), layerwise_memory)
-        self.speculation = None
+        stored_unit = sys.maxsize if self.store is None else self.store.unit
+        states = None if slots is None else RecurrentStates(self.manager, *slots, stored_unit)
+        stored = None if self.store is None else StoredBlocks(self.manager, self.store, states)
+        layerwise = LayerwiseScheduler(self.manager, limits, states, stored)
+        speculation = None
         if drafts:
-            self.speculation = Speculation(Guesses(wrong), self.manager, limits, drafts)
-            self.manager.hooks.append(self.speculation)
+            speculation = Speculation(Guesses(wrong), self.manager, limits, drafts, states)
+        self.manager.hooks += [hook for hook in (speculation, layerwise, states, stored) if hook is not None]
         inputs = InputProcessor(limits, VOCAB, SamplingFacts(VOCAB), 0, self.executor.advise)
         self.engine = LLMEngine(Scheduler(limits, self.manager), inputs, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
@@ -337,24 +346,25 @@ class EngineMachine(RuleBasedStateMachine):
         for request in scheduler.waiting:
             for seq in request.sequences:
                 assert not seq.block_tables and seq.num_computed == 0
-        assert sum(seq.layerwise is not None for request in scheduler.running for seq in request.live) <= 1
+        assert sum(seq.part_end > 0 for request in scheduler.running for seq in request.live) <= 1
         assert not any(
-            seq.layerwise for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences
+            seq.part_end for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences
         )
         swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.blocks}
         assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
         assert self.manager.num_swapped == len(swapped)
-        holding = [*scheduler.running, *scheduler.loading]
+        holding = [*scheduler.running, *scheduler.pending]
         assert sum(request.num_seqs for request in holding) <= self.engine.limits.max_num_seqs
-        loads = [seq.loading for seq in self._live() if seq.loading is not None]
-        assert len(loads) == len(scheduler.loading)
+        reads = [seq.pending for seq in self._live() if seq.pending is not None]
+        loads = [read.load for read in reads if isinstance(read, StoredRead)]
+        assert len(loads) == len(reads) == len(scheduler.pending)
         assert self.store is None or set(loads) == set(self.store.loads)
 
     def _live(self) -> list[Sequence]:
         scheduler = self.engine.scheduler
         requests: list[Request] = [
             *scheduler.waiting,
-            *scheduler.loading,
+            *scheduler.pending,
             *scheduler.swapped,
             *scheduler.running,
         ]

@@ -59,7 +59,7 @@ def test_a_layerwise_prefill_is_cached_when_its_last_layer_is_done_and_not_befor
     (by_hash,) = bench.manager.prefix_cache._by_hash
     while bench.step()[0].outputs[0].token_ids == []:
         assert seq.num_computed == 0 and not by_hash
-    assert seq.num_computed == 100 and seq.layerwise is None and len(by_hash) == 100 // BLOCK
+    assert seq.num_computed == 100 and seq.part_end == 0 and len(by_hash) == 100 // BLOCK
     assert bench.run()["long"].metrics.prefill_tokens == 100
     assert [bool(row.samples) for row in bench.rows("long")] == [False] * 4 + [True] * 3
 

@@ -18,10 +18,10 @@ from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM
 from nanovllm.data.batch import Batch, LayerwisePrefill, StepResult
 from nanovllm.data.kv_groups import HOLE
-from nanovllm.engine import state_manager
 from nanovllm.errors import RequestError
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, LINK, Rates, StepModel
+from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.models.hf_config import load_decoder_spec
@@ -85,8 +85,8 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         pytest.MonkeyPatch.context() as patch,
         LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm,
     ):
-        patch.setattr(state_manager, "LEAST_SNAPSHOT_INTERVAL", 2 * BLOCK)
-        patch.setattr(state_manager, "SHARE_OF_PROMPT", 1)
+        patch.setattr(recurrent_states, "LEAST_SNAPSHOT_INTERVAL", 2 * BLOCK)
+        patch.setattr(recurrent_states, "SHARE_OF_PROMPT", 1)
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
         llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(output_len), use_tqdm=False)

@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import engine_config
-from nanovllm.engine import state_manager
 from nanovllm.errors import ConfigError
+from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.gated_delta import parts_of_states
 from nanovllm.memory.sizing import MemoryFacts
@@ -133,8 +133,8 @@ def test_bits_do_not_depend_on_the_order_of_prefill(tmp_path: Path, family: str,
 
 def test_questions_about_a_long_document_begin_at_a_snapshot(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second where a chunk of the first ended, the others where the document ends; all layer by layer."""
-    monkeypatch.setattr(state_manager, "LEAST_SNAPSHOT_INTERVAL", 32)
-    monkeypatch.setattr(state_manager, "SHARE_OF_PROMPT", 1)
+    monkeypatch.setattr(recurrent_states, "LEAST_SNAPSHOT_INTERVAL", 32)
+    monkeypatch.setattr(recurrent_states, "SHARE_OF_PROMPT", 1)
     (document,) = prompts(150)
     given = [document + random_prompt(40, VOCAB, seed) for seed in range(4)]
     with LLM(half, **RESIDENT, enable_prefix_caching=False) as llm:

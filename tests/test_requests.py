@@ -15,6 +15,7 @@ from engine_helpers import BLOCK, Bench, prompt_of
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, derived_seed
@@ -124,7 +125,8 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(monkeypatch: pytest.Monk
     def fail() -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(bench.manager.stored.store, "close", fail)
+    bench.manager.hooks.append(hook := StepHook())
+    monkeypatch.setattr(hook, "close", fail)
     monkeypatch.setattr(bench.executor, "close", lambda: closed.append("executor"))
     with pytest.raises(OSError, match="the disk is full"):
         bench.engine.close()

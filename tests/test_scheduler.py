@@ -10,6 +10,7 @@ from content_store import ContentStore
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.request import Sequence
+from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
 from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ def test_one_prompt_goes_layer_by_layer_whatever_the_store_says() -> None:
     bench.add("first", prompt_of(80), 2)
     bench.step()
     assert bench.executor.batches[-1].layerwise is not None
-    bench.manager.stored.store = Emptied(bench.executor, BLOCK)
+    bench.manager.hooks.append(StoredBlocks(bench.manager, Emptied(bench.executor, BLOCK), None))
     bench.add("second", prompt_of(80, 1), 2)
     bench.run()
     assert not answers

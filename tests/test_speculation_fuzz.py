@@ -162,7 +162,7 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
         driver = Driver(llm, random, len(requests), iter(requests).__next__)
         drafts.follows = lambda name: follows[number[id(driver.asked[name])]]
         while driver.go_on():
-            queues = scheduler.waiting, scheduler.loading, scheduler.swapped, scheduler.running
+            queues = scheduler.waiting, scheduler.pending, scheduler.swapped, scheduler.running
             check_states(manager, [seq for queue in queues for each in queue for seq in each.live])
         wrong = [left for left in [driver.check_idle()] if left is not None]
         for name, asked in driver.asked.items():

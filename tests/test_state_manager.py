@@ -13,16 +13,20 @@ from block_helpers import BLOCK, check_states, new_tokens, one_group, sequence
 from nanovllm.data.batch import StateMove
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
-from nanovllm.engine.state_manager import StateManager, planned_snapshots
+from nanovllm.features.recurrent.snapshots import planned_snapshots
+from nanovllm.features.recurrent.states import RecurrentStates
 
 
 def manager_of(device: int = 4, host: int = 0) -> BlockManager:
-    return BlockManager(60, 0, one_group(BLOCK), num_state_slots=(device, host))
+    manager = BlockManager(60, 0, one_group(BLOCK))
+    manager.hooks.append(RecurrentStates(manager, device, host))
+    return manager
 
 
-def states_of(manager: BlockManager) -> StateManager:
-    assert manager.states is not None
-    return manager.states
+def states_of(manager: BlockManager) -> RecurrentStates:
+    (states,) = manager.hooks
+    assert isinstance(states, RecurrentStates)
+    return states
 
 
 def compute(manager: BlockManager, seq: Sequence) -> list[int]:
@@ -31,9 +35,9 @@ def compute(manager: BlockManager, seq: Sequence) -> list[int]:
     while seq.num_remaining:
         begins.append(seq.num_computed)
         states_of(manager).own(seq)
-        seq.num_computed += seq.snapshots.chunk(seq.num_computed, seq.num_remaining)
+        seq.num_computed += states_of(manager).limit(seq, seq.num_remaining)
         manager.register_computed(seq, begins[-1])
-        manager.keep_state(seq, begins[-1])
+        states_of(manager).computed(seq, begins[-1], ())
     return begins
 
 
@@ -106,7 +110,8 @@ def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[
     assert states.num_snapshots == 2, "one slot is of the running sequence"
     seq = sequence(prompts[1])
     manager.allocate(seq)
-    assert seq.num_computed == 2 * BLOCK and seq.state is not None and seq.state.slot == 2, "it is on the host"
+    state = states.of(seq).state
+    assert seq.num_computed == 2 * BLOCK and state is not None and state.slot == 2, "it is on the host"
     slot = states.own(seq)
     assert slot < 2 and states.take_moves()[-1] == StateMove(2, slot)
 
@@ -122,8 +127,9 @@ def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iter
         manager.allocate(each)
         if each is other:
             states_of(manager).own(other)
-    assert seq.num_computed == 3 * BLOCK and seq.state is not None
-    before = seq.state.slot
+    state = states_of(manager).of(seq).state
+    assert seq.num_computed == 3 * BLOCK and state is not None
+    before = state.slot
     assert states_of(manager).renew(seq) == before and states_of(manager).num_snapshots == 0
     check_states(manager, [other, seq])
 
@@ -137,7 +143,7 @@ def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -
     slot = states.own(parent)
     assert states.take_moves() == [StateMove(None, slot)]
     assert states.own(parent) == slot and not states.take_moves()
-    states.fork(parent, child)
+    states.forked(parent, child)
     other = states.own(parent)
     assert states.take_moves() == [StateMove(slot, other)]
     assert states.own(child) == slot and not states.take_moves(), "the last holder keeps it"
@@ -215,7 +221,7 @@ def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]
         if ends:
             seq.num_computed = 8 * BLOCK
             manager.register_computed(seq, 0)
-            manager.keep_state(seq, 0)
+            states.computed(seq, 0, ())
         manager.free(seq)
         check_states(manager, [])
         assert states.num_snapshots == (3 if ends else 0)

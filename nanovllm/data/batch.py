@@ -258,6 +258,7 @@ class ScheduledSequence:
     request_id: str = ""
     adapter: int | None = None  # number of the adapter
     state_slot: int | None = None  # on the device: the recurrent state before `token_ids`, afterwards that after them
+    is_complete: bool = True  # its tokens have passed all layers when the step ends
     num_drafts: int = 0  # so many of the last `token_ids` are guesses of what follows
 
     @property

@@ -21,13 +21,11 @@ from dataclasses import replace
 from enum import Enum, IntEnum
 from itertools import islice
 
-from nanovllm.data.batch import BlockMove, LayerwisePrefill, Tier
+from nanovllm.data.batch import BlockMove, Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
-from nanovllm.engine.request import Sequence, SnapshotPlan
-from nanovllm.engine.state_manager import StateManager, planned_snapshots
+from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
-from nanovllm.engine.stored_blocks import BlockStore, NoBlockStore, StoredBlocks
 from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
@@ -70,15 +68,11 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
         hash_block_size: int | None = None,
-        num_state_slots: tuple[int, int] | None = None,
         chunk: int | None = None,
-        store: BlockStore | None = None,
     ) -> None:
         """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`.
 
-        num_state_slots: on the device and on the host, for a model with recurrent layers; None for other models.
         chunk: most tokens of a sequence in a step, which bounds the blocks of windows; None: any number.
-        store: where prompts are found that are not cached.
         """
         self.groups = groups
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
@@ -86,20 +80,17 @@ class BlockManager:
         self.watermark = int(WATERMARK * self.num_blocks)
         self.capacity = KVCapacity(groups, chunk, self.num_blocks, self.watermark)
         self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
-        self.stored = StoredBlocks(self, NoBlockStore() if store is None else store)
         self.num_copied_blocks = 0  # by copy-on-write
         self.most_used = self.most_used_on_device = 0  # blocks, in one step
         self.hooks: list[StepHook] = []  # called in this order; to be filled before the first request
-        self.states = None if num_state_slots is None else StateManager(*num_state_slots, enable_prefix_caching)
         self.reset()
 
-    def close(self) -> None:
-        """Let the block store keep what it was offered. Safe to call twice."""
-        self.stored.close()
-
-    def reset(self) -> None:
-        """Forget all blocks, used and cached. Callers must clear the block tables of all sequences."""
-        self.stored.cancel_all()
+    def reset(self, sequences: Seq[Sequence] = ()) -> None:
+        """Forget all blocks, used and cached. sequences: all that may hold some; afterwards none does."""
+        for hook in self.hooks:
+            hook.reset(sequences)
+        for seq in sequences:
+            self._clear(seq)
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
         self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
@@ -108,10 +99,14 @@ class BlockManager:
         self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks
         self._clock = 0  # time of last use: how many blocks had become unreferenced before
         self._moves: list[BlockMove] = []
-        if self.states is not None:
-            self.states.reset()
-        for hook in self.hooks:
-            hook.reset()
+
+    def _clear(self, seq: Sequence) -> None:
+        """The sequence holds no blocks from now on."""
+        seq.block_tables = []
+        seq.first_held = []
+        seq.num_computed = seq.num_ahead = 0
+        seq.part_end = 0
+        seq.pending = None
 
     # ---- counts
 
@@ -164,13 +159,11 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> None:
         """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed.
 
-        What the block store has beyond that counts as computed too, while it is still being read. Then `seq.loading` is
-        set, and the sequence must not run before `StoredBlocks.end_loading`.
+        What a hook fills beyond that counts as computed too, while it is still being filled. Then `seq.pending` is set,
+        and the sequence must not run before `end_pending`.
         """
         hit = self._find(seq)
         on_host = self._num_on_host(hit)
-        if self.states is not None:
-            self._start_state(seq, self.states, hit.num_tokens)
         for block_id in held_blocks(hit.tables):
             self._acquire(block_id)
         seq.block_tables = hit.tables
@@ -179,12 +172,31 @@ class BlockManager:
         if any(hit.parts):
             self._continue_parts(seq, hit)
         seq.num_cached_on_host = on_host
-        self.stored.hold(seq)
+        if (end := self.reach(seq, hit.num_tokens)) > hit.num_tokens:
+            self.hold_beyond(seq, end)
         self._extend(seq)
-        if seq.num_stored:
-            self.stored.begin_loading(seq)
-        else:
+        for hook in self.hooks:
+            hook.admitted(seq, hit)
+        if seq.pending is None:
             self.stats.count_hit(seq)
+
+    def reach(self, seq: Sequence, begin: int) -> int:
+        """Up to which token hooks can fill the blocks of a waiting sequence that has `begin` tokens."""
+        return max((hook.reach(seq, begin) for hook in self.hooks), default=begin)
+
+    def end_pending(self, seq: Sequence) -> bool:
+        """What a sequence waited for has ended: its blocks are filled, and it can run.
+
+        False if that failed: then the sequence must be freed.
+        """
+        pending = seq.pending
+        assert pending is not None
+        seq.pending = None
+        if not pending.succeeds():
+            return False
+        self.register_computed(seq, seq.num_computed - pending.num_tokens)
+        self.stats.count_hit(seq)
+        return True
 
     def _num_on_host(self, hit: PrefixHit) -> int:
         """Tokens of a hit whose blocks are on the host, in the first KV group."""
@@ -249,8 +261,8 @@ class BlockManager:
         """Where a sequence's block table of the group must end before the next step."""
         if group.window is None or self.capacity.chunk is None:
             return group.num_blocks(seq.end)
-        if seq.layerwise is not None:
-            return group.num_blocks(seq.layerwise.end)
+        if seq.part_end:
+            return group.num_blocks(seq.part_end)
         return group.num_blocks(min(seq.end, seq.num_computed + self.capacity.chunk))
 
     def _num_lacking(self, seq: Sequence) -> int:
@@ -265,40 +277,36 @@ class BlockManager:
 
     # ---- looking ahead
 
+    def num_ahead(self, seq: Sequence, most: int) -> int:
+        """For how many tokens beyond its own, up to `most`, there are blocks for a sequence."""
+        while most and self._num_needed_ahead(seq, most) > self.num_allocatable:
+            most -= 1
+        return most
+
     def look_ahead(self, seq: Sequence, most: int) -> int:
         """Give a sequence the blocks of up to `most` tokens beyond its own. Returns for how many it has them.
 
-        They are for one step, after which `end_look_ahead` takes them back. With recurrent layers the sequence owns its
-        state, of which a copy is held meanwhile.
+        They are for one step, after which `end_look_ahead` takes them back.
         """
-        num_drafts = most
-        while num_drafts and self._num_ahead(seq, num_drafts) > self.num_allocatable:
-            num_drafts -= 1
-        if num_drafts and self.states is not None and not self.states.hold(seq, num_drafts):
-            return 0
-        if num_drafts:
-            for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
-                while len(table) < group.num_blocks(seq.end + num_drafts):
-                    table.append(self._new_block(index))
-        seq.num_ahead = num_drafts
-        return num_drafts
+        count = self.num_ahead(seq, most)
+        for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
+            while count and len(table) < group.num_blocks(seq.end + count):
+                table.append(self._new_block(index))
+        seq.num_ahead = count
+        return count
 
     def end_look_ahead(self, seq: Sequence) -> None:
-        """Free the blocks beyond the sequence's tokens. They hold wrong drafts alone, and none is cached.
-
-        With recurrent layers, the state may become a snapshot and be stored if all drafts were right.
-        """
+        """Free the blocks beyond the sequence's tokens. They hold nothing that is right, and none is cached."""
         seq.num_ahead = 0
-        if self.states is not None and self.states.end_step(seq):
-            self.keep_state(seq, seq.num_computed)
-            self.stored.offer_state(seq)
+        for hook in self.hooks:
+            hook.looked_ahead(seq)
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
                 self._drop_reference(table.pop())
 
-    def _num_ahead(self, seq: Sequence, num_drafts: int) -> int:
+    def _num_needed_ahead(self, seq: Sequence, count: int) -> int:
         tables = zip(seq.block_tables, self.groups, strict=True)
-        return sum(max(0, group.num_blocks(seq.end + num_drafts) - len(table)) for table, group in tables)
+        return sum(max(0, group.num_blocks(seq.end + count) - len(table)) for table, group in tables)
 
     # ---- windows
 
@@ -309,19 +317,15 @@ class BlockManager:
             self._punch(table, range(seq.first_held[index], min(first, len(table))))
             seq.first_held[index] = max(first, seq.first_held[index])
 
-    def hold_part(self, seq: Sequence, end: int) -> bool:
-        """Give a sequence the blocks of a layer-by-layer prefill up to `end`.
+    def hold_part(self, seq: Sequence, end: int, firsts: Seq[int]) -> bool:
+        """Give a sequence the blocks of the part of its prompt up to `end`, which becomes its `part_end`.
 
-        Returns False, with nothing changed, if there are too few. In groups with a window these are the blocks that
-        later tokens see, and those that a prompt sees which finds this one in the prefix cache or in the block store.
-        The others are in the layer buffer alone.
+        Returns False, with nothing changed, if there are too few. firsts: of each group the first block to hold beyond
+        what is computed, if the group has a window.
         """
         spans = []
-        hash_block = self.prefix_cache.hash_block_size
-        seen_from = (end - 1) // hash_block * hash_block if self.prefix_cache.enabled else end
-        for table, group in zip(seq.block_tables, self.groups, strict=True):
+        for table, group, first in zip(seq.block_tables, self.groups, firsts, strict=True):
             filled = group.num_blocks(seq.num_computed) if group.window is not None else len(table)
-            first = min(group.first_visible(seen_from), self.stored.first_offered(group, end))
             spans.append((table, filled, max(filled, first)))
         wanted = sum(
             max(0, group.num_blocks(end) - first) for (_, _, first), group in zip(spans, self.groups, strict=True)
@@ -333,6 +337,7 @@ class BlockManager:
             table[filled:] = [HOLE] * (first - filled)
         for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
             table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
+        seq.part_end = end
         return True
 
     def hold_beyond(self, seq: Sequence, end: int) -> bool:
@@ -364,20 +369,17 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Release a sequence's blocks. Those that the prefix cache can find stay cached."""
-        self.stored.release(seq)  # before the blocks get another content
+        if seq.pending is not None:
+            seq.pending.cancel()
+        for hook in self.hooks:
+            hook.freed(seq)
         tables = zip(seq.block_tables, self.groups, strict=False)
         blocks = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
         # From the last token to the first, so that the end of a prefix is evicted before its start.
         for _, block_id in sorted(blocks, key=lambda block: block[0], reverse=True):
             if block_id != HOLE:
                 self._drop_reference(block_id)
-        seq.block_tables = []
-        seq.first_held = []
-        seq.num_computed = seq.num_ahead = 0
-        seq.layerwise = None
-        seq.layerwise_done = 0
-        if self.states is not None:
-            self.states.free(seq)
+        self._clear(seq)
 
     # ---- sequences of one request
 
@@ -389,20 +391,20 @@ class BlockManager:
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.blocks:
             self._blocks[block_id].ref_count += 1
-        if self.states is not None:
-            self.states.fork(parent, child)
+        for hook in self.hooks:
+            hook.forked(parent, child)
 
     def swap_out(self, sequences: Seq[Sequence]) -> dict[int, int] | None:
         """Move the computed blocks of one request to the swap tier, shared blocks once.
 
         Blocks that other requests reference too are copied instead; blocks without content are freed. Returns
-        {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full or
-        the states cannot be swapped.
+        {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full or a
+        hook does not agree.
         """
         holders = Counter(block_id for seq in sequences for block_id in held_blocks(self._computed(seq)))
         if len(holders) > self.tiers.pools[Tier.SWAP].num_free:
             return None
-        if self.states is not None and not self._swap_states(sequences, self.states):
+        if not all(hook.swap_out(sequences) for hook in self.hooks):
             return None
         moves: list[BlockMove] = []
         swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
@@ -411,8 +413,7 @@ class BlockManager:
             for table, kept in zip(seq.block_tables, computed, strict=True):
                 self._punch(table, range(len(kept), len(table)))
             seq.block_tables = [[swapped.get(block_id, HOLE) for block_id in table] for table in computed]
-            seq.layerwise = None
-            seq.layerwise_done = 0
+            seq.part_end = 0
         self._moves += moves
         return {move.src: move.dst for move in moves}
 
@@ -458,9 +459,9 @@ class BlockManager:
     def next_hash(self, running: Sequence) -> bytes | None:
         """The hash of the hash block that a running sequence computes next; None beyond its last whole one.
 
-        Of a sequence that is loading it is the first that it reads.
+        Of a pending sequence it is the first that it waits for.
         """
-        begin = running.num_computed - (running.num_stored if running.loading is not None else 0)
+        begin = running.num_computed - (0 if running.pending is None else running.pending.num_tokens)
         return self.prefix_cache.hash_after(running, begin, running.end)
 
     def missing_hash(self, waiting: Sequence) -> bytes | None:
@@ -483,64 +484,15 @@ class BlockManager:
                 self._evict(evictor.oldest()[1])
         for block in self._blocks.values():
             self.prefix_cache.forget(block)
-        if self.states is not None:
-            self.states.forget_all()
+        for hook in self.hooks:
+            hook.forget()
 
     def _find(self, seq: Sequence) -> PrefixHit:
-        """What a waiting sequence need not compute. With recurrent layers the hit ends at a snapshot."""
-        return self.prefix_cache.find(seq, None if self.states is None else self.states.has_snapshot)
+        """What a waiting sequence need not compute."""
+        return self.prefix_cache.find(seq, self._may_go_on_after if self.hooks else None)
 
-    # ---- recurrent states
-
-    def _start_state(self, seq: Sequence, states: StateManager, begin: int) -> None:
-        """Begin at the snapshot where the prefix of `begin` tokens ends, and plan the snapshots of the rest."""
-        states.start(seq, self.prefix_cache.hash_before(seq, begin) if begin else None)
-        if not self.prefix_cache.enabled:
-            seq.snapshots = SnapshotPlan()
-            return
-        # Where this prompt and another one part, since a third may begin like both; and where the store keeps a state.
-        places = (self.prefix_cache.find(seq).num_tokens, self.stored.last_snapshot(seq))
-        interval = states.snapshot_interval(seq.end)
-        unit = self.prefix_cache.hash_block_size
-        stored_unit = self.stored.unit
-        seq.snapshots = planned_snapshots(begin, seq.end, places, interval, unit, self.capacity.chunk, stored_unit)
-
-    def _swap_states(self, sequences: Seq[Sequence], states: StateManager) -> bool:
-        """Swap out the states of sequences. Returns False if that cannot be done.
-
-        In a layer-by-layer prefill the layers' states are at different positions, so that it begins anew.
-        """
-        if any(seq.layerwise_done for seq in sequences) or not states.swap_out(sequences):
-            return False
-        for seq in sequences:
-            states.drop_snapshots(seq)
-        return True
-
-    def begin_snapshots(self, seq: Sequence, prefill: LayerwisePrefill) -> LayerwisePrefill:
-        """The layer-by-layer prefill that a sequence begins, with the snapshots that it keeps on its way."""
-        if self.states is None:
-            return prefill
-        positions = seq.snapshots.within(prefill.begin, prefill.end, prefill.chunk)
-        return replace(prefill, snapshots=self.states.begin_snapshots(seq, positions))
-
-    def keep_state(self, seq: Sequence, begin: int) -> None:
-        """Let the prefix cache find the state of a sequence that has just computed its tokens from `begin` on.
-
-        It does if a snapshot is due there. Of the output only the latest state is kept.
-        """
-        num_computed = seq.num_computed
-        is_output = seq.num_computed > seq.prompt_len
-        if self.states is None:
-            return
-        self.states.end_snapshots(seq, self.prefix_cache.hash_before)
-        if num_computed % self.prefix_cache.hash_block_size:
-            return
-        if is_output or seq.snapshots.is_due(begin, num_computed):
-            content_hash = self.prefix_cache.hash_before(seq, num_computed)
-            self.states.keep(seq, content_hash)
-            if is_output and seq.last_snapshot is not None and seq.last_snapshot != content_hash:
-                self.states.forget(seq.last_snapshot)
-            seq.last_snapshot = content_hash if is_output else None
+    def _may_go_on_after(self, content_hash: bytes) -> bool:
+        return all(hook.may_go_on_after(content_hash) for hook in self.hooks)
 
     # ---- physical blocks and tiers
 

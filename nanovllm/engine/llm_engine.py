@@ -25,7 +25,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
-LOADING_SECONDS = 0.05  # that a step waits where all requests wait for the block store
+PENDING_SECONDS = 0.05  # that a step waits where all requests wait for content of their blocks
 
 
 class Clock:
@@ -287,9 +287,10 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the outputs of the requests that took part, in batch order, as `output_kind` asks.
 
-        Returns an empty list if there is nothing to run, or not yet, while requests load. If the step fails, raises
-        EngineError: all running requests end with finish_reason "error" and are in the error's `outputs`; waiting
-        requests stay, and the engine can be used again. The same after an interrupt, which is raised as it is.
+        Returns an empty list if there is nothing to run, or not yet, while requests wait for content of their blocks.
+        If the step fails, raises EngineError: all running requests end with finish_reason "error" and are in the
+        error's `outputs`; waiting requests stay, and the engine can be used again. The same after an interrupt, which
+        is raised as it is.
         """
         with self.guard.operation("step"):
             try:
@@ -304,7 +305,7 @@ class LLMEngine:
 
     def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(self._clock.now())
-        if not batch.sequences and self.scheduler.wait_for_store(LOADING_SECONDS):
+        if not batch.sequences and self.scheduler.wait(PENDING_SECONDS):
             batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
@@ -355,7 +356,6 @@ class LLMEngine:
                 closing.callback(self.executor.close)
                 for hook in self.scheduler.hooks:
                     closing.callback(hook.close)
-                closing.callback(self.scheduler.block_manager.close)
 
     def check_open(self) -> None:
         """Raise EngineError if the engine is closed."""

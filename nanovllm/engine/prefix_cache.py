@@ -87,7 +87,6 @@ class PrefixCacheStats:
         self.queried_tokens += seq.end
         self.hit_tokens += seq.num_computed
         self.hit_tokens_on_host += seq.num_cached_on_host
-        self.hit_tokens_on_disk += seq.num_stored
 
 
 @dataclass(slots=True)
@@ -95,6 +94,7 @@ class PrefixHit:
     """The cached start of a sequence, in whole hash blocks. Both lists are by KV group."""
 
     num_tokens: int
+    num_known: int  # of so many tokens the blocks are cached: beyond num_tokens the sequence cannot go on after them
     tables: list[list[int]]  # ids of the full blocks by index, with HOLE for those that no later token sees
     parts: list[Block | None]  # the block that begins with the tokens after the full ones; None if there are none
 
@@ -121,13 +121,13 @@ class PrefixCache:
     def find(self, seq: Sequence, is_kept: Callable[[bytes], bool] | None = None) -> PrefixHit:
         """The longest cached start of `seq`, at most its `num_cacheable` tokens.
 
-        is_kept: whether there is a snapshot of the recurrent state after the tokens of a hash; None for models without
-        such states.
+        is_kept: whether the sequence can go on after the tokens of a hash; None if it always can.
         """
         if not self.enabled:
-            return PrefixHit(0, [[] for _ in self.groups], [None] * len(self.groups))
+            return PrefixHit(0, 0, [[] for _ in self.groups], [None] * len(self.groups))
         from_start = self._find_from_start(seq)
-        end = self._longest(seq, from_start, is_kept)
+        known = self._longest(seq, from_start, seq.num_cacheable, None)
+        end = known if is_kept is None else self._longest(seq, from_start, known, is_kept)
         tables: list[list[int]] = []
         parts: list[Block | None] = []
         for index, group in enumerate(self.groups):
@@ -140,14 +140,16 @@ class PrefixCache:
                 tables.append([HOLE] * first + [block.block_id for block in blocks if block is not None])
             is_known = rest > 0 and full < len(from_start[index])
             parts.append(self._find_full(seq, index, full) if is_known else self._find_part(seq, index, full, rest)[0])
-        return PrefixHit(end, tables, parts)
+        return PrefixHit(end, known, tables, parts)
 
-    def _longest(self, seq: Sequence, from_start: list[list[int]], is_kept: Callable[[bytes], bool] | None) -> int:
-        """Tokens of the longest start for which every group has what later tokens see.
+    def _longest(
+        self, seq: Sequence, from_start: list[list[int]], most: int, is_kept: Callable[[bytes], bool] | None
+    ) -> int:
+        """The longest start of up to `most` tokens for which every group has what later tokens see.
 
         from_start: the result of `_find_from_start`.
         """
-        end = seq.num_cacheable // self.hash_block_size * self.hash_block_size
+        end = most // self.hash_block_size * self.hash_block_size
         while True:
             before = end
             for index, group in enumerate(self.groups):

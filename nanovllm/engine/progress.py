@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.data.progress import Progress
+from nanovllm.engine.layerwise_scheduler import part_of
 from nanovllm.engine.metrics import BlockCounts, DraftStats, EngineMetrics, RequestCounts
-from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduler import Scheduler
 
 
@@ -14,7 +14,7 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
     """The metrics between two steps."""
     manager = scheduler.block_manager
     metrics = EngineMetrics(
-        RequestCounts(len(scheduler.waiting), len(scheduler.loading), len(scheduler.swapped), len(scheduler.running)),
+        RequestCounts(len(scheduler.waiting), len(scheduler.pending), len(scheduler.swapped), len(scheduler.running)),
         BlockCounts(
             manager.num_used, manager.num_cached, manager.num_free, manager.num_swapped, manager.num_copied_blocks
         ),
@@ -35,23 +35,17 @@ def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
     live = [seq for request in admitted for seq in request.live]
     computing = [seq for request in scheduler.running for seq in request.computing]  # counts a shared prompt once
     prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
-    layerwise = sum(_layerwise_tokens(seq, num_layers) for seq in prefills)
+    parts = [part for seq in prefills if (part := part_of(scheduler.hooks, seq)) is not None]
+    layerwise = sum(part.tokens_done(num_layers) for part in parts)
     unfilled = sum(seq.prompt_len for seq in prefills)
     return Progress(
         num_requests=len(scheduler.running),
         prompt_tokens=unfilled,
         prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
         prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
-        waiting_tokens=sum(request.prompt_len for request in [*scheduler.waiting, *scheduler.loading]),
+        waiting_tokens=sum(request.prompt_len for request in [*scheduler.waiting, *scheduler.pending]),
         computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
         output_tokens=sum(seq.num_output_tokens for seq in live),
         drafted_tokens=sum(request.metrics.drafted_tokens for request in admitted),
         accepted_tokens=sum(request.metrics.accepted_tokens for request in admitted),
     )
-
-
-def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
-    """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
-    if seq.layerwise is None:
-        return 0
-    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done / (seq.layerwise.num_chunks * num_layers)

@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from nanovllm.data.batch import (
-    LayerwisePrefill,
     LogitAdjustments,
     LogitsProcessors,
     PromptTargets,
@@ -33,24 +32,29 @@ from nanovllm.sampling_params import SamplingParams, derived_seed
 
 class RequestStatus(Enum):
     WAITING = "waiting"
-    LOADING = "loading"
+    PENDING = "pending"  # it has its blocks, and waits for what they will hold
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
 
 
-class Loading(Protocol):
-    """Blocks of a sequence that are being read from the block store."""
+class Pending(Protocol):
+    """What a sequence that is admitted waits for: a hook fills its blocks beyond the prefix cache."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The last of its `num_computed` tokens, whose blocks are being filled."""
+        ...
 
     @property
     def has_ended(self) -> bool: ...
 
     def succeeds(self) -> bool:
-        """Of a read that has ended: whether the blocks hold everything."""
+        """Asked once, when it has ended: whether the blocks hold everything."""
         ...
 
     def cancel(self) -> None:
-        """End the read: when this returns, nothing is written into the blocks any more."""
+        """End it: when this returns, nothing is written into the blocks any more."""
         ...
 
 
@@ -121,14 +125,16 @@ class Request:
         """Sequence slots that it takes while it runs."""
         return len(self.live)
 
-    def chunks(self, tokens: int, longest: int, edge: int = 1) -> list[tuple[Sequence, int]]:
+    def chunks(
+        self, tokens: int, longest: int, edge: int, limit: Callable[[Sequence, int], int]
+    ) -> list[tuple[Sequence, int]]:
         """The sequences to compute in a step that has `tokens` tokens left, and how many tokens of each.
 
         Returns an empty list if the request does not fit the step. After a recompute each of several sequences stops
         before its last token until all of them have caught up.
 
         longest: most tokens of one sequence. edge: if the step computes a part of a prompt, the part ends at a multiple
-        of it.
+        of it. limit: cuts a chunk of a sequence where it has to end.
         """
         sequences = self.computing
         if len(sequences) > 1 and not self.is_prefill:
@@ -140,7 +146,7 @@ class Request:
             if min(tokens, longest) < chunk:
                 chunk = min(tokens, longest)
                 chunk = max(0, chunk - (seq.num_computed + chunk) % edge)
-            chunk = seq.snapshots.chunk(seq.num_computed, chunk)
+            chunk = limit(seq, chunk)
             if chunk > 0:
                 chunks.append((seq, chunk))
                 tokens -= chunk
@@ -245,58 +251,6 @@ class Request:
                 seq.index = index
 
 
-@dataclass(slots=True, eq=False)
-class State:
-    """A recurrent state, in a state slot of either tier. `StateManager` changes it."""
-
-    slot: int
-    num_sequences: int = 0  # that go on from it
-    content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotPlan:
-    """Where the state of a prompt is kept. A chunk ends at each of these positions."""
-
-    fixed: tuple[int, ...] = ()  # positions, ascending
-    interval: int = 0  # a chunk that passes a multiple of it ends at the last multiple of `unit`; 0: no such positions
-    unit: int = 1  # all positions are multiples of it
-
-    def chunk(self, begin: int, most: int) -> int:
-        """How many tokens to compute after `begin`, of `most` that a step could."""
-        due = bisect_right(self.fixed, begin)
-        end = min([begin + most, *self.fixed[due : due + 1]])
-        last = end // self.unit * self.unit
-        return (last if self._passes(begin, last) else end) - begin
-
-    def is_due(self, begin: int, end: int) -> bool:
-        """Whether the state is kept after a chunk of tokens [begin, end)."""
-        return end in self.fixed or (end % self.unit == 0 and self._passes(begin, end))
-
-    def within(self, begin: int, end: int, chunk: int) -> list[int]:
-        """Where the state is kept before `end` while tokens [begin, end) are computed in chunks of `chunk`."""
-        positions = []
-        at = begin
-        while at < end:
-            first = at
-            at += self.chunk(at, min(chunk, end - at))
-            if at < end and self.is_due(first, at):
-                positions.append(at)
-        return positions
-
-    def _passes(self, begin: int, end: int) -> bool:
-        return self.interval > 0 and begin // self.interval < end // self.interval
-
-
-@dataclass(slots=True)
-class HeldState:
-    """A copy of a state, made before a step with drafts."""
-
-    state: State
-    begin: int  # the first token that the step computes
-    end: int  # the token after the last draft
-
-
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
@@ -319,19 +273,12 @@ class Sequence:
         self.num_ahead = 0  # tokens after its own that this step computes
         self.block_tables: list[list[int]] = []  # of each KV group, with HOLE for blocks not held; empty: no blocks
         self.first_held: list[int] = []  # of each KV group: all before this index are holes
-        self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
-        self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
-        self.state: State | None = None  # recurrent, after num_computed tokens; None before the first
-        self.held_state: HeldState | None = None  # during a step with drafts
-        self.snapshots = SnapshotPlan()  # where the prefix cache keeps the state
-        self.begun_snapshots: dict[int, State] = {}  # by position, those of the layer-by-layer prefill in progress
-        self.last_snapshot: bytes | None = None  # content hash of the latest snapshot of the output
+        self.part_end = 0  # the end of the part of its prompt that a hook computes; 0: it is computed chunk by chunk
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1  # how many blocks the prefix cache had removed when it found them
-        self.num_stored = 0  # tokens that were read from the block store when it was admitted last
         self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
-        self.loading: Loading | None = None  # while they are being read; num_computed counts them already
+        self.pending: Pending | None = None  # what it waits for; num_computed counts it already
         self._output_array = token_array()
         self.ext: dict[object, Any] = {}  # what step hooks keep of it, by hook
 

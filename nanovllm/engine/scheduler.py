@@ -9,12 +9,10 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.data.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.errors import ConfigError, RequestError, told
-from nanovllm.memory.layerwise import NO_LAYERWISE
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ class Scheduler:
     chunk, and grows chunk by chunk. When a running request cannot grow, the last running request is
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
 
-    A request whose prompt goes on in the block store is *loading* between its admission and its first step: it holds
+    A request that waits for content of its blocks is *pending* between its admission and its first step: it holds
     blocks and a sequence slot, others run meanwhile, and it is preempted like them.
     """
 
@@ -44,21 +42,18 @@ class Scheduler:
         self.block_manager = block_manager
         self.hooks = block_manager.hooks
         self.preemption = Preemption(block_manager, limits.preemption_mode)
-        goes_layerwise = limits.layerwise_memory != NO_LAYERWISE
-        # None prefills every prompt chunk by chunk.
-        self.layerwise = LayerwiseScheduler(block_manager, limits) if goes_layerwise else None
-        self._further: dict[Sequence, list[Sample]] = {}  # samples to append, last first
         # All four are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
-        self.loading: list[Request] = []
+        self.pending: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
-        self._awaits_look = False  # a waiting request of the last step does, for which the block store is looking
+        self._further: dict[Sequence, list[Sample]] = {}  # of the last step, not yet appended; the next one is last
+        self._is_any_held = False  # a hook held back a waiting request in the last step
         self._passed_until: tuple[float, ...] | None = None  # order of the last request that was passed over in turn
         self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.loading or self.swapped or self.running)
+        return bool(self.waiting or self.pending or self.swapped or self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that could not finish even with the KV cache to itself.
@@ -81,119 +76,44 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. now: the time at which requests begin to run."""
-        for request in [request for request in self.loading if _has_loaded(request)]:
-            self._end_loading(request, now)
+        self._end_pending(now)
         self._grow_running()
-        budget = SchedulingBudget(self.limits, [*self.running, *self.loading])
-        prefills: list[Request] = []
-        for request in self.running:
-            if request.is_prefill:
-                prefills.append(request)
-            else:  # first of all, so that a long prefill never stalls a decode
-                budget.add_chunks(request)
-        if prefills:
-            self._schedule_prefills(prefills, budget)
-        if self.swapped:
-            self._resume_swapped(budget)
-        self._awaits_look = False
-        if self.waiting:
-            self._admit_waiting(budget, now)
+        budget = SchedulingBudget(self.limits, [*self.running, *self.pending], self._limit)
+        self._schedule_running(budget)  # first of all, so that a long prefill never stalls a decode
+        self._resume_swapped(budget)
+        self._admit_waiting(budget, now)
         budget.add_long_prefill()
         for hook in self.hooks:
             hook.planned(budget)
-        self.block_manager.promote(seq for seq, _ in budget.chunks)
-        scheduled = [seq for seq, _ in budget.chunks]
-        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
-            seq = budget.long_prefill.computing[0]
-            if seq.layerwise is not None:
-                prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
-                tokens = min(budget.left, self.limits.chunk)
-                sequences.append(self.layerwise.part(prefill, seq, tokens))
-                scheduled.append(seq)
-        if not sequences:  # moves stay planned until the next step, or a read of the block store, carries them out
-            is_expected = self.loading or not self.has_unfinished() or not self.block_manager.has_moves
-            assert is_expected, "block moves were planned for a step without sequences"
-            return Batch([])
-        self.block_manager.count_used()
-        moves = self.block_manager.take_moves()
-        states = self.block_manager.states
-        state_moves = states.take_moves() if states is not None else ()
-        batch = Batch(sequences, moves, state_moves=state_moves)
-        for hook in self.hooks:
-            hook.built(batch, scheduled)
-        return batch
+        return self._batch(budget)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
         by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
         errors = {stepped[index].request: error for index, error in result.errors.items()}
+        self._count_copies(stepped, result)
         sampled: dict[Request, list[Sample]] = {}
-        rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
-        for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
-            request = seq.request
-            request.metrics.h2d_bytes += h2d_bytes
-            request.metrics.d2h_bytes += d2h_bytes
-            new = self._take_computed(seq, scheduled, samples, is_wrong=request in errors)
-            sampled.setdefault(request, []).extend(new)
+        for seq, scheduled, samples in zip(stepped, batch.sequences, result.samples, strict=True):
+            is_wrong = seq.request in errors
+            new = self._take_computed(seq, scheduled, samples, is_wrong=is_wrong)
+            sampled.setdefault(seq.request, []).extend(new)
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:
                 seq.request.prompt_logprobs.extend(prompt_logprobs)
         for request, new_samples in sampled.items():
-            request.error = errors.get(request)
-            if request.error is None:
-                try:
-                    self._apply_samples(request, new_samples, now)
-                except Exception as error:  # invalid samples end this request only
-                    logger.exception("request %r cannot go on", request.request_id)
-                    request.error = told(error)
+            request.error = errors.get(request) or self._try_apply(request, new_samples, now)
             if request.error is not None:
                 self.abort(request, now, "error")
         return list(sampled)
 
-    def wait_for_store(self, seconds: float) -> bool:
-        """Wait until the block store has something new, at most so long. False if no request waits for it."""
-        if not (self.loading or self._awaits_look):
+    def wait(self, seconds: float) -> bool:
+        """Wait until what keeps requests from running may have changed, at most so long. False if that is nothing."""
+        if not (self.pending or self._is_any_held):
             return False
-        self.block_manager.stored.wait(seconds)
-        return True
-
-    def _take_computed(
-        self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample], *, is_wrong: bool
-    ) -> list[Sample]:
-        """Count what a step has computed of a sequence. Returns the samples to append now.
-
-        Of a sequence that looked ahead it is the first sample; `append_next` appends the others. is_wrong: the numbers
-        are unusable.
-        """
-        begin = scheduled.context_len
-        computed = len(scheduled.token_ids) - seq.num_ahead
-        if self.layerwise is not None and scheduled.layerwise is not None:
-            computed = self.layerwise.advance(seq, scheduled.layerwise)
-        if seq.num_ahead and not samples:  # what lies ahead has spoiled it: it is computed again
-            computed = 0
-        seq.num_computed += computed
-        prefilled = max(0, min(computed, seq.prompt_len - begin))
-        self.prompt_tokens_computed += prefilled
-        seq.request.metrics.prefill_tokens += prefilled
-        if is_wrong:
-            return samples
-        self._count_computed(seq, begin, samples)
-        if not seq.num_ahead:
-            return samples
-        self._further[seq] = samples[:0:-1]
-        return samples[:1]
-
-    def _count_computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
-        """Let the prefix cache and the hooks see what is computed, and release what no later token sees."""
-        self.block_manager.register_computed(seq, begin)
-        if seq.num_computed > begin and not seq.num_ahead:  # else not all layers have seen them
-            self.block_manager.keep_state(seq, begin)
-        self.block_manager.stored.offer(seq, begin)
         for hook in self.hooks:
-            hook.computed(seq, begin, samples)
-        self.block_manager.release_hidden(seq)
+            hook.wait(seconds)
+        return True
 
     def append_next(self, seq: Sequence, now: float) -> bool:
         """Append the next sample of a sequence that looked ahead. Returns False when there is none left.
@@ -215,21 +135,20 @@ class Scheduler:
         self._apply_samples(seq.request, [sample], now)
         return True
 
-    def _end_look_ahead(self, seq: Sequence) -> None:
-        del self._further[seq]
-        self.block_manager.end_look_ahead(seq)
-
     # ---- the stages of a step
 
-    def _end_loading(self, request: Request, now: float) -> None:
-        """What a request waited for has been read. If that failed, it waits again, for what is left of it."""
-        seq = request.computing[0]
-        if self.block_manager.stored.end_loading(seq):
-            self._start(request, now)
-        else:
-            self.preemption.restart(request)
-            _insert(self.waiting, request)
-        self.loading.remove(request)
+    def _end_pending(self, now: float) -> None:
+        """Start the requests whose blocks are filled. If that failed, a request waits again, for what is left of it."""
+        for request in list(self.pending):
+            seq = request.computing[0]
+            if seq.pending is not None and not seq.pending.has_ended:
+                continue
+            if self.block_manager.end_pending(seq):
+                self._start(request, now)
+            else:
+                self.preemption.restart(request)
+                _insert(self.waiting, request)
+            self.pending.remove(request)
 
     def _grow_running(self) -> None:
         """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
@@ -237,25 +156,31 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
             while self.block_manager.num_to_grow(request.computing) > self.block_manager.num_allocatable:
-                victim = max(self.running[-1:] + self.loading[-1:], key=lambda last: last.order)
+                victim = max(self.running[-1:] + self.pending[-1:], key=lambda last: last.order)
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
                 self.block_manager.grow(request.computing)
 
-    def _schedule_prefills(self, prefills: list[Request], budget: SchedulingBudget) -> None:
-        """Schedule the running prefills, but only reserve tokens for the long one, and plan its next part.
+    def _schedule_running(self, budget: SchedulingBudget) -> None:
+        """Schedule the decodes, then the prefills, but only reserve tokens for the long one, and plan its next part.
 
-        The long prefill is the layer-by-layer one, else the first that the tokens left in this step do not complete. A
-        request whose sequences are recomputed side by side has no single prompt, and does not count.
+        The long prefill is the one of which a hook computes a part, else the first that the tokens left in this step do
+        not complete. A request whose sequences are recomputed side by side has no single prompt, and does not count.
         """
+        prefills: list[Request] = []
+        for request in self.running:
+            if request.is_prefill:
+                prefills.append(request)
+            else:
+                budget.add_chunks(request)
         alone = [request for request in prefills if len(request.computing) == 1]
-        layerwise = (request for request in alone if request.computing[0].layerwise is not None)
+        in_parts = (request for request in alone if request.computing[0].part_end)
         long = (request for request in alone if request.computing[0].num_remaining > max(budget.left, 1))
-        long_prefill = next(layerwise, next(long, None))
+        long_prefill = next(in_parts, next(long, None))
         if long_prefill is not None:
-            self._plan_layerwise(long_prefill.computing[0])
+            self._plan_part(long_prefill.computing[0])
             budget.reserve_for(long_prefill)
         for request in prefills:
             if request is not long_prefill:
@@ -263,7 +188,7 @@ class Scheduler:
 
     def _resume_swapped(self, budget: SchedulingBudget) -> None:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
-        while (request := self.preemption.resume(self.swapped, budget)) is not None:
+        while self.swapped and (request := self.preemption.resume(self.swapped, budget)) is not None:
             _insert(self.running, request)
             self.swapped.remove(request)
             self.block_manager.grow(request.computing)
@@ -275,41 +200,27 @@ class Scheduler:
 
         These are passed over:
         - while a long prefill runs, requests that one step cannot complete;
-        - requests that a hook does not let start;
         - requests that will find in the prefix cache what a running request computes next;
-        - requests for which the block store is still looking.
+        - requests that a hook does not let start, or holds back.
         The first of the others that does not fit ends the admission, so that later ones do not take its blocks.
         """
-        manager = self.block_manager
-        computing = dict[bytes | None, Request]()  # by the hash of the hash block that they compute next
-        for running in [*self.running, *self.loading]:
-            if running.is_prefill or running.status is RequestStatus.LOADING:
-                for seq in running.computing:
-                    computing.setdefault(manager.next_hash(seq), running)
+        self._is_any_held = False
+        computing = self._computing_next() if self.waiting else {}
         passed_over: list[Request] = []
         for request in self._in_turn(passed_over):
             if budget.left == 0:
                 return
-            is_too_long = budget.long_prefill is not None and not self._fits_a_step(request)
-            may_start = not is_too_long and all(hook.may_start(request) for hook in self.hooks)
-            if not may_start or self._awaits_prefix(request, computing):
+            if not self._may_start(request, budget) or self._awaits_prefix(request, computing):
                 passed_over.append(request)
                 continue
             if not self._can_admit(request, budget):
                 return
-            if manager.stored.is_looking(request.computing[0]):
-                self._awaits_look = True
+            if not all(hook.is_ready(request) for hook in self.hooks):
+                self._is_any_held = True
                 passed_over.append(request)
                 continue
             self._admit(request, budget, now)
-            computing.setdefault(manager.next_hash(request.computing[0]), request)
-            self._count_started(request, budget)
-            if request.status is RequestStatus.LOADING:
-                continue
-            if request.computing[0].layerwise is None:
-                budget.add_chunks(request)
-            else:
-                budget.reserve_for(request)
+            computing.setdefault(self.block_manager.next_hash(request.computing[0]), request)
 
     def _in_turn(self, passed_over: Seq[Request]) -> Iterator[Request]:
         """The waiting requests in order, until MOST_PASSED_OVER of them are passed over.
@@ -335,15 +246,35 @@ class Scheduler:
 
     # ---- helpers of the stages
 
+    def _limit(self, seq: Sequence, tokens: int) -> int:
+        """How many of the next tokens of a sequence all hooks let a step compute."""
+        for hook in self.hooks:
+            tokens = hook.limit(seq, tokens)
+        return tokens
+
+    def _plan_part(self, seq: Sequence) -> None:
+        """Let a hook take the next part of a long prompt, unless it has one."""
+        for hook in self.hooks if not seq.part_end else ():
+            hook.plan_part(seq)
+
+    def _computing_next(self) -> dict[bytes | None, Request]:
+        """The running and pending prefills by the hash of the hash block that they compute, or get, next."""
+        computing = dict[bytes | None, Request]()
+        for request in [*self.running, *self.pending]:
+            if request.is_prefill or request.status is RequestStatus.PENDING:
+                for seq in request.computing:
+                    computing.setdefault(self.block_manager.next_hash(seq), request)
+        return computing
+
+    def _may_start(self, request: Request, budget: SchedulingBudget) -> bool:
+        if budget.long_prefill is not None and not self._fits_a_step(request):
+            return False
+        return all(hook.may_start(request) for hook in self.hooks)
+
     def _count_started(self, request: Request, budget: SchedulingBudget) -> None:
         budget.count_started(request)
         for hook in self.hooks:
             hook.started(request)
-
-    def _plan_layerwise(self, seq: Sequence) -> None:
-        """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
-        if self.layerwise is not None and seq.layerwise is None:
-            self.layerwise.plan(seq)
 
     def _can_admit(self, request: Request, budget: SchedulingBudget) -> bool:
         """Whether sequence slots and blocks suffice. No request overtakes a swapped one that precedes it."""
@@ -353,7 +284,7 @@ class Scheduler:
         return self.block_manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK
 
     def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
-        """Whether a running or loading request is about to have what follows the cached prefix of a waiting one.
+        """Whether a running or pending request is about to have what follows the cached prefix of a waiting one.
 
         No request waits for one that comes after it, which others may keep from running.
         """
@@ -361,24 +292,31 @@ class Scheduler:
         return missing is not None and missing in computing and computing[missing].order < request.order
 
     def _fits_a_step(self, request: Request) -> bool:
-        """Whether one step can compute the tokens of a waiting request that are neither cached nor stored."""
+        """Whether one step can compute the tokens of a waiting request that are not cached, and that no hook fills."""
         seq = request.computing[0]
         chunk = self.limits.chunk
         if seq.end <= chunk or seq.end - (cached := self.block_manager.num_cached_tokens(seq)) <= chunk:
             return True
-        return seq.end - cached - self.block_manager.stored.num_tokens(seq, cached) <= chunk
+        return seq.end - self.block_manager.reach(seq, cached) <= chunk
 
     def _admit(self, request: Request, budget: SchedulingBudget, now: float) -> None:
+        """Give a waiting request its blocks, and let it run, unless it is pending."""
         seq = request.computing[0]
         self.block_manager.allocate(seq)
-        if seq.loading is not None:
-            request.status = RequestStatus.LOADING
-            _insert(self.loading, request)
-        else:
-            if budget.long_prefill is None:  # else it fits a step, unless the store has just lost a part of it
-                self._plan_layerwise(seq)
-            self._start(request, now)
         self.waiting.remove(request)
+        if seq.pending is not None:
+            request.status = RequestStatus.PENDING
+            _insert(self.pending, request)
+            self._count_started(request, budget)
+            return
+        if budget.long_prefill is None:  # else it fits a step, unless a hook fills less than it has just said
+            self._plan_part(seq)
+        self._start(request, now)
+        self._count_started(request, budget)
+        if seq.part_end:
+            budget.reserve_for(request)
+        else:
+            budget.add_chunks(request)
 
     def _start(self, request: Request, now: float) -> None:
         """Let a request run that has its blocks."""
@@ -387,24 +325,41 @@ class Scheduler:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
             request.metrics.cached_tokens_host = seq.num_cached_on_host
-            request.metrics.cached_tokens_disk = seq.num_stored
         request.status = RequestStatus.RUNNING
         _insert(self.running, request)
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a running or a loading request, which will be admitted, or swapped in, again."""
+        """Take the blocks of a running or a pending request, which will be admitted, or swapped in, again."""
         queue = self.running
-        if request.status is RequestStatus.LOADING:
-            queue = self.loading
+        if request.status is RequestStatus.PENDING:
+            queue = self.pending
             self.preemption.restart(request)
         else:
             self.preemption.preempt(request)
         _insert(self.swapped if request.status is RequestStatus.SWAPPED else self.waiting, request)
         queue.remove(request)
 
+    # ---- the batch
+
+    def _batch(self, budget: SchedulingBudget) -> Batch:
+        """What the step computes; empty if that is nothing. Moves stay planned until a step carries them out."""
+        self.block_manager.promote(seq for seq, _ in budget.chunks)
+        chunks = [*budget.chunks]
+        if (seq := budget.part) is not None:
+            chunks.append((seq, seq.part_end - seq.num_computed))
+        if not chunks:
+            is_expected = self.pending or not self.has_unfinished() or not self.block_manager.has_moves
+            assert is_expected, "block moves were planned for a step without sequences"
+            return Batch([])
+        scheduled = [self._scheduled(seq, chunk) for seq, chunk in chunks]
+        self.block_manager.count_used()
+        batch = Batch(scheduled, self.block_manager.take_moves())
+        for hook in self.hooks:
+            hook.built(batch, [seq for seq, _ in chunks])
+        return batch
+
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk
-        states = self.block_manager.states
         sampling = seq.request.sampled_from(seq) if end == seq.end else ()
         return ScheduledSequence(
             seq_id=seq.seq_id,
@@ -415,10 +370,58 @@ class Scheduler:
             samples=[other.sampling_row() for other in sampling],
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
-            state_slot=states.own(seq) if states is not None else None,
         )
 
     # ---- the result of a step
+
+    def _count_copies(self, stepped: Seq[Sequence], result: StepResult) -> None:
+        for seq, h2d_bytes, d2h_bytes in zip(stepped, result.h2d_bytes, result.d2h_bytes, strict=True):
+            seq.request.metrics.h2d_bytes += h2d_bytes
+            seq.request.metrics.d2h_bytes += d2h_bytes
+
+    def _take_computed(
+        self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample], *, is_wrong: bool
+    ) -> list[Sample]:
+        """Count what a step has computed of a sequence. Returns the samples to append now.
+
+        Of a sequence that looked ahead it is the first sample; `append_next` appends the others. is_wrong: the numbers
+        are unusable.
+        """
+        begin = scheduled.context_len
+        computed = len(scheduled.token_ids) - seq.num_ahead if scheduled.is_complete else 0
+        if seq.num_ahead and not samples:  # what lies ahead has spoiled it: it is computed again
+            computed = 0
+        seq.num_computed += computed
+        prefilled = max(0, min(computed, seq.prompt_len - begin))
+        self.prompt_tokens_computed += prefilled
+        seq.request.metrics.prefill_tokens += prefilled
+        if is_wrong:
+            return samples
+        self._count_computed(seq, begin, samples)
+        if not seq.num_ahead:
+            return samples
+        self._further[seq] = samples[:0:-1]
+        return samples[:1]
+
+    def _count_computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
+        """Let the prefix cache and the hooks see what is computed, and release what no later token sees."""
+        self.block_manager.register_computed(seq, begin)
+        for hook in self.hooks:
+            hook.computed(seq, begin, samples)
+        self.block_manager.release_hidden(seq)
+
+    def _end_look_ahead(self, seq: Sequence) -> None:
+        del self._further[seq]
+        self.block_manager.end_look_ahead(seq)
+
+    def _try_apply(self, request: Request, samples: list[Sample], now: float) -> str | None:
+        """Apply samples. Returns what is wrong with them: invalid samples end this request only."""
+        try:
+            self._apply_samples(request, samples, now)
+        except Exception as error:
+            logger.exception("request %r cannot go on", request.request_id)
+            return told(error)
+        return None
 
     def _apply_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""
@@ -460,22 +463,16 @@ class Scheduler:
     def fail(self, now: float, error: str | None = None) -> None:
         """End all running requests and forget all cached content, after a step that failed or was interrupted.
 
-        All others wait to be admitted, the swapped and loading ones again: what a step had begun for them is undone.
+        All others wait to be admitted, the swapped and pending ones again: what a step had begun for them is undone.
         """
-        unfinished = dict.fromkeys([*self.running, *self.swapped, *self.loading, *self.waiting])
+        unfinished = dict.fromkeys([*self.running, *self.swapped, *self.pending, *self.waiting])
         failed = [request for request in unfinished if request in self.running or not request.live]
         self.waiting = sorted(unfinished.keys() - set(failed), key=lambda request: request.order)
         self.running = []
         self.swapped = []
-        self.loading = []
+        self.pending = []
         self._further = {}
-        self.block_manager.reset()
-        for seq in (seq for request in unfinished for seq in request.sequences):
-            seq.block_tables = []
-            seq.first_held = []
-            seq.num_computed = seq.num_ahead = seq.layerwise_done = 0
-            seq.state = seq.held_state = seq.loading = seq.layerwise = None
-            seq.begun_snapshots = {}
+        self.block_manager.reset([seq for request in unfinished for seq in request.sequences])
         for request in self.waiting:
             request.rewind()
             request.status = RequestStatus.WAITING
@@ -496,14 +493,9 @@ class Scheduler:
     def _end(self, request: Request, now: float) -> None:
         request.finish()
         request.metrics.finished_time = now
-        for queue in (self.waiting, self.loading, self.swapped, self.running):
+        for queue in (self.waiting, self.pending, self.swapped, self.running):
             if request in queue:
                 queue.remove(request)
-
-
-def _has_loaded(request: Request) -> bool:
-    loading = request.computing[0].loading
-    return loading is None or loading.has_ended
 
 
 def _insert(queue: list[Request], request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -43,13 +44,17 @@ def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
 class SchedulingBudget:
     """Tokens and sequence slots of one step, and what has been scheduled so far."""
 
-    def __init__(self, limits: SchedulerLimits, running: Seq[Request]) -> None:
-        """running: all requests that hold sequence slots, those that are loading among them."""
+    def __init__(self, limits: SchedulerLimits, running: Seq[Request], limit: Callable[[Sequence, int], int]) -> None:
+        """running: all requests that hold sequence slots, those that are pending among them.
+
+        limit: cuts a chunk of a sequence where it has to end.
+        """
         self.left = limits.max_num_batched_tokens  # tokens not yet scheduled
         self.free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in running)  # free sequence slots
         self.chunks: list[tuple[Sequence, int]] = []  # sequences and numbers of tokens to compute, in batch order
         self.long_prefill: Request | None = None  # for which tokens are reserved
         self._limits = limits
+        self._limit = limit
         self._reserved = 0  # tokens
 
     def count_started(self, request: Request) -> None:
@@ -58,7 +63,7 @@ class SchedulingBudget:
 
     def chunks_of(self, request: Request) -> list[tuple[Sequence, int]]:
         """What the step would compute of the request; empty if it does not fit."""
-        return request.chunks(self.left, self._limits.chunk, self._limits.edge)
+        return request.chunks(self.left, self._limits.chunk, self._limits.edge, self._limit)
 
     def add_chunks(self, request: Request) -> None:
         """Compute as much of the request in this step as fits."""
@@ -73,8 +78,14 @@ class SchedulingBudget:
         self.left -= self._reserved
 
     def add_long_prefill(self) -> None:
-        """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
+        """Give the long prefill all tokens that are left, the reserved ones too. A hook takes them for its `part`."""
         self.left = self.left + self._reserved
         self._reserved = 0
-        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+        if self.long_prefill is not None and self.part is None:
             self.add_chunks(self.long_prefill)
+
+    @property
+    def part(self) -> Sequence | None:
+        """The sequence of which a hook computes a part, with all tokens that are left in the end."""
+        seq = None if self.long_prefill is None else self.long_prefill.computing[0]
+        return seq if seq is not None and seq.part_end else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.engine.block_manager import KVBlockState
+from nanovllm.engine.layerwise_scheduler import Part, part_of
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import PrefixCacheStats
 from nanovllm.engine.request import Request, Sequence
@@ -62,8 +63,8 @@ class EngineView:
 
     @property
     def loading(self) -> list[RequestView]:
-        """Requests whose blocks are being read from the block store."""
-        return [self._request(request) for request in self._scheduler.loading]
+        """Requests whose blocks are being read from disk."""
+        return [self._request(request) for request in self._scheduler.pending]
 
     @property
     def running(self) -> list[RequestView]:
@@ -82,12 +83,12 @@ class EngineView:
             for table, group in zip(seq.block_tables, groups, strict=True):
                 for block in self._physical(table[seq.num_computed // group.block_size :]):
                     states[block] = KVBlockState.FILLING
-            if seq.layerwise is None:
+            if (part := part_of(self._scheduler.hooks, seq)) is None:
                 continue
             # The tokens whose K/V is in the layer buffer, and is stored to the host.
-            layer_chunk = self._layer_chunk(seq, step_share)
-            index, _ = groups.of_layer[seq.layerwise.layer(layer_chunk)]
-            chunk = seq.layerwise.positions(layer_chunk)
+            layer_chunk = self._layer_chunk(part, step_share)
+            index, _ = groups.of_layer[part.prefill.layer(layer_chunk)]
+            chunk = part.prefill.positions(layer_chunk)
             size = groups[index].block_size
             for block in self._physical(seq.block_tables[index][chunk.start // size : -(-chunk.stop // size)]):
                 if block >= self.tiers["device"]:
@@ -103,7 +104,8 @@ class EngineView:
         done = progress.prompt_tokens_done
         unfilled = [seq for seq in self._computing() if seq.num_computed < seq.prompt_len]
         layer = 0 if step_share is None else min(int(step_share * num_layers), num_layers - 1) + 1
-        layers = [seq.layerwise.layer(self._layer_chunk(seq, step_share)) + 1 for seq in unfilled if seq.layerwise]
+        parts = [part for seq in unfilled if (part := part_of(self._scheduler.hooks, seq)) is not None]
+        layers = [part.prefill.layer(self._layer_chunk(part, step_share)) + 1 for part in parts]
         uncounted = int(done) - sum(seq.num_computed for seq in unfilled)
         return PrefillView(tokens, done, next(iter(layers), layer), bool(layers), uncounted)
 
@@ -120,9 +122,8 @@ class EngineView:
         prompt_len = request.prompt_len
         return RequestView(request.request_id, prompt_len, min(computed, prompt_len), output_tokens, tuple(blocks))
 
-    def _layer_chunk(self, seq: Sequence, step_share: float | None) -> int:
+    def _layer_chunk(self, part: Part, step_share: float | None) -> int:
         """The layer chunk that a layer-by-layer prefill has reached: an estimate, since others share the step."""
-        assert seq.layerwise is not None
-        in_step = self.limits.max_num_batched_tokens * self.limits.num_layers // seq.layerwise.chunk
-        last = seq.layerwise.num_chunks * self.limits.num_layers - 1
-        return min(seq.layerwise_done + int((step_share or 0.0) * in_step), last)
+        in_step = self.limits.max_num_batched_tokens * self.limits.num_layers // part.prefill.chunk
+        last = part.prefill.num_chunks * self.limits.num_layers - 1
+        return min(part.done + int((step_share or 0.0) * in_step), last)

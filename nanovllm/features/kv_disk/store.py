@@ -151,7 +151,7 @@ class _Stored:
 
 
 class Load:
-    """What one sequence waits for. Implements `engine.request.Loading`."""
+    """What one sequence waits for. Implements `stored_blocks.Load`."""
 
     def __init__(self, store: DiskStore, work: int, stored: _Stored) -> None:
         self.work = work
@@ -173,12 +173,12 @@ class Load:
         return self.wrong is None
 
     def cancel(self) -> None:
-        """See `engine.request.Loading`. Parts cancel it before they carry out anything else."""
+        """See `stored_blocks.Load`. Parts cancel it before they carry out anything else."""
         self._store.end(self)
 
 
 class DiskStore:
-    """Implements `engine.stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
+    """Implements `stored_blocks.BlockStore` over a directory. Whatever is wrong with that is a miss.
 
     Used by the engine's thread, which never waits for the disk but in `close`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 from nanovllm.data.batch import Adapter, Batch
@@ -75,13 +76,13 @@ class AdapterSlots(StepHook):
     def planned(self, budget: SchedulingBudget) -> None:
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, sequences: Seq[Sequence] = ()) -> None:
         self._in_use = None
         self._first_waiting = None
 
     def _numbers_in_use(self) -> set[int]:
         if self._in_use is None:
-            holding = (RequestStatus.RUNNING, RequestStatus.LOADING)
+            holding = (RequestStatus.RUNNING, RequestStatus.PENDING)
             self._started = {request: None for request in self._started if request.status in holding}
             self._in_use = {adapter.number for request in self._started if (adapter := self.adapter_of(request))}
         return self._in_use

@@ -10,11 +10,14 @@ from typing import NamedTuple
 from nanovllm.data.batch import BlockMove, LayerwisePrefill, Sample, ScheduledSequence, StepResult
 from nanovllm.data.kv_groups import HOLE, KVGroup
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
+from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan
 from nanovllm.sampling_params import SamplingParams
@@ -38,8 +41,11 @@ def dry_run(sizing: KVSizing, kv: KVPlan, prompt_len: int, output_len: int) -> I
         edge=1 if states is None else recurrent_edge(config, states.running),
     )
     tiers = kv.split.resident_blocks, kv.num_cpu_blocks
-    slots = None if states is None else (states.device, states.host)
-    manager = BlockManager(*tiers, groups, config.enable_prefix_caching, num_state_slots=slots, chunk=limits.chunk)
+    manager = BlockManager(*tiers, groups, config.enable_prefix_caching, chunk=limits.chunk)
+    recurrent = None if states is None else RecurrentStates(manager, states.device, states.host)
+    if limits.layerwise_memory != NO_LAYERWISE:
+        manager.hooks.append(LayerwiseScheduler(manager, limits, recurrent))
+    manager.hooks += [] if recurrent is None else [recurrent]
     scheduler = Scheduler(limits, manager)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     scheduler.add(Request("plan", [0] * prompt_len, params, number=0, seq_ids=count(), seed=0, arrival_time=0.0))

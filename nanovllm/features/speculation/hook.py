@@ -16,6 +16,7 @@ from nanovllm.engine.metrics import DraftStats, EngineMetrics
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.engine.step_hook import StepHook
+from nanovllm.features.recurrent.states import RecurrentStates
 
 
 class Drafter(Protocol):
@@ -58,13 +59,21 @@ class Speculation(StepHook):
     `Request.ext` has True for a request whose logits a draft has spoiled.
     """
 
-    def __init__(self, drafter: Drafter, manager: BlockManager, limits: SchedulerLimits, most: int) -> None:
-        """most: drafts of a sequence in a step."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        manager: BlockManager,
+        limits: SchedulerLimits,
+        most: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        """most: drafts of a sequence in a step. states: of a model with recurrent layers."""
         self.drafter = drafter
         self.stats = DraftStats()
         self._manager = manager
         self._limits = limits
         self._most = most
+        self._states = states
         self._drafts: dict[Sequence, Seq[int]] = {}  # of the step
         self._to_come: dict[Sequence, int] = {}  # samples of the step that are not yet appended
 
@@ -75,24 +84,31 @@ class Speculation(StepHook):
         self._to_come = {}
         rows = sum(chunk for _, chunk in budget.chunks)
         tokens = len(budget.chunks)
-        if budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is not None:
-            self.drafter.begin_step([], 0, rows, tokens)  # the prefill takes all that is left
+        if budget.part is not None:  # it takes all that is left
+            self.drafter.begin_step([], 0, rows, tokens)
             return
         left = min(budget.left, self._limits.max_num_seqs + self._most - tokens)
-        if (states := self._manager.states) is not None:  # before any is held, which takes a slot too
+        if self._states is not None:  # before any is held, which takes a slot too
             for seq, _ in budget.chunks:
-                states.own(seq)
-            left = left if states.has_room else 0
+                self._states.own(seq)
+            left = left if self._states.has_room else 0
         drafting = ((seq, min(left, self._most_drafts(seq, chunk))) for seq, chunk in budget.chunks)
         wanted = [(seq, most) for seq, most in drafting if most > 0]
         self.drafter.begin_step(wanted, left, rows, tokens)
         for seq, most in wanted:
             drafted = self.drafter.draft(seq, min(left, most), rows, tokens) if left > 0 else ()
             drafted = drafted[: self._num_before_end(seq, drafted)]
-            if count := self._manager.look_ahead(seq, len(drafted)):
+            if count := self._look_ahead(seq, len(drafted)):
                 self._drafts[seq] = drafted[:count]
                 left -= count
                 rows += count
+
+    def _look_ahead(self, seq: Sequence, most: int) -> int:
+        """Take the blocks of up to `most` drafts, and hold a copy of the state. Returns for how many there is room."""
+        count = self._manager.num_ahead(seq, most)
+        if count and self._states is not None and not self._states.hold(seq, count):
+            return 0
+        return self._manager.look_ahead(seq, count)
 
     def _most_drafts(self, seq: Sequence, chunk: int) -> int:
         """The most drafts that a sequence may have in a step that computes `chunk` of its tokens."""
@@ -100,7 +116,7 @@ class Speculation(StepHook):
         if not self._takes_drafts(seq.request) or seq.num_output_tokens == 0 or not chunk == seq.num_remaining == 1:
             return 0
         most = min(self._most, self._limits.max_model_len - len(seq) - 1)
-        if manager.states is not None and manager.prefix_cache.enabled:  # it keeps states where hash blocks end
+        if self._states is not None and manager.prefix_cache.enabled:  # it keeps states where hash blocks end
             most = min(most, -len(seq) % manager.prefix_cache.hash_block_size)
         return most if seq.params.max_tokens is None else min(most, seq.params.max_tokens - seq.num_output_tokens - 1)
 
@@ -162,7 +178,7 @@ class Speculation(StepHook):
     def count(self, metrics: EngineMetrics) -> None:
         metrics.drafts = replace(self.stats)
 
-    def reset(self) -> None:
+    def reset(self, sequences: Seq[Sequence]) -> None:
         self._drafts = {}
         self._to_come = {}
 
