@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
     from nanovllm.build import build_engine as build_engine
     from nanovllm.client import EngineClient as EngineClient
-    from nanovllm.engine.block_manager import KVBlockState as KVBlockState
+    from nanovllm.engine.block_pool import KVBlockState as KVBlockState
     from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
     from nanovllm.engine.view import EngineView as EngineView
     from nanovllm.features.lora.request import LoRARequest as LoRARequest
@@ -52,7 +52,7 @@ _NAMES = {  # by module: what users and applications import from here
     "nanovllm.build": "build_engine",
     "nanovllm.client": "EngineClient",
     "nanovllm.engine.llm_engine": "LLMEngine",
-    "nanovllm.engine.block_manager": "KVBlockState",
+    "nanovllm.engine.block_pool": "KVBlockState",
     "nanovllm.engine.view": "EngineView",
     "nanovllm.features.lora.request": "LoRARequest",
     "nanovllm.features.vllm_api.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",

@@ -212,8 +212,8 @@ class LLM:
         """Sizes of the KV memory and bytes copied between its tiers so far; with several ranks, those of the first."""
         manager = self.engine.scheduler.block_manager
         stats = self._runner.kv_stats()
-        most = manager.most_used
-        on_device = manager.most_used_on_device
+        most = manager.pool.most_used
+        on_device = manager.pool.most_used_on_device
         return replace(stats, most_used_blocks=most, most_used_device_blocks=on_device)
 
     def link_busy(self) -> Busy:

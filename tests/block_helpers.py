@@ -9,7 +9,8 @@ from typing import Any
 
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import KVGroups, kv_groups
-from nanovllm.engine.block_manager import AllocStatus, BlockManager, KVBlockState
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.block_pool import KVBlockState
 from nanovllm.engine.request import Request
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.features.recurrent.states import RecurrentStates
@@ -22,22 +23,22 @@ def check_blocks(manager: BlockManager) -> None:
     """The bookkeeping of blocks and of the prefix cache is consistent."""
     cache = manager.prefix_cache
     size = manager.prefix_cache.hash_block_size
-    assert manager.num_free + manager.num_cached + manager.num_used == manager.num_blocks
-    states = manager.block_states()
-    counts = [states[: manager.num_blocks].count(state) for state in list(KVBlockState)[:3]]
-    assert counts == [manager.num_free, manager.num_cached, manager.num_used]
-    assert states[manager.num_blocks :].count(KVBlockState.USED) == manager.num_swapped
-    assert manager.tiers.physical_ids.keys() == manager._blocks.keys()
-    for tier, evictor in manager._evictors.items():
+    assert manager.pool.num_free + manager.pool.num_cached + manager.pool.num_used == manager.pool.num_blocks
+    states = manager.pool.block_states()
+    counts = [states[: manager.pool.num_blocks].count(state) for state in list(KVBlockState)[:3]]
+    assert counts == [manager.pool.num_free, manager.pool.num_cached, manager.pool.num_used]
+    assert states[manager.pool.num_blocks :].count(KVBlockState.USED) == manager.pool.num_swapped
+    assert manager.pool.tiers.physical_ids.keys() == manager.pool.blocks.keys()
+    for tier, evictor in manager.pool._evictors.items():
         for block_id in evictor:
-            block = manager._blocks[block_id]
+            block = manager.pool.blocks[block_id]
             assert block.ref_count == 0 and block.hashes
-            assert manager.tiers.tier_of(block_id) is tier
-    for block_id, block in manager._blocks.items():
-        assert manager.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
+            assert manager.pool.tiers.tier_of(block_id) is tier
+    for block_id, block in manager.pool.blocks.items():
+        assert manager.pool.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
         assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
     for group, by_hash in enumerate(cache._by_hash):
-        blocks = [block for block in manager._blocks.values() if block.group == group]
+        blocks = [block for block in manager.pool.blocks.values() if block.group == group]
         assert {block_hash: block for block in blocks for block_hash in block.hashes} == by_hash
 
 
@@ -109,7 +110,7 @@ def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> in
 
 def tiers(manager: BlockManager, seq: TokenSequence) -> str:
     """D or H for each of its blocks."""
-    return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_tables[0])
+    return "".join(manager.pool.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_tables[0])
 
 
 def new_tokens(source: Iterator[int], blocks: int, extra: int = 0) -> list[int]:

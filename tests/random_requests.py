@@ -246,7 +246,11 @@ class Driver:
         engine = self.llm.engine
         manager = self.llm.engine.scheduler.block_manager
         check_blocks(manager)
-        left = {"used blocks": manager.num_used, "swapped blocks": manager.num_swapped, "requests": engine._requests}
+        left = {
+            "used blocks": manager.pool.num_used,
+            "swapped blocks": manager.pool.num_swapped,
+            "requests": engine._requests,
+        }
         leftovers = [f"{what}: {value}" for what, value in left.items() if value]
         return ", ".join(leftovers) or None
 

@@ -93,7 +93,7 @@ def nothing_left(engine: AsyncLLM) -> bool:
 
     def is_idle() -> bool:
         metrics = in_engine(engine, lambda llm: llm.metrics())
-        blocks = engine.llm.engine.scheduler.block_manager.num_blocks
+        blocks = engine.llm.engine.scheduler.block_manager.pool.num_blocks
         idle = not metrics.requests.running and not metrics.requests.waiting and not engine.llm.engine._requests
         return idle and metrics.blocks.used == 0 and metrics.blocks.free + metrics.blocks.cached == blocks
 

@@ -104,7 +104,7 @@ class Searches:
             self.take(self.client.step())
             check_blocks(self.bench.manager)
         assert not self.bench.engine.has_unfinished_requests() and not self.bench.engine.inboxes
-        assert self.bench.manager.num_used == self.bench.manager.num_swapped == 0
+        assert self.bench.manager.pool.num_used == self.bench.manager.pool.num_swapped == 0
 
     def tokens(self, name: str) -> list[list[int]]:
         return [beam.token_ids for beam in self.outputs[name].outputs]

@@ -31,8 +31,8 @@ def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh:
     cache(manager, prompt)
     seq = running(manager, new_tokens(fresh, 2))
     # The end of the old prefix was evicted first.
-    assert manager.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
-    assert manager.take_moves() == []
+    assert manager.pool.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
+    assert manager.pool.take_moves() == []
     assert tiers(manager, seq) == "DD" and found(manager, prompt) == 2
     hit = sequence([*prompt, 1])
     manager.allocate(hit)
@@ -59,10 +59,10 @@ def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: 
     seq = running(manager, [*new_tokens(fresh, 2), 1])
     assert tiers(manager, seq) == "HHH"
     manager.promote([seq])
-    assert manager.take_moves() == [], "the device is full"
+    assert manager.pool.take_moves() == [], "the device is full"
     manager.free(filler)
     manager.promote([seq])
     assert tiers(manager, seq) == "DDH", "the block being written is not moved"
-    assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
+    assert manager.pool.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
     manager.promote([seq])
-    assert manager.take_moves() == []
+    assert manager.pool.take_moves() == []

@@ -261,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._fail()
         elif what == "reset the cache":
             self.manager.reset_prefix_cache()
-            assert self.manager.num_cached == 0
+            assert self.manager.pool.num_cached == 0
         elif self.requests:
             swapped = [request.request_id for request in self.engine.scheduler.swapped]
             names = swapped if swapped and which % 2 else sorted(self.requests)
@@ -301,7 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.steps(1)
         assert not self.requests, "a request never finished"
-        assert self.manager.num_used == self.manager.num_swapped == 0
+        assert self.manager.pool.num_used == self.manager.pool.num_swapped == 0
         stats = self.engine.scheduler.preemption.stats
         EngineMachine.totals.update(
             {
@@ -340,9 +340,9 @@ class EngineMachine(RuleBasedStateMachine):
         check_states(self.manager, self._live())
         scheduler = self.engine.scheduler
         held = Counter(block for seq in self._live() for block in seq.blocks)
-        assert self.manager.num_used + self.manager.num_swapped == len(held)
+        assert self.manager.pool.num_used + self.manager.pool.num_swapped == len(held)
         for block_id, count in held.items():
-            assert self.manager._blocks[block_id].ref_count == count
+            assert self.manager.pool.blocks[block_id].ref_count == count
         for request in scheduler.waiting:
             for seq in request.sequences:
                 assert not seq.block_tables and seq.num_computed == 0
@@ -351,8 +351,8 @@ class EngineMachine(RuleBasedStateMachine):
             seq.part_end for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences
         )
         swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.blocks}
-        assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
-        assert self.manager.num_swapped == len(swapped)
+        assert all(self.manager.pool.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
+        assert self.manager.pool.num_swapped == len(swapped)
         holding = [*scheduler.running, *scheduler.pending]
         assert sum(request.num_seqs for request in holding) <= self.engine.limits.max_num_seqs
         reads = [seq.pending for seq in self._live() if seq.pending is not None]

@@ -124,7 +124,7 @@ def test_groups_of_sequences_and_preemption(name: str, tmp_path: Path) -> None:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             manager = llm.engine.scheduler.block_manager
             metrics = llm.engine.scheduler.preemption.stats
-            assert manager.num_copied_blocks > 0 and manager.num_used == manager.num_swapped == 0
+            assert manager.num_copied_blocks > 0 and manager.pool.num_used == manager.pool.num_swapped == 0
             found = [[each.token_ids for each in output.outputs] for output in outputs]
             return found, metrics.swapped, metrics.recomputed
 

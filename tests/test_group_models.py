@@ -59,5 +59,5 @@ def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: lis
         stats = llm.engine.scheduler.preemption.stats
         manager = llm.engine.scheduler.block_manager
         assert (stats.swapped > 0) == ("swapped" in name) and (stats.total > 0) == ("," in name)
-        assert manager.num_used == manager.num_swapped == 0 and manager.num_copied_blocks > 0
+        assert manager.pool.num_used == manager.pool.num_swapped == 0 and manager.num_copied_blocks > 0
         assert isinstance(llm._runner.device, OrderingCheck) and llm._runner.device.num_checked > 0

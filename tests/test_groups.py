@@ -24,7 +24,7 @@ def test_the_prompt_is_computed_once_for_all(length: int, device: int, host: int
     assert finished.metrics.prefill_tokens == length and finished.metrics.decode_tokens == 4 * 8
     prefill = [row for row in bench.rows("a") if row.context_len < length]
     assert sum(len(row.token_ids) for row in prefill) == length and len(prefill[-1].samples) == 4
-    assert bench.manager.num_used == 0
+    assert bench.manager.pool.num_used == 0
 
 
 @pytest.mark.parametrize("device, host", [(64, 0), (0, 64), (3, 64)])
@@ -33,7 +33,7 @@ def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     sampled(bench, "a", prompt_of(BLOCK + 2), 2, n=2)
     bench.step()
     tables = [list(seq.block_tables[0]) for seq in bench.scheduler.running[0].sequences]
-    assert tables[0] == tables[1] and bench.manager.num_used == 2, (
+    assert tables[0] == tables[1] and bench.manager.pool.num_used == 2, (
         "all blocks are shared, including the partly filled one"
     )
     bench.step()

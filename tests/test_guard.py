@@ -137,7 +137,7 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch:
     with monkeypatch.context() as patch:
         during_step(llm, patch, 4, let_go)
         assert token_ids(llm, PROMPTS[1:], greedy(6)) == expected
-    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.pool.num_used == 0
 
 
 def test_an_interrupt_ends_what_runs_and_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_an_interrupt_ends_what_runs_and_leaves_a_usable_engine(llm: LLM, monkey
         during_step(llm, patch, 2, interrupt)
         with pytest.raises(KeyboardInterrupt):
             token_ids(llm, PROMPTS, greedy(6))
-    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.pool.num_used == 0
     with pytest.raises(EngineError, match="were ended by another"):
         list(first)
     assert token_ids(llm, PROMPTS, greedy(6)) == expected

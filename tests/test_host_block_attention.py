@@ -165,7 +165,7 @@ def test_shared_blocks_preemption_and_aborts(
             assert finished == {str(i): tokens for i, tokens in enumerate(expected) if i != victim}
         assert llm.engine.scheduler.preemption.stats.total > 0
         assert llm.kv_stats().transfers.cpu_attention_blocks > 0
-        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert llm.engine.scheduler.block_manager.pool.num_used == 0
 
 
 def test_long_chunks_stream_and_decodes_in_the_same_step_use_cpu_attention(model_dir: Path) -> None:
@@ -293,7 +293,7 @@ def test_failing_cpu_attention_ends_the_running_requests_and_not_the_engine(
         assert ended.outputs[0].finish_reason == "error"  # type: ignore[attr-defined]
         assert 0 < len(ended.outputs[0].token_ids) < 5  # type: ignore[attr-defined]
         assert not llm.engine.has_unfinished_requests()
-        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert llm.engine.scheduler.block_manager.pool.num_used == 0
         assert token_ids(llm, prompt, greedy(5)) == expected
 
 

@@ -124,12 +124,12 @@ def test_a_hit_without_the_window_ends_before_it(fresh: Iterator[int]) -> None:
     manager = BlockManager(40, 0, kv_groups((2 * BLOCK, None), BLOCK), chunk=BLOCK, hash_block_size=BLOCK)
     document = new_tokens(fresh, 8)
     seq = asked(manager, document)
-    evictor = manager._evictors[Tier.DEVICE]
-    assert len(evictor) == 6 and all(manager._blocks[each].group == 1 for each in evictor)
+    evictor = manager.pool._evictors[Tier.DEVICE]
+    assert len(evictor) == 6 and all(manager.pool.blocks[each].group == 1 for each in evictor)
     # Of the 4 blocks that are asked for, the first, then the second is lost, ...: 2 * BLOCK tokens of window need 2.
     for expected in (4, 4, 4, 0, 0, 0):
         assert manager.prefix_cache.find(sequence([*document[: 4 * BLOCK], 0])).num_tokens == expected * BLOCK
-        manager._evict(evictor.oldest()[1])
+        manager.pool._evict(evictor.oldest()[1])
         check_blocks(manager)
     whole = sequence([*document, 0])
     assert manager.prefix_cache.find(whole).num_tokens == 8 * BLOCK, "the last window is in use"

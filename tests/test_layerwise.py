@@ -159,7 +159,7 @@ def test_aborts_at_every_step_of_a_prefill_leave_others_alone(model_dir: Path) -
             while llm.engine.has_unfinished_requests():
                 finished |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step() if o.finished}
             assert [finished["1"], finished.get("2", expected[2])] == expected[1:]
-            assert state_of(llm) is None and llm.engine.scheduler.block_manager.num_used == 0
+            assert state_of(llm) is None and llm.engine.scheduler.block_manager.pool.num_used == 0
             llm.engine.scheduler.block_manager.reset_prefix_cache()
 
 
@@ -182,7 +182,7 @@ def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
         monkeypatch.setattr(llm._runner.model, "forward_layers_", fail_once)
         with pytest.raises((EngineError, KeyboardInterrupt)):
             token_ids(llm, prompt, greedy(5))
-        assert state_of(llm) is None and llm.engine.scheduler.block_manager.num_used == 0
+        assert state_of(llm) is None and llm.engine.scheduler.block_manager.pool.num_used == 0
         assert token_ids(llm, prompt, greedy(5)) == expected
 
 

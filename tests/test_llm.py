@@ -184,5 +184,5 @@ def test_a_stream_that_is_left_aborts_its_requests(llm: LLM) -> None:
     next(stream)
     assert llm.engine.has_unfinished_requests()
     stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.pool.num_used == 0
     assert next(stream, None) is None, "also not what the step has computed for the other request"

@@ -210,4 +210,4 @@ def test_everybody_is_served_within_the_budget(
         assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), max_tokens)
         for earlier, later in pairwise(layer_chunks(bench, str(i))):
             assert later[0] in (earlier[1], 0), "layer chunks follow each other, or a prefill begins"
-    assert bench.manager.num_used == 0
+    assert bench.manager.pool.num_used == 0

@@ -63,7 +63,7 @@ def test_a_damaged_weight_ends_the_requests_that_meet_it(model_dir: Path, argume
                 assert all(math.isfinite(output.cumulative_logprob or 0.0) for output in failed.outputs)
                 assert good.error is None and [good.outputs[0].token_ids] == expected
         assert not llm.engine.has_unfinished_requests()
-        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert llm.engine.scheduler.block_manager.pool.num_used == 0
         assert token_ids(llm, GOOD, ANSWER) == expected
 
 

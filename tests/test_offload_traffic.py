@@ -280,5 +280,5 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
             with pytest.raises(EngineError, match="the link is down"):
                 llm.generate(prompt, greedy(5), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
-        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert llm.engine.scheduler.block_manager.pool.num_used == 0
         assert token_ids(llm, prompt, greedy(5)) == expected

@@ -60,7 +60,7 @@ def test_a_prefix_is_found_to_the_last_hash_block(shared: int, device: int, host
         assert bench.tokens(name) == expected_output(prompt, 5)
     bench.run()
     assert bench.tokens("first") == expected_output(document, len(bench.tokens("first")))
-    assert bench.manager.num_used == 0
+    assert bench.manager.pool.num_used == 0
 
 
 # ---- a copy, or the block itself
@@ -77,8 +77,8 @@ def test_a_conversation_continues_its_last_block(fresh: Iterator[int]) -> None:
         compute(manager, seq)
         manager.free(seq)
         check_blocks(manager)
-        assert manager.num_cached <= -(-len(tokens) // BLOCK)
-    assert manager.take_moves() == [] and manager.stats.copied_blocks == 0
+        assert manager.pool.num_cached <= -(-len(tokens) // BLOCK)
+    assert manager.pool.take_moves() == [] and manager.stats.copied_blocks == 0
 
 
 # ---- requests that come together

@@ -69,7 +69,7 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
     with LLM(recall_dir, **arguments) as llm:
         set_prefill(llm, way)
         if num_gpu_blocks == 2:
-            assert manager_of(llm).tiers.pools[Tier.DEVICE].num_free == 0
+            assert manager_of(llm).pool.tiers.pools[Tier.DEVICE].num_free == 0
         stream = llm.stream([make_prompt(first, 1)], greedy(30))
         next(stream)
         for state in ("running", "cached"):
@@ -83,7 +83,7 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
                 cached = [output.num_cached_tokens for output in outputs]  # the later ones may find the first one's too
                 assert cached[0] == shared // HASH * HASH <= min(cached), shared
             stream.close()
-        assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).num_used == 0
+        assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).pool.num_used == 0
 
 
 # ---- bytes

@@ -66,7 +66,7 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
     assert found(manager, other) == 0 and found(manager, prompt) >= 1
     manager.reset_prefix_cache()
     check_blocks(manager)
-    assert manager.num_free == 8
+    assert manager.pool.num_free == 8
 
 
 # ---- admission

@@ -35,7 +35,7 @@ def answer(llm: LLM) -> list[list[int]]:
 
 def goes_on(llm: LLM, answer: list[list[int]]) -> None:
     assert not llm.engine.has_unfinished_requests()
-    assert llm.engine.scheduler.block_manager.num_used == 0
+    assert llm.engine.scheduler.block_manager.pool.num_used == 0
     assert token_ids(llm, QUESTION, greedy(8)) == answer
 
 

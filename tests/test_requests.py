@@ -69,12 +69,12 @@ def test_abort_in_the_middle_of_a_chunked_prefill() -> None:
     bench = Bench(3, 20, budget=10)
     bench.add("a", prompt_of(30))
     bench.step()
-    assert bench.manager.num_used == 8
+    assert bench.manager.pool.num_used == 8
     output = bench.engine.abort_request("a")
     assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     assert output.outputs[0].token_ids == [] and output.metrics.prefill_tokens == 10
-    assert bench.manager.num_used == 0
-    assert bench.manager.num_cached == 2, "the two full blocks are cached, the partly filled one is not"
+    assert bench.manager.pool.num_used == 0
+    assert bench.manager.pool.num_cached == 2, "the two full blocks are cached, the partly filled one is not"
     assert not bench.engine.has_unfinished_requests() and bench.step() == []
     bench.add("a", prompt_of(30))
     assert bench.run()["a"].num_cached_tokens == 8
@@ -94,7 +94,7 @@ def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
         assert isinstance(output, RequestOutput) and output.finished and output.request_id == name
         assert output.outputs[0].finish_reason == "error"
         assert output.outputs[0].token_ids == expected_output(output.prompt_token_ids, 1), "the tokens generated so far"
-    assert bench.manager.num_free == bench.manager.num_blocks, "blocks of a failed step are not cached"
+    assert bench.manager.pool.num_free == bench.manager.pool.num_blocks, "blocks of a failed step are not cached"
     assert bench.engine.abort_request("a") is None, "it has ended"
     bench.add("a", prompt_of(9))
     bench.run()
@@ -239,4 +239,4 @@ def test_a_request_whose_text_cannot_be_made_ends_and_the_others_go_on() -> None
     assert bench.reason("bad") == ("error", None) and bench.tokens("bad") == tokens[: bad + 1]
     assert bench.reason("good") == ("length", None) and bench.tokens("good") == others
     assert bench.finished["good"].outputs[0].text == "".join(f" {token}" for token in others)
-    assert bench.manager.num_used == 0
+    assert bench.manager.pool.num_used == 0

@@ -146,7 +146,7 @@ def test_two_hundred_connections_under_offload(long_model: str) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
     with LLM(long_model, **OFFLOADED) as llm:  # type: ignore[arg-type]
         offline = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        num_blocks = llm.engine.scheduler.block_manager.num_blocks
+        num_blocks = llm.engine.scheduler.block_manager.pool.num_blocks
 
     async def load(port: int) -> list[tuple[str, list[float]]]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -243,7 +243,7 @@ def test_the_longest_sequence_is_the_block_managers(gpu: int, cpu: int, layers: 
         assert offload and gpu == 4 and cpu == 0 and layers == 1 and "num_cpu_blocks" in str(error)
         return
     manager = BlockManager(made.split.resident_blocks, made.num_cpu_blocks, one_group(layout.block_size))
-    assert made.num_sequence_blocks == manager.num_blocks
+    assert made.num_sequence_blocks == manager.pool.num_blocks
     assert made.max_model_len == manager.capacity.max_sequence_tokens >= layout.block_size
 
 

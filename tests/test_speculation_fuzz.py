@@ -157,7 +157,7 @@ def run_round(plain: Plain, seed: int, most: int) -> tuple[Counter[str], list[st
     with llm:
         scheduler = llm.engine.scheduler
         manager = llm.engine.scheduler.block_manager
-        manager.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8, 16]))
+        manager.pool.prefix_cache = PrefixCache(manager.groups, manager.prefix_cache.enabled, random.choice([4, 8, 16]))
         number = {id(asked): index for index, asked in enumerate(requests)}
         driver = Driver(llm, random, len(requests), iter(requests).__next__)
         drafts.follows = lambda name: follows[number[id(driver.asked[name])]]

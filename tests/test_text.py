@@ -189,4 +189,4 @@ def test_a_stop_string_ends_its_request_and_no_other() -> None:
     assert bench.tokens("a") == bench.tokens("kept") == tokens[:3], "the tokens of the stop string are kept"
     assert bench.reason("long") == ("length", None) and bench.finished["long"].outputs[0].text == text
     assert bench.reason("other") == ("length", None)
-    assert bench.manager.num_used == 0
+    assert bench.manager.pool.num_used == 0

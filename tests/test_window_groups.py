@@ -69,7 +69,7 @@ def test_logits_do_not_depend_on_how_they_are_computed(tmp_path: Path, pattern: 
                 assert torch.equal(logits(llm, prompts_of()), expected), (num_gpu_blocks, way)
                 again = logits(llm, prompts_of())
                 assert torch.equal(again, expected) and manager_of(llm).stats.hit_tokens > 0, "from the prefix cache"
-                assert manager_of(llm).num_used == 0
+                assert manager_of(llm).pool.num_used == 0
 
 
 @pytest.mark.parametrize("way", ["layer-major", "chunk-major"])

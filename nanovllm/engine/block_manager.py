@@ -1,11 +1,7 @@
-"""The block manager: which sequences hold which KV blocks, what the blocks contain, and on which tier they are.
-
-Every block on the device or host tier is *used* (referenced by sequences), *cached* (unreferenced, and the prefix cache
-can find it) or *free*; the three counts always add up to the total. Blocks on the swap tier are counted separately:
-preempted sequences reference them, and they are swapped in before attention reads them.
+"""The block manager: which sequences hold which KV blocks. `BlockPool` has the blocks themselves.
 
 Sequences share full blocks only. If a cached block begins with a sequence's next tokens and then differs, or is not
-full, the sequence gets a copy of that part (`_continue_block`).
+full, the sequence gets a copy of that part (`BlockPool.continue_block`).
 
 A sequence has a block table for each KV group. In groups without a window it holds blocks for all its tokens, from its
 admission on. In groups with a window it holds those that the next step sees and writes: `grow` adds blocks for a chunk,
@@ -17,19 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from enum import Enum, IntEnum
+from enum import Enum
 from itertools import islice
 
-from nanovllm.data.batch import BlockMove, Tier
+from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
-from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats, PrefixHit
+from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.prefix_cache import PrefixCache, PrefixCacheStats, PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
-from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
+from nanovllm.kvcache.hybrid_manager import HybridManager
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
-MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes
 
 
 class AllocStatus(Enum):
@@ -38,27 +33,13 @@ class AllocStatus(Enum):
     NEVER = "never"
 
 
-class KVBlockState(IntEnum):
-    """What a physical block is used for, see above. Fits a byte. `engine.view` tells the last two apart from USED."""
-
-    FREE = 0
-    CACHED = 1
-    USED = 2
-    FILLING = 3  # a running request has it, and some of its tokens are still to be computed
-    IN_FLIGHT = 4  # on the host, and a copy to or from a ring slot or the layer buffer is under way
-
-
 def held_blocks(tables: Iterable[Seq[int]]) -> list[int]:
     """The block ids in block tables, without holes."""
     return [block_id for table in tables for block_id in table if block_id != HOLE]
 
 
 class BlockManager:
-    """Allocates KV blocks to sequences, shares full blocks by content, and prefers the device tier for active blocks.
-
-    Block ids name blocks for as long as they exist; physical block ids say where their content is. Moving a block
-    changes its physical id only.
-    """
+    """Allocates KV blocks to sequences, and shares full blocks by content."""
 
     def __init__(
         self,
@@ -75,15 +56,20 @@ class BlockManager:
         chunk: most tokens of a sequence in a step, which bounds the blocks of windows; None: any number.
         """
         self.groups = groups
-        self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
-        self.num_blocks = num_device_blocks + num_host_blocks
-        self.watermark = int(WATERMARK * self.num_blocks)
-        self.capacity = KVCapacity(groups, chunk, self.num_blocks, self.watermark)
-        self.prefix_cache = PrefixCache(groups, enable_prefix_caching, hash_block_size)
+        tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
+        self.pool = BlockPool(tiers, groups, PrefixCache(groups, enable_prefix_caching, hash_block_size))
+        self.watermark = int(WATERMARK * self.pool.num_blocks)
+        self.capacity = KVCapacity(groups, chunk, self.pool.num_blocks, self.watermark)
         self.num_copied_blocks = 0  # by copy-on-write
-        self.most_used = self.most_used_on_device = 0  # blocks, in one step
         self.hooks: list[StepHook] = []  # called in this order; to be filled before the first request
-        self.reset()
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.pool.prefix_cache
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        return self.prefix_cache.stats
 
     def reset(self, sequences: Seq[Sequence] = ()) -> None:
         """Forget all blocks, used and cached. sequences: all that may hold some; afterwards none does."""
@@ -91,14 +77,7 @@ class BlockManager:
             hook.reset(sequences)
         for seq in sequences:
             self._clear(seq)
-        tiers = self.tiers
-        self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
-        self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
-        self._blocks: dict[int, Block] = {}  # used, cached and swapped out
-        self.prefix_cache.clear()
-        self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks
-        self._clock = 0  # time of last use: how many blocks had become unreferenced before
-        self._moves: list[BlockMove] = []
+        self.pool.reset()
 
     def _clear(self, seq: Sequence) -> None:
         """The sequence holds no blocks from now on."""
@@ -108,52 +87,16 @@ class BlockManager:
         seq.part_end = 0
         seq.pending = None
 
-    # ---- counts
-
-    @property
-    def stats(self) -> PrefixCacheStats:
-        return self.prefix_cache.stats
-
-    @property
-    def num_free(self) -> int:
-        return self.tiers.pools[Tier.DEVICE].num_free + self.tiers.pools[Tier.HOST].num_free
-
-    @property
-    def num_cached(self) -> int:
-        return sum(len(evictor) for evictor in self._evictors.values())
-
-    @property
-    def num_used(self) -> int:
-        return len(self._blocks) - self.num_cached - self.num_swapped
-
-    @property
-    def num_used_on_device(self) -> int:
-        return self.tiers.num_device_blocks - self.tiers.pools[Tier.DEVICE].num_free - len(self._evictors[Tier.DEVICE])
-
-    def count_used(self) -> None:
-        """Note how many blocks the step has that is now scheduled."""
-        self.most_used = max(self.most_used, self.num_used)
-        self.most_used_on_device = max(self.most_used_on_device, self.num_used_on_device)
-
-    @property
-    def num_swapped(self) -> int:
-        return self.tiers.num_swap_blocks - self.tiers.pools[Tier.SWAP].num_free
-
-    @property
-    def num_allocatable(self) -> int:
-        """Blocks that can be allocated now: free blocks, and cached ones after their eviction."""
-        return self.num_free + self.num_cached
-
     # ---- allocation
 
     def can_allocate(self, seq: Sequence, extra_blocks: int = 0) -> AllocStatus:
         """Whether what a waiting sequence holds at once and `extra_blocks` more fit, with the watermark left free."""
         needed = self.capacity.most_blocks(seq.end) + extra_blocks
-        if self.num_blocks - needed < self.watermark:
+        if self.pool.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
         hits = held_blocks(self._find(seq).tables)
-        unused_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
-        left = self.num_allocatable - unused_hits - (needed - len(hits))
+        unused_hits = sum(self.pool.blocks[block_id].ref_count == 0 for block_id in hits)
+        left = self.pool.num_allocatable - unused_hits - (needed - len(hits))
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
@@ -165,7 +108,7 @@ class BlockManager:
         hit = self._find(seq)
         on_host = self._num_on_host(hit)
         for block_id in held_blocks(hit.tables):
-            self._acquire(block_id)
+            self.pool.acquire(block_id)
         seq.block_tables = hit.tables
         seq.num_computed = hit.num_tokens
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
@@ -206,7 +149,7 @@ class BlockManager:
         return sum(
             min(size, hit.num_tokens - index * size)
             for index, block_id in enumerate(blocks)
-            if block_id != HOLE and self.tiers.tier_of(block_id) is Tier.HOST
+            if block_id != HOLE and self.pool.tiers.tier_of(block_id) is Tier.HOST
         )
 
     def _continue_parts(self, seq: Sequence, hit: PrefixHit) -> None:
@@ -214,12 +157,12 @@ class BlockManager:
         unreferenced = [part is not None and part.ref_count == 0 for part in hit.parts]
         for part in hit.parts:
             if part is not None:
-                self._acquire(part.block_id)  # so that it is not evicted for the copy of another
+                self.pool.acquire(part.block_id)  # so that it is not evicted for the copy of another
         for index, (part, group) in enumerate(zip(hit.parts, self.groups, strict=True)):
             if part is not None:
                 num_tokens = hit.num_tokens % group.block_size
                 needed = self._num_lacking(seq)
-                seq.block_tables[index].append(self._continue_block(part, unreferenced[index], num_tokens, needed))
+                seq.block_tables[index].append(self.pool.continue_block(part, unreferenced[index], num_tokens, needed))
         shared = min(hit.num_tokens // group.block_size * group.block_size for group in self.groups)
         self.register_computed(seq, shared)
 
@@ -232,7 +175,7 @@ class BlockManager:
             for _, _, block_id in self._shared_and_written(seq):
                 writers[block_id] = writers.get(block_id, 0) + 1
         for block_id, count in writers.items():  # the last sequence to write needs no copy
-            needed += min(count, self._blocks[block_id].ref_count - 1)
+            needed += min(count, self.pool.blocks[block_id].ref_count - 1)
         return needed
 
     def grow(self, sequences: Iterable[Sequence]) -> None:
@@ -242,9 +185,9 @@ class BlockManager:
         """
         for seq in sequences:
             for table, index, block_id in self._shared_and_written(seq):
-                table[index] = self._copy(block_id)
+                table[index] = self.pool.copy(block_id)
                 self.num_copied_blocks += 1
-                block_size = self._group_of(table[index]).block_size
+                block_size = self.pool.group_of(table[index]).block_size
                 self.register_computed(seq, index * block_size)
             self._extend(seq)
 
@@ -253,7 +196,7 @@ class BlockManager:
         shared = []
         for table, group in zip(seq.block_tables, self.groups, strict=True):
             index = seq.num_computed // group.block_size
-            if index < len(table) and table[index] != HOLE and self._blocks[table[index]].ref_count > 1:
+            if index < len(table) and table[index] != HOLE and self.pool.blocks[table[index]].ref_count > 1:
                 shared.append((table, index, table[index]))
         return shared
 
@@ -273,13 +216,13 @@ class BlockManager:
     def _extend(self, seq: Sequence) -> None:
         for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
             while len(table) < self._wanted(seq, group):
-                table.append(self._new_block(index))
+                table.append(self.pool.new_block(index))
 
     # ---- looking ahead
 
     def num_ahead(self, seq: Sequence, most: int) -> int:
         """For how many tokens beyond its own, up to `most`, there are blocks for a sequence."""
-        while most and self._num_needed_ahead(seq, most) > self.num_allocatable:
+        while most and self._num_needed_ahead(seq, most) > self.pool.num_allocatable:
             most -= 1
         return most
 
@@ -291,7 +234,7 @@ class BlockManager:
         count = self.num_ahead(seq, most)
         for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
             while count and len(table) < group.num_blocks(seq.end + count):
-                table.append(self._new_block(index))
+                table.append(self.pool.new_block(index))
         seq.num_ahead = count
         return count
 
@@ -302,7 +245,7 @@ class BlockManager:
             hook.looked_ahead(seq)
         for table, group in zip(seq.block_tables, self.groups, strict=False):
             while len(table) > group.num_blocks(seq.end):
-                self._drop_reference(table.pop())
+                self.pool.drop_reference(table.pop())
 
     def _num_needed_ahead(self, seq: Sequence, count: int) -> int:
         tables = zip(seq.block_tables, self.groups, strict=True)
@@ -330,13 +273,13 @@ class BlockManager:
         wanted = sum(
             max(0, group.num_blocks(end) - first) for (_, _, first), group in zip(spans, self.groups, strict=True)
         )
-        if wanted > self.num_allocatable + sum(len(table) - filled for table, filled, _ in spans):
+        if wanted > self.pool.num_allocatable + sum(len(table) - filled for table, filled, _ in spans):
             return False
         for table, filled, first in spans:
             self._punch(table, range(filled, len(table)))
             table[filled:] = [HOLE] * (first - filled)
         for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
-            table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
+            table += [self.pool.new_block(index) for _ in range(len(table), group.num_blocks(end))]
         seq.part_end = end
         return True
 
@@ -351,12 +294,12 @@ class BlockManager:
         begin = seq.num_computed
         seq.num_computed = end
         needed = sum(max(0, self._wanted(seq, group) - first) for (_, group), first in zip(tables, firsts, strict=True))
-        if needed > self.num_allocatable:
+        if needed > self.pool.num_allocatable:
             seq.num_computed = begin
             return False
         for index, ((table, group), first) in enumerate(zip(tables, firsts, strict=True)):
             table += [HOLE] * (first - len(table))
-            table += [self._new_block(index) for _ in range(len(table), group.num_blocks(end))]
+            table += [self.pool.new_block(index) for _ in range(len(table), group.num_blocks(end))]
         self.release_hidden(seq)
         return True
 
@@ -364,7 +307,7 @@ class BlockManager:
         """Leave holes at these indices."""
         for index in indices:
             if table[index] != HOLE:
-                self._drop_reference(table[index])
+                self.pool.drop_reference(table[index])
                 table[index] = HOLE
 
     def free(self, seq: Sequence) -> None:
@@ -378,7 +321,7 @@ class BlockManager:
         # From the last token to the first, so that the end of a prefix is evicted before its start.
         for _, block_id in sorted(blocks, key=lambda block: block[0], reverse=True):
             if block_id != HOLE:
-                self._drop_reference(block_id)
+                self.pool.drop_reference(block_id)
         self._clear(seq)
 
     # ---- sequences of one request
@@ -390,7 +333,7 @@ class BlockManager:
         child.num_computed = parent.num_computed
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.blocks:
-            self._blocks[block_id].ref_count += 1
+            self.pool.blocks[block_id].ref_count += 1
         for hook in self.hooks:
             hook.forked(parent, child)
 
@@ -402,20 +345,19 @@ class BlockManager:
         hook does not agree.
         """
         holders = Counter(block_id for seq in sequences for block_id in held_blocks(self._computed(seq)))
-        if len(holders) > self.tiers.pools[Tier.SWAP].num_free:
+        if len(holders) > self.pool.tiers.pools[Tier.SWAP].num_free:
             return None
         if not all(hook.swap_out(sequences) for hook in self.hooks):
             return None
-        moves: list[BlockMove] = []
-        swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
+        out = {block_id: self.pool.swap_out(block_id, count) for block_id, count in holders.items()}
         for seq in sequences:
             computed = self._computed(seq)
             for table, kept in zip(seq.block_tables, computed, strict=True):
                 self._punch(table, range(len(kept), len(table)))
-            seq.block_tables = [[swapped.get(block_id, HOLE) for block_id in table] for table in computed]
+            tables = [[HOLE if block_id == HOLE else out[block_id][0] for block_id in table] for table in computed]
+            seq.block_tables = tables
             seq.part_end = 0
-        self._moves += moves
-        return {move.src: move.dst for move in moves}
+        return {move.src: move.dst for _, move in out.values()}
 
     def _computed(self, seq: Sequence) -> list[list[int]]:
         """Its block tables without the blocks that have no content; none for a sequence that holds no blocks."""
@@ -428,27 +370,11 @@ class BlockManager:
 
     def swap_in(self, sequences: Seq[Sequence]) -> dict[int, int]:
         """Undo `swap_out`, and return as it does. The caller has checked that enough blocks can be allocated."""
-        moved: dict[int, int] = {}
-        for block_id in dict.fromkeys(block_id for seq in sequences for block_id in seq.blocks):
-            move = self.tiers.move(block_id, self._tier_for_new_block())
-            self._moves.append(move)
-            moved[move.src] = move.dst
+        swapped = dict.fromkeys(block_id for seq in sequences for block_id in seq.blocks)
+        moves = [self.pool.swap_in(block_id) for block_id in swapped]
         for seq in sequences:
             self.register_computed(seq, 0)
-        return moved
-
-    def _swap_out(self, block_id: int, holders: int, moves: list[BlockMove]) -> int:
-        """Move or copy a block with `holders` references to the swap tier; returns its id there."""
-        block = self._blocks[block_id]
-        if block.ref_count == holders:
-            self.prefix_cache.forget(block)  # swapped blocks cannot be attended
-            moves.append(self.tiers.move(block_id, Tier.SWAP))
-            return block_id
-        copy = self._add_block(Tier.SWAP, block.group)
-        self._blocks[copy].ref_count = holders
-        block.ref_count -= holders
-        moves.append(BlockMove(self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy], keeps_source=True))
-        return copy
+        return {move.src: move.dst for move in moves}
 
     # ---- prefix cache
 
@@ -475,15 +401,11 @@ class BlockManager:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
         size = self.prefix_cache.hash_block_size
         if previously_computed // size < seq.num_computed // size:  # most decode steps complete no hash block
-            self.prefix_cache.register(seq, previously_computed, self._blocks)
+            self.prefix_cache.register(seq, previously_computed, self.pool.blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Used blocks stay with their sequences, and are not found any more."""
-        for evictor in self._evictors.values():
-            while evictor:
-                self._evict(evictor.oldest()[1])
-        for block in self._blocks.values():
-            self.prefix_cache.forget(block)
+        self.pool.forget_content()
         for hook in self.hooks:
             hook.forget()
 
@@ -494,11 +416,11 @@ class BlockManager:
     def _may_go_on_after(self, content_hash: bytes) -> bool:
         return all(hook.may_go_on_after(content_hash) for hook in self.hooks)
 
-    # ---- physical blocks and tiers
+    # ---- physical blocks
 
     def physical_ids(self, seq: Sequence, num_tokens: int) -> list[list[int]]:
         """For each group the physical ids of the blocks of the sequence's first `num_tokens` tokens; holes stay."""
-        physical_ids = self.tiers.physical_ids
+        physical_ids = self.pool.tiers.physical_ids
         tables = zip(seq.block_tables, seq.first_held, self.groups, strict=True)
         return [
             [HOLE] * min(first, group.num_blocks(num_tokens))
@@ -509,28 +431,9 @@ class BlockManager:
             for table, first, group in tables
         ]
 
-    def block_states(self) -> bytes:
-        """The `KVBlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
-        states = bytearray(self.num_blocks + self.tiers.num_swap_blocks)
-        for block_id, block in self._blocks.items():
-            states[self.tiers.physical_ids[block_id]] = KVBlockState.USED if block.ref_count else KVBlockState.CACHED
-        return bytes(states)
-
     def promote(self, sequences: Iterable[Sequence]) -> None:
-        """Move full host blocks of these sequences to device blocks that are free or cached.
-
-        That loads a block once, instead of in every step.
-        """
-        if self.tiers.pools[Tier.HOST].num_free == self.tiers.num_host_blocks:
-            return
-        promoted = 0
-        for block_id in (block_id for seq in sequences for block_id in self._full(seq)):
-            if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block:
-                return
-            if self.tiers.tier_of(block_id) is Tier.HOST:
-                self._vacate_device_block()
-                self._move(block_id, Tier.DEVICE)
-                promoted += 1
+        """Move full host blocks of these sequences to device blocks, as far as that displaces only cached ones."""
+        self.pool.promote(block_id for seq in sequences for block_id in self._full(seq))
 
     def _full(self, seq: Sequence) -> Iterator[int]:
         """The blocks of a sequence that it has filled."""
@@ -538,123 +441,3 @@ class BlockManager:
             for block_id in islice(table, first, seq.num_computed // group.block_size):
                 if block_id != HOLE:
                     yield block_id
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether moves are decided that `take_moves` has not returned yet."""
-        return bool(self._moves)
-
-    def take_moves(self) -> list[BlockMove]:
-        """The moves decided since the last call, in the order in which they must be carried out."""
-        moves = self._moves
-        self._moves = []
-        return moves
-
-    @property
-    def _can_vacate_device_block(self) -> bool:
-        return self.tiers.pools[Tier.DEVICE].num_free > 0 or bool(self._evictors[Tier.DEVICE])
-
-    def _vacate_device_block(self) -> None:
-        """Free a device block: its least recently used cached block moves to the host.
-
-        If the host is full, the least recently used cached block of both tiers is evicted.
-        """
-        if self.tiers.pools[Tier.DEVICE].num_free:
-            return
-        on_device = self._evictors[Tier.DEVICE]
-        on_host = self._evictors[Tier.HOST]
-        last_used, leaving = on_device.oldest()
-        if not self.tiers.pools[Tier.HOST].num_free:
-            if not on_host or last_used < on_host.oldest()[0]:
-                self._evict(leaving)
-                return
-            self._evict(on_host.oldest()[1])
-        self._move(leaving, Tier.HOST, self._blocks[leaving].num_cached_tokens)
-        on_host.add(leaving, on_device.remove(leaving))
-
-    # ---- single blocks
-
-    def _group_of(self, block_id: int) -> KVGroup:
-        return self.groups[self._blocks[block_id].group]
-
-    def _new_block(self, group: int) -> int:
-        """A block for new content of a group, on the device if possible."""
-        return self._add_block(self._tier_for_new_block(), group)
-
-    def _tier_for_new_block(self) -> Tier:
-        """The tier for the next block; frees a block there if it is full."""
-        if self._can_vacate_device_block:
-            self._vacate_device_block()
-            return Tier.DEVICE
-        if not self.tiers.pools[Tier.HOST].num_free:
-            self._evict(self._evictors[Tier.HOST].oldest()[1])
-        return Tier.HOST
-
-    def _add_block(self, tier: Tier, group: int) -> int:
-        block_id = self._ids.allocate()
-        self._blocks[block_id] = Block(block_id, group)
-        self.tiers.assign(block_id, tier)
-        return block_id
-
-    def _copy(self, block_id: int, num_tokens: int | None = None) -> int:
-        """A new block with the same content, or its first `num_tokens` tokens; drops one reference to the old one."""
-        copy = self._new_block(self._blocks[block_id].group)
-        src = self.tiers.physical_ids[block_id]
-        dst = self.tiers.physical_ids[copy]
-        group = self._blocks[block_id].group
-        self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens, group=group))
-        self._drop_reference(block_id)
-        return copy
-
-    def _continue_block(self, cached: Block, was_unreferenced: bool, num_tokens: int, num_needed: int) -> int:
-        """A block with the first `num_tokens` tokens of `cached`, which one sequence will fill.
-
-        The sequence has a reference to `cached`. The result is a copy if another sequence uses `cached`, or if that
-        holds more tokens and there are enough blocks for the `num_needed` that the sequence still needs. Otherwise it
-        is `cached` itself, whose further tokens are forgotten.
-        """
-        has_more = cached.num_cached_tokens > num_tokens
-        if not was_unreferenced or (has_more and self.num_allocatable >= num_needed):
-            self.stats.copied_blocks += 1
-            self.stats.copied_tokens += num_tokens
-            return self._copy(cached.block_id, num_tokens)
-        if has_more:
-            self.prefix_cache.forget(cached)
-        if self.tiers.tier_of(cached.block_id) is Tier.HOST and self._can_vacate_device_block:
-            self._vacate_device_block()
-            self._move(cached.block_id, Tier.DEVICE, num_tokens)
-        return cached.block_id
-
-    def _move(self, block_id: int, tier: Tier, num_tokens: int | None = None) -> None:
-        """Move a block to another tier, with all its tokens or the first `num_tokens`."""
-        move = self.tiers.move(block_id, tier)
-        is_full = num_tokens in (None, self._group_of(block_id).block_size)
-        group = self._blocks[block_id].group
-        self._moves.append(move if is_full else replace(move, num_tokens=num_tokens, group=group))
-
-    def _acquire(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
-            self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
-        block.ref_count += 1
-
-    def _drop_reference(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        block.ref_count -= 1
-        if block.ref_count > 0:
-            return
-        if block.hashes:
-            self._clock += 1
-            self._evictors[self.tiers.tier_of(block_id)].add(block_id, self._clock)
-        else:
-            self._discard(block_id)
-
-    def _evict(self, block_id: int) -> None:
-        self.prefix_cache.forget(self._blocks[block_id])
-        self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
-        self._discard(block_id)
-
-    def _discard(self, block_id: int) -> None:
-        del self._blocks[block_id]
-        self.tiers.release(block_id)
-        self._ids.free(block_id)

@@ -70,7 +70,7 @@ class InputProcessor:
         params = replace(params)  # the caller may change theirs, and what they have changed is checked
         check_num_sequences(request_id, params.num_sequences, self.limits)
         token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
-        adapter = self.adapter(lora_request)
+        adapter = self.check_lora_request(lora_request)
         number = next(self._numbers)
         return Request(
             request_id,
@@ -98,7 +98,7 @@ class InputProcessor:
         if params.structured_outputs is not None and self.sampling.grammars is not None:
             self.sampling.grammars.prepare(params.structured_outputs)
 
-    def adapter(self, lora_request: object | None) -> Adapter | None:
+    def check_lora_request(self, lora_request: object | None) -> Adapter | None:
         """The LoRA adapter that a request names; None if it names none."""
         if lora_request is None:
             return None

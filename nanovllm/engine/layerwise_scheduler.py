@@ -110,7 +110,7 @@ class LayerwiseScheduler(StepHook):
         there are no others.
         """
         groups = self._manager.groups
-        tier_of = self._manager.tiers.tier_of
+        tier_of = self._manager.pool.tiers.tier_of
         tables = zip(seq.block_tables, groups, strict=True)
         of_groups = [(table[: group.num_blocks(tokens)], group) for table, group in tables]
         on_host = (

@@ -130,8 +130,8 @@ class LLMEngine:
 
         prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
         arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
-        cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: the `LoRARequest`
-        of the adapter to use.
+        cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: a `LoRARequest`,
+        which names weights that are added to the model's.
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
         self.guard.check_process("add_request")
@@ -183,7 +183,7 @@ class LLMEngine:
                 self._requests[request.request_id] = outputs
 
     def last_output(self, request: Request) -> RequestOutput:
-        """The output of a request that has ended and that the engine does not know, as a beam search."""
+        """The output of a request that has ended and that the engine does not know."""
         try:
             outputs = OutputProcessor(request, self._token_texts)
             for seq in request.sequences:
@@ -210,7 +210,7 @@ class LLMEngine:
 
     def check_lora_request(self, lora_request: object | None) -> None:
         """Raise RequestError if requests cannot use this `LoRARequest`; None is none."""
-        self._inputs.adapter(lora_request)
+        self._inputs.check_lora_request(lora_request)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the structured outputs of a request that will be added, which can take seconds, in any thread.
@@ -267,7 +267,7 @@ class LLMEngine:
         return len(self._requests)
 
     def check_health(self) -> None:
-        """Raise EngineError if no step can run any more, as when a tensor-parallel rank has failed."""
+        """Raise EngineError if no step can run any more, as when one of its processes has failed."""
         with self.guard.operation("check_health"):
             self.check_open()
             self.executor.check_health()

@@ -92,7 +92,7 @@ class Preemption:
         if request.num_seqs > budget.free_seqs or not all(hook.may_start(request) for hook in manager.hooks):
             return False
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
-        fits = manager.num_allocatable - needed >= manager.watermark
+        fits = manager.pool.num_allocatable - needed >= manager.watermark
         return fits and bool(budget.chunks_of(request))
 
 

@@ -13,11 +13,10 @@ from nanovllm.engine.scheduler import Scheduler
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
     """The metrics between two steps."""
     manager = scheduler.block_manager
+    pool = manager.pool
     metrics = EngineMetrics(
         RequestCounts(len(scheduler.waiting), len(scheduler.pending), len(scheduler.swapped), len(scheduler.running)),
-        BlockCounts(
-            manager.num_used, manager.num_cached, manager.num_free, manager.num_swapped, manager.num_copied_blocks
-        ),
+        BlockCounts(pool.num_used, pool.num_cached, pool.num_free, pool.num_swapped, manager.num_copied_blocks),
         replace(scheduler.preemption.stats),
         replace(manager.stats),
         DraftStats(),

@@ -83,7 +83,7 @@ class Request:
 
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        # A beam search runs requests of its own, and makes the sequences in the end: see `features.beam_search`.
+        # A search runs requests of its own, and makes the sequences in the end: see `features.beam_search`.
         count = 0 if self.params.use_beam_search else self.params.num_sequences
         self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
         self.forked = (
@@ -146,7 +146,7 @@ class Request:
             if min(tokens, longest) < chunk:
                 chunk = min(tokens, longest)
                 chunk = max(0, chunk - (seq.num_computed + chunk) % edge)
-            chunk = limit(seq, chunk)
+            chunk = limit(seq, chunk) if chunk > 1 else chunk
             if chunk > 0:
                 chunks.append((seq, chunk))
                 tokens -= chunk

@@ -91,20 +91,14 @@ class Scheduler:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
         by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
-        errors = {stepped[index].request: error for index, error in result.errors.items()}
-        self._count_copies(stepped, result)
+        for index, error in result.errors.items():
+            stepped[index].request.error = error
+        self._take_reports(stepped, result)
         sampled: dict[Request, list[Sample]] = {}
         for seq, scheduled, samples in zip(stepped, batch.sequences, result.samples, strict=True):
-            is_wrong = seq.request in errors
-            new = self._take_computed(seq, scheduled, samples, is_wrong=is_wrong)
-            sampled.setdefault(seq.request, []).extend(new)
-        for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
-            if seq.request not in errors:
-                seq.request.prompt_logprobs.extend(prompt_logprobs)
-        for request, new_samples in sampled.items():
-            request.error = errors.get(request) or self._try_apply(request, new_samples, now)
-            if request.error is not None:
-                self.abort(request, now, "error")
+            sampled.setdefault(seq.request, []).extend(self._take_computed(seq, scheduled, samples))
+        for request, new in sampled.items():
+            self._take_samples(request, new, now)
         return list(sampled)
 
     def wait(self, seconds: float) -> bool:
@@ -155,7 +149,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
-            while self.block_manager.num_to_grow(request.computing) > self.block_manager.num_allocatable:
+            while self.block_manager.num_to_grow(request.computing) > self.block_manager.pool.num_allocatable:
                 victim = max(self.running[-1:] + self.pending[-1:], key=lambda last: last.order)
                 self._preempt(victim)
                 if victim is request:
@@ -348,12 +342,12 @@ class Scheduler:
         if (seq := budget.part) is not None:
             chunks.append((seq, seq.part_end - seq.num_computed))
         if not chunks:
-            is_expected = self.pending or not self.has_unfinished() or not self.block_manager.has_moves
+            is_expected = self.pending or not self.has_unfinished() or not self.block_manager.pool.has_moves
             assert is_expected, "block moves were planned for a step without sequences"
             return Batch([])
         scheduled = [self._scheduled(seq, chunk) for seq, chunk in chunks]
-        self.block_manager.count_used()
-        batch = Batch(scheduled, self.block_manager.take_moves())
+        self.block_manager.pool.count_used()
+        batch = Batch(scheduled, self.block_manager.pool.take_moves())
         for hook in self.hooks:
             hook.built(batch, [seq for seq, _ in chunks])
         return batch
@@ -374,18 +368,19 @@ class Scheduler:
 
     # ---- the result of a step
 
-    def _count_copies(self, stepped: Seq[Sequence], result: StepResult) -> None:
+    def _take_reports(self, stepped: Seq[Sequence], result: StepResult) -> None:
+        """What a step reports besides its samples: bytes of copies, and log-probabilities of prompts."""
         for seq, h2d_bytes, d2h_bytes in zip(stepped, result.h2d_bytes, result.d2h_bytes, strict=True):
             seq.request.metrics.h2d_bytes += h2d_bytes
             seq.request.metrics.d2h_bytes += d2h_bytes
+        for seq, logprobs in zip(stepped, result.prompt_logprobs, strict=False):
+            if seq.request.error is None:
+                seq.request.prompt_logprobs.extend(logprobs)
 
-    def _take_computed(
-        self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample], *, is_wrong: bool
-    ) -> list[Sample]:
+    def _take_computed(self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample]) -> list[Sample]:
         """Count what a step has computed of a sequence. Returns the samples to append now.
 
-        Of a sequence that looked ahead it is the first sample; `append_next` appends the others. is_wrong: the numbers
-        are unusable.
+        Of a sequence that looked ahead it is the first sample; `append_next` appends the others.
         """
         begin = scheduled.context_len
         computed = len(scheduled.token_ids) - seq.num_ahead if scheduled.is_complete else 0
@@ -395,7 +390,7 @@ class Scheduler:
         prefilled = max(0, min(computed, seq.prompt_len - begin))
         self.prompt_tokens_computed += prefilled
         seq.request.metrics.prefill_tokens += prefilled
-        if is_wrong:
+        if seq.request.error is not None:  # the numbers are unusable
             return samples
         self._count_computed(seq, begin, samples)
         if not seq.num_ahead:
@@ -414,14 +409,16 @@ class Scheduler:
         del self._further[seq]
         self.block_manager.end_look_ahead(seq)
 
-    def _try_apply(self, request: Request, samples: list[Sample], now: float) -> str | None:
-        """Apply samples. Returns what is wrong with them: invalid samples end this request only."""
-        try:
-            self._apply_samples(request, samples, now)
-        except Exception as error:
-            logger.exception("request %r cannot go on", request.request_id)
-            return told(error)
-        return None
+    def _take_samples(self, request: Request, samples: list[Sample], now: float) -> None:
+        """Apply samples. Invalid ones end this request only."""
+        if request.error is None:
+            try:
+                self._apply_samples(request, samples, now)
+            except Exception as error:
+                logger.exception("request %r cannot go on", request.request_id)
+                request.error = told(error)
+        if request.error is not None:
+            self.abort(request, now, "error")
 
     def _apply_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.data.kv_groups import HOLE
-from nanovllm.engine.block_manager import KVBlockState
+from nanovllm.engine.block_pool import KVBlockState
 from nanovllm.engine.layerwise_scheduler import Part, part_of
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import PrefixCacheStats
@@ -54,7 +54,7 @@ class EngineView:
         self.kv_stats = kv_stats
         self.prefix_cache: PrefixCacheStats = self._manager.stats  # totals since the engine was created
         self.limits = engine.limits  # such as max_model_len, max_num_seqs and num_layers
-        tiers = self._manager.tiers
+        tiers = self._manager.pool.tiers
         self.tiers = {"device": tiers.num_device_blocks, "host": tiers.num_host_blocks, "swap": tiers.num_swap_blocks}
 
     @property
@@ -77,7 +77,7 @@ class EngineView:
 
     def block_states(self, step_share: float | None = None) -> bytes:
         """A `KVBlockState` for each physical block."""
-        states = bytearray(self._manager.block_states())
+        states = bytearray(self._manager.pool.block_states())
         groups = self._manager.groups
         for seq in self._computing():
             for table, group in zip(seq.block_tables, groups, strict=True):
@@ -113,7 +113,7 @@ class EngineView:
         return [seq for request in self._scheduler.running for seq in request.computing]
 
     def _physical(self, block_ids: Iterable[int]) -> list[int]:
-        return [self._manager.tiers.physical_ids[block_id] for block_id in block_ids if block_id != HOLE]
+        return [self._manager.pool.tiers.physical_ids[block_id] for block_id in block_ids if block_id != HOLE]
 
     def _request(self, request: Request) -> RequestView:
         computed = max((seq.num_computed for seq in request.live), default=0)

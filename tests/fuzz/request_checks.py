@@ -64,7 +64,7 @@ def check_engine_goes_on() -> None:
     engine = llm().engine
     assert not engine.has_unfinished_requests() and not engine._requests
     check_blocks(engine.scheduler.block_manager)
-    assert engine.scheduler.block_manager.num_used == 0
+    assert engine.scheduler.block_manager.pool.num_used == 0
     assert ask() == answer()
 
 

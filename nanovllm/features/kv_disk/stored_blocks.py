@@ -139,7 +139,7 @@ class StoredBlocks(StepHook):
         if self._states is not None:
             slot = self._states.renew(seq)
             state_moves = self._states.take_moves()
-        load = self.store.load(seq, begin, end, tables, manager.take_moves(), slot, state_moves)
+        load = self.store.load(seq, begin, end, tables, manager.pool.take_moves(), slot, state_moves)
         seq.pending = StoredRead(self, seq, end - begin, load)
 
     def count_read(self, seq: Sequence, num_tokens: int) -> None:

@@ -56,7 +56,7 @@ def dry_run(sizing: KVSizing, kv: KVPlan, prompt_len: int, output_len: int) -> I
         if states is not None and seq.layerwise is not None and seq.layerwise.first_layer_chunk == 0:
             kept = len(seq.layerwise.layerwise.snapshots)
             of_states += TransferCount(d2h_copies=kept, d2h_bytes=kept * states.slot_bytes)
-        yield ScheduledStep(seq, batch.moves, of_states, manager.num_used)
+        yield ScheduledStep(seq, batch.moves, of_states, manager.pool.num_used)
         scheduler.update(batch, StepResult([[Sample(0)] * len(seq.samples)], [0], [0]), 0.0)
 
 

@@ -132,7 +132,7 @@ class DraftModel:
         before = shadow.num_computed
         self._extend(followed, shadow)
         self._advance(shadow, before)
-        if self._manager.num_to_grow([shadow]) > self._manager.num_allocatable:
+        if self._manager.num_to_grow([shadow]) > self._manager.pool.num_allocatable:
             self._let_go(followed)
             followed.acceptance.begin_pause()
             return None
@@ -271,7 +271,7 @@ class DraftModel:
         """Run a pass, and append what it draws to the drafts; a token that is none of the other model's ends them."""
         if not parts:
             return
-        result = self._runner.execute(Batch([part for _, part in parts], self._manager.take_moves()))
+        result = self._runner.execute(Batch([part for _, part in parts], self._manager.pool.take_moves()))
         for index, (followed, _) in enumerate(parts):
             for sample in result.samples[index] if index not in result.errors else ():
                 if sample.token_id < self._vocab_sizes[1]:
