@@ -24,6 +24,7 @@ from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPas
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
+from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.structured_outputs.step_masks import StepMasks
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
     from nanovllm.features.lora.slots import AdapterSlots
     from nanovllm.features.recurrent.states import RecurrentStates
-    from nanovllm.features.speculation.hook import Drafter
+    from nanovllm.features.speculation.hook import Drafter, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -104,20 +105,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         chunk=limits.chunk,
     )
     adapters = _adapters(config, spec, limits)
-    store = _open_store(config, runner, adapters)
-    states = _recurrent_states(runner.sizing, manager, None if store is None else store.unit)
-    stored = None if store is None else _stored_blocks(manager, store, states)
-    layerwise = None
-    if limits.layerwise_memory != NO_LAYERWISE:
-        layerwise = LayerwiseScheduler(manager, limits, states, stored)
-    speculation = None
-    if drafter is not None:
-        from nanovllm.features.speculation.hook import Speculation
-
-        speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
     grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
-    hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters]
-    manager.hooks += [hook for hook in hooks if hook is not None]
+    manager.hooks += _hooks(config, runner, limits, manager, drafter, adapters, grammars)
     sampling = SamplingFacts(spec.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
     engine = LLMEngine(
         Scheduler(limits, manager),
@@ -184,6 +173,31 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
 
 
 # ---- what build_engine assembles. A feature is imported where the arguments ask for it.
+
+
+def _hooks(
+    config: EngineConfig,
+    runner: ModelRunner | TensorParallelExecutor,
+    limits: SchedulerLimits,
+    manager: BlockManager,
+    drafter: Drafter | None,
+    adapters: AdapterSlots | None,
+    grammars: LLGuidanceCompiler,
+) -> list[StepHook]:
+    """What sees the steps of the engine, in the order in which it is called.
+
+    Drafts are in a batch before their masks are made. Of a layer-by-layer prefill there is no more than the step's part
+    before its tokens get masks and states. A sequence has its state before the store reads or keeps it.
+    """
+    store = _open_store(config, runner, adapters)
+    states = _recurrent_states(runner.sizing, manager, None if store is None else store.unit)
+    stored = None if store is None else _stored_blocks(manager, store, states)
+    speculation = None if drafter is None else _speculation(config, drafter, manager, limits, states)
+    layerwise = None
+    if limits.layerwise_memory != NO_LAYERWISE:
+        layerwise = LayerwiseScheduler(manager, limits, states, stored)
+    hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters]
+    return [hook for hook in hooks if hook is not None]
 
 
 def _limits(
@@ -267,6 +281,18 @@ def _stored_blocks(manager: BlockManager, store: DiskStore, states: RecurrentSta
     from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
 
     return StoredBlocks(manager, store, states)
+
+
+def _speculation(
+    config: EngineConfig,
+    drafter: Drafter,
+    manager: BlockManager,
+    limits: SchedulerLimits,
+    states: RecurrentStates | None,
+) -> Speculation:
+    from nanovllm.features.speculation.hook import Speculation
+
+    return Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

@@ -114,7 +114,7 @@ class BlockManager:
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
         if any(hit.parts):
             self._continue_parts(seq, hit)
-        seq.num_cached_on_host = on_host
+        seq.prefix.num_on_host = on_host
         if (end := self.reach(seq, hit.num_tokens)) > hit.num_tokens:
             self.hold_beyond(seq, end)
         self._extend(seq)
@@ -331,7 +331,7 @@ class BlockManager:
         child.block_tables = list(map(list, parent.block_tables))
         child.first_held = list(parent.first_held)
         child.num_computed = parent.num_computed
-        child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
+        child.prefix.hashes = parent.prefix.hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.blocks:
             self.pool.blocks[block_id].ref_count += 1
         for hook in self.hooks:

@@ -86,7 +86,7 @@ class PrefixCacheStats:
         """Count what a sequence that is admitted need not compute."""
         self.queried_tokens += seq.end
         self.hit_tokens += seq.num_computed
-        self.hit_tokens_on_host += seq.num_cached_on_host
+        self.hit_tokens_on_host += seq.prefix.num_on_host
 
 
 @dataclass(slots=True)
@@ -172,8 +172,8 @@ class PrefixCache:
 
         The result is kept on the sequence, so that a waiting sequence is not looked up again in every step.
         """
-        known = seq.found_prefix or [[] for _ in self.groups]
-        cached = [self._still_cached(blocks, seq.prefix_age) for blocks in known]
+        known = seq.prefix.blocks or [[] for _ in self.groups]
+        cached = [self._still_cached(blocks, seq.prefix.age) for blocks in known]
         for index, group in enumerate(self.groups):
             limit = 0 if group.window is not None else seq.num_cacheable // group.block_size
             while len(cached[index]) < limit:
@@ -181,8 +181,8 @@ class PrefixCache:
                 if block is None:
                     break
                 cached[index].append(block.block_id)
-        seq.found_prefix = cached
-        seq.prefix_age = self._num_removals
+        seq.prefix.blocks = cached
+        seq.prefix.age = self._num_removals
         return cached
 
     def _reach_from_start(self, seq: Sequence, group: int, end: int, num_full: int) -> int:
@@ -304,10 +304,10 @@ class PrefixCache:
 
     def _hash_of(self, seq: Sequence, index: int) -> bytes:
         """The hash of a sequence's hash block; hashes are kept on the sequence."""
-        while len(seq.block_hashes) <= index:
-            known = len(seq.block_hashes)
+        while len(seq.prefix.hashes) <= index:
+            known = len(seq.prefix.hashes)
             size = self.hash_block_size
-            parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
+            parent = seq.prefix.hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
             content = self._content(seq, known * size, (known + 1) * size)
-            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + content))
-        return seq.block_hashes[index]
+            seq.prefix.hashes.append(xxhash.xxh3_128_digest(parent + content))
+        return seq.prefix.hashes[index]

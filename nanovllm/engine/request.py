@@ -251,6 +251,16 @@ class Request:
                 seq.index = index
 
 
+@dataclass(slots=True)
+class KnownPrefix:
+    """What the prefix cache knows of a sequence, so that it does not look for the same again."""
+
+    hashes: list[bytes] = field(default_factory=list)  # of the sequence's hash blocks, as far as they were needed
+    blocks: list[list[int]] = field(default_factory=list)  # of each KV group the full blocks that were found last
+    age: int = -1  # how many blocks the prefix cache had removed when it found them
+    num_on_host: int = 0  # tokens that it had on the host when the sequence was admitted last
+
+
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
@@ -274,10 +284,7 @@ class Sequence:
         self.block_tables: list[list[int]] = []  # of each KV group, with HOLE for blocks not held; empty: no blocks
         self.first_held: list[int] = []  # of each KV group: all before this index are holes
         self.part_end = 0  # the end of the part of its prompt that a hook computes; 0: it is computed chunk by chunk
-        self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
-        self.found_prefix: list[list[int]] = []  # full blocks that the prefix cache found, see PrefixCache.find
-        self.prefix_age = -1  # how many blocks the prefix cache had removed when it found them
-        self.num_cached_on_host = 0  # tokens that the prefix cache had on the host when it was admitted last
+        self.prefix = KnownPrefix()
         self.pending: Pending | None = None  # what it waits for; num_computed counts it already
         self._output_array = token_array()
         self.ext: dict[object, Any] = {}  # what step hooks keep of it, by hook

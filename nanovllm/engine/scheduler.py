@@ -318,7 +318,7 @@ class Scheduler:
             seq = request.computing[0]
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
-            request.metrics.cached_tokens_host = seq.num_cached_on_host
+            request.metrics.cached_tokens_host = seq.prefix.num_on_host
         request.status = RequestStatus.RUNNING
         _insert(self.running, request)
 
@@ -337,19 +337,21 @@ class Scheduler:
 
     def _batch(self, budget: SchedulingBudget) -> Batch:
         """What the step computes; empty if that is nothing. Moves stay planned until a step carries them out."""
+        pool = self.block_manager.pool
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         chunks = [*budget.chunks]
         if (seq := budget.part) is not None:
             chunks.append((seq, seq.part_end - seq.num_computed))
         if not chunks:
-            is_expected = self.pending or not self.has_unfinished() or not self.block_manager.pool.has_moves
+            is_expected = self.pending or not self.has_unfinished() or not pool.has_moves
             assert is_expected, "block moves were planned for a step without sequences"
             return Batch([])
         scheduled = [self._scheduled(seq, chunk) for seq, chunk in chunks]
-        self.block_manager.pool.count_used()
-        batch = Batch(scheduled, self.block_manager.pool.take_moves())
+        pool.count_used()
+        batch = Batch(scheduled, pool.take_moves())
+        sequences = [seq for seq, _ in chunks]
         for hook in self.hooks:
-            hook.built(batch, [seq for seq, _ in chunks])
+            hook.built(batch, sequences)
         return batch
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
