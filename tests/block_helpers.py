@@ -57,18 +57,19 @@ def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
     states = states_of(manager)
     if states is None:
         return
+    slots = states.slots
     held_by = [states.of(seq) for seq in live]
     holders = Counter(own.state for own in held_by if own.state is not None)
     holders.update(state for own in held_by for state in own.begun.values())
-    held = {*holders, *states._snapshots.values()}
+    held = {*holders, *slots.snapshots.values()}
     for state in held:
         assert state.num_sequences == holders[state]
-    assert {state.content_hash: state for state in held if state.content_hash is not None} == states._snapshots
-    slots = [state.slot for state in held]
-    assert len(set(slots)) == len(slots)
-    on_device = sum(slot < states.num_device_slots for slot in slots)
-    assert on_device == states.num_device_slots - states._device.num_free
-    assert len(slots) - on_device == states.num_host_slots - states._host.num_free
+    assert {state.content_hash: state for state in held if state.content_hash is not None} == slots.snapshots
+    used = [state.slot for state in held]
+    assert len(set(used)) == len(used)
+    on_device = sum(slot < slots.num_device_slots for slot in used)
+    assert on_device == slots.num_device_slots - slots._device.num_free
+    assert len(used) - on_device == slots.num_host_slots - slots._host.num_free
 
 
 def request(prompt: list[int], request_id: str = "r", params: SamplingParams | None = None, **others: Any) -> Request:

@@ -106,14 +106,14 @@ def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[
     for prompt in prompts:
         answered(manager, prompt, [])
     states = states_of(manager)
-    states.take_moves()
-    assert states.num_snapshots == 2, "one slot is of the running sequence"
+    states.slots.take_moves()
+    assert len(states.slots.snapshots) == 2, "one slot is of the running sequence"
     seq = sequence(prompts[1])
     manager.allocate(seq)
     state = states.of(seq).state
     assert seq.num_computed == 2 * BLOCK and state is not None and state.slot == 2, "it is on the host"
     slot = states.own(seq)
-    assert slot < 2 and states.take_moves()[-1] == StateMove(2, slot)
+    assert slot < 2 and states.slots.take_moves()[-1] == StateMove(2, slot)
 
 
 def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iterator[int]) -> None:
@@ -130,7 +130,7 @@ def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iter
     state = states_of(manager).of(seq).state
     assert seq.num_computed == 3 * BLOCK and state is not None
     before = state.slot
-    assert states_of(manager).renew(seq) == before and states_of(manager).num_snapshots == 0
+    assert states_of(manager).renew(seq) == before and len(states_of(manager).slots.snapshots) == 0
     check_states(manager, [other, seq])
 
 
@@ -141,12 +141,12 @@ def test_a_state_that_nobody_shares_is_computed_in_place(fresh: Iterator[int]) -
     manager.allocate(parent)
     states = states_of(manager)
     slot = states.own(parent)
-    assert states.take_moves() == [StateMove(None, slot)]
-    assert states.own(parent) == slot and not states.take_moves()
+    assert states.slots.take_moves() == [StateMove(None, slot)]
+    assert states.own(parent) == slot and not states.slots.take_moves()
     states.forked(parent, child)
     other = states.own(parent)
-    assert states.take_moves() == [StateMove(slot, other)]
-    assert states.own(child) == slot and not states.take_moves(), "the last holder keeps it"
+    assert states.slots.take_moves() == [StateMove(slot, other)]
+    assert states.own(child) == slot and not states.slots.take_moves(), "the last holder keeps it"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +224,6 @@ def test_a_layer_by_layer_prefill_holds_slots_until_it_ends(fresh: Iterator[int]
             states.computed(seq, 0, ())
         manager.free(seq)
         check_states(manager, [])
-        assert states.num_snapshots == (3 if ends else 0)
+        assert len(states.slots.snapshots) == (3 if ends else 0)
     for length in (5, 7, 9):
         assert manager.num_cached_tokens(sequence(prompt[: length * BLOCK])) == (length - 1) * BLOCK

@@ -138,7 +138,7 @@ class StoredBlocks(StepHook):
         state_moves: Seq[StateMove] = ()
         if self._states is not None:
             slot = self._states.renew(seq)
-            state_moves = self._states.take_moves()
+            state_moves = self._states.slots.take_moves()
         load = self.store.load(seq, begin, end, tables, manager.pool.take_moves(), slot, state_moves)
         seq.pending = StoredRead(self, seq, end - begin, load)
 

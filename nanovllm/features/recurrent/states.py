@@ -1,12 +1,8 @@
 """Recurrent states: which sequence goes on from which, and the snapshots that prefix hits begin from.
 
-A *state* is what all recurrent layers of a model know of the tokens before one position. It is in a *state slot*, on
-the device or on the host. Sequences that go on from the same position share a state, and so does the prefix cache, for
-which it is then a *snapshot*: a state never changes while it is shared, because a sequence that is about to compute
-gets a copy of its own (`own`). Only the device's slots are computed with.
-
-There is always a slot for a sequence that computes: the scheduler runs at most as many sequences as the device has
-slots, and what only the prefix cache holds moves to the host, or is forgotten, the least recently used first.
+A *state* is what all recurrent layers of a model know of the tokens before one position. Sequences that go on from the
+same position share a state, and so does the prefix cache, for which it is then a *snapshot*: a state never changes
+while it is shared, because a sequence that is about to compute gets a copy of its own (`own`).
 """
 
 from __future__ import annotations
@@ -21,20 +17,11 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.prefix_cache import PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
+from nanovllm.features.recurrent.slots import State, StateSlots
 from nanovllm.features.recurrent.snapshots import SnapshotPlan, planned_snapshots
-from nanovllm.kvcache.hybrid_manager import IdPool
 
 LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
 SHARE_OF_PROMPT = 4  # one prompt takes at most 1 / SHARE_OF_PROMPT of the slots for snapshots on its way
-
-
-@dataclass(slots=True, eq=False)
-class State:
-    """A recurrent state, in a state slot of either tier."""
-
-    slot: int
-    num_sequences: int = 0  # that go on from it
-    content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
 
 
 @dataclass(slots=True)
@@ -60,26 +47,18 @@ class SequenceStates:
 
 
 class RecurrentStates(StepHook):
-    """Gives sequences their states, and keeps snapshots of them by content.
-
-    Slots are numbered across the tiers, the device's first.
-    """
+    """Gives sequences their states, and keeps snapshots of them by content."""
 
     def __init__(
         self, manager: BlockManager, num_device_slots: int, num_host_slots: int, stored_unit: int = sys.maxsize
     ) -> None:
         """stored_unit: another place keeps states too, at multiples of so many tokens."""
-        self.num_device_slots = num_device_slots
-        self.num_host_slots = num_host_slots
+        self.slots = StateSlots(num_device_slots, num_host_slots)
         self._manager = manager
         self._stored_unit = stored_unit
-        self.reset(())
 
     def reset(self, sequences: Seq[Sequence]) -> None:
-        self._device = IdPool(0, self.num_device_slots)
-        self._host = IdPool(self.num_device_slots, self.num_host_slots)
-        self._snapshots: dict[bytes, State] = {}  # by content hash, the least recently used first
-        self._moves: list[StateMove] = []
+        self.slots.reset()
         for own in map(self.of, sequences):
             own.state = own.held = None
             own.is_behind = own.is_split = False
@@ -92,10 +71,6 @@ class RecurrentStates(StepHook):
         return states
 
     @property
-    def num_snapshots(self) -> int:
-        return len(self._snapshots)
-
-    @property
     def _keeps_snapshots(self) -> bool:
         return self._manager.prefix_cache.enabled
 
@@ -103,7 +78,7 @@ class RecurrentStates(StepHook):
 
     def may_go_on_after(self, content_hash: bytes) -> bool:
         """Whether there is a snapshot: a prefix hit ends at one."""
-        return content_hash in self._snapshots
+        return content_hash in self.slots.snapshots
 
     def admitted(self, seq: Sequence, hit: PrefixHit) -> None:
         """Begin at the snapshot where the hit ends, or at the first token, and plan the snapshots of the rest."""
@@ -111,7 +86,7 @@ class RecurrentStates(StepHook):
         own = self.of(seq)
         assert own.state is None
         if hit.num_tokens:
-            self._join(seq, self._touched(cache.hash_before(seq, hit.num_tokens)))
+            self._join(seq, self.slots.touched(cache.hash_before(seq, hit.num_tokens)))
         if not self._keeps_snapshots:
             own.plan = SnapshotPlan()
             return
@@ -139,7 +114,7 @@ class RecurrentStates(StepHook):
         for scheduled, seq in zip(batch.sequences, sequences, strict=True):
             scheduled.state_slot = self.own(seq)
             self.of(seq).is_split = scheduled.layerwise is not None
-        batch.state_moves = self.take_moves()
+        batch.state_moves = self.slots.take_moves()
 
     def computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
         if seq.num_computed > begin and not seq.num_ahead:  # else not all layers have passed, or it has seen drafts
@@ -162,14 +137,8 @@ class RecurrentStates(StepHook):
             content_hash = cache.hash_before(seq, num_computed)
             self.keep(seq)
             if is_output and own.last_snapshot is not None and own.last_snapshot != content_hash:
-                self._forget_hash(own.last_snapshot)
+                self.slots.forget_hash(own.last_snapshot)
             own.last_snapshot = content_hash if is_output else None
-
-    def take_moves(self) -> list[StateMove]:
-        """The copies decided since the last call, in the order in which they must be carried out."""
-        moves = self._moves
-        self._moves = []
-        return moves
 
     # ---- sequences
 
@@ -178,13 +147,13 @@ class RecurrentStates(StepHook):
         own = self.of(seq)
         own.is_behind = False
         state = own.state
-        if state is not None and self._on_device(state):
-            if state.num_sequences == 1 and state.content_hash is not None and not self.has_room:
-                self._forget(state)
+        if state is not None and self.slots.on_device(state):
+            if state.num_sequences == 1 and state.content_hash is not None and not self.slots.has_room:
+                self.slots.forget(state)
             if state.num_sequences == 1 and state.content_hash is None:
                 return state.slot
-        slot = self._new_device_slot()
-        self._moves.append(StateMove(None if state is None else state.slot, slot))
+        slot = self.slots.new_device_slot()
+        self.slots.plan(StateMove(None if state is None else state.slot, slot))
         self._leave(seq)
         self._join(seq, State(slot))
         return slot
@@ -192,7 +161,7 @@ class RecurrentStates(StepHook):
     def renew(self, seq: Sequence) -> int:
         """A device slot that the sequence alone holds, into which a state will be read."""
         self._leave(seq)  # first, since the snapshot at which it would have begun may be in the only slot
-        slot = self._new_device_slot()
+        slot = self.slots.new_device_slot()
         self._join(seq, State(slot))
         return slot
 
@@ -208,6 +177,10 @@ class RecurrentStates(StepHook):
         self._drop_snapshots(seq)
         self._leave(seq)
 
+    def _join(self, seq: Sequence, state: State) -> None:
+        self.of(seq).state = state
+        state.num_sequences += 1
+
     def _leave(self, seq: Sequence) -> None:
         """Take the sequence's state from it."""
         own = self.of(seq)
@@ -215,7 +188,7 @@ class RecurrentStates(StepHook):
         own.state = None
         if state is not None:
             state.num_sequences -= 1
-            self._release_unused(state)
+            self.slots.release_unused(state)
 
     def swap_out(self, sequences: Seq[Sequence]) -> bool:
         """Move the states of sequences that will not run for a while to the host; `own` brings each back.
@@ -224,10 +197,10 @@ class RecurrentStates(StepHook):
         begins anew. A state that other sequences hold is copied.
         """
         states = [own for own in map(self.of, sequences) if own.state is not None]
-        holders = Counter(own.state for own in states if own.state is not None and self._on_device(own.state))
-        if any(self.of(seq).is_split for seq in sequences) or len(holders) > self._room_on_host:
+        holders = Counter(own.state for own in states if own.state is not None and self.slots.on_device(own.state))
+        if any(self.of(seq).is_split for seq in sequences) or len(holders) > self.slots.room_on_host:
             return False
-        moved = {state: self._to_host(state, count) for state, count in holders.items()}
+        moved = {state: self.slots.to_host(state, count) for state, count in holders.items()}
         for own in states:
             if own.state in moved:
                 own.state = moved[own.state]
@@ -244,10 +217,10 @@ class RecurrentStates(StepHook):
         """
         own = self.of(seq)
         assert own.state is not None and own.held is None and seq.num_computed
-        if not self.has_room:
+        if not self.slots.has_room:
             return False
-        slot = self._new_device_slot()
-        self._moves.append(StateMove(own.state.slot, slot))
+        slot = self.slots.new_device_slot()
+        self.slots.plan(StateMove(own.state.slot, slot))
         own.held = HeldState(State(slot, num_sequences=1), seq.num_computed, seq.end + num_drafts)
         return True
 
@@ -265,7 +238,7 @@ class RecurrentStates(StepHook):
             return
         assert own.state is not None
         if seq.num_computed > held.begin:
-            self._moves.append(StateMove(own.state.slot, held.state.slot, seq.num_computed - held.begin))
+            self.slots.plan(StateMove(own.state.slot, held.state.slot, seq.num_computed - held.begin))
         own.held = None
         self._leave(seq)
         own.state = held.state
@@ -276,7 +249,7 @@ class RecurrentStates(StepHook):
         held = own.held
         own.held = None
         if held is not None:
-            self._release(held.state.slot)
+            self.slots.release(held.state.slot)
 
     # ---- snapshots
 
@@ -286,11 +259,11 @@ class RecurrentStates(StepHook):
         if not self._keeps_snapshots or state is None:
             return
         content_hash = self._manager.prefix_cache.hash_before(seq, seq.num_computed)
-        if content_hash in self._snapshots:
-            self._touched(content_hash)
+        if content_hash in self.slots.snapshots:
+            self.slots.touched(content_hash)
         elif state.content_hash is None:
             state.content_hash = content_hash
-            self._snapshots[content_hash] = state
+            self.slots.snapshots[content_hash] = state
 
     def slot_to_store(self, seq: Sequence, begin: int) -> int | None:
         """The slot of a state that is worth storing, of a sequence that has computed its tokens from `begin` on.
@@ -322,9 +295,9 @@ class RecurrentStates(StepHook):
         """
         begun = self.of(seq).begun
         assert not begun
-        room = self._room_on_host if self._keeps_snapshots else 0
+        room = self.slots.room_on_host if self._keeps_snapshots else 0
         for position in positions[max(0, len(positions) - room) :]:
-            begun[position] = State(self._new_host_slot(), num_sequences=1)
+            begun[position] = State(self.slots.new_host_slot(), num_sequences=1)
         return tuple((position, state.slot) for position, state in begun.items())
 
     def _end_snapshots(self, seq: Sequence) -> None:
@@ -333,118 +306,25 @@ class RecurrentStates(StepHook):
         for position, state in own.begun.items():
             content_hash = self._manager.prefix_cache.hash_before(seq, position)
             state.num_sequences = 0
-            if content_hash in self._snapshots:
-                self._release(state.slot)
+            if content_hash in self.slots.snapshots:
+                self.slots.release(state.slot)
             else:
                 state.content_hash = content_hash
-                self._snapshots[content_hash] = state
+                self.slots.snapshots[content_hash] = state
         own.begun = {}
 
     def _drop_snapshots(self, seq: Sequence) -> None:
         """Release the snapshots of a layer-by-layer prefill that does not go on."""
         own = self.of(seq)
         for state in own.begun.values():
-            self._release(state.slot)
+            self.slots.release(state.slot)
         own.begun = {}
 
-    def _forget_hash(self, content_hash: bytes) -> None:
-        """Forget a snapshot, if it is there."""
-        if content_hash in self._snapshots:
-            self._forget(self._snapshots[content_hash])
-
     def forget(self) -> None:
-        for state in list(self._snapshots.values()):
-            self._forget(state)
+        for state in list(self.slots.snapshots.values()):
+            self.slots.forget(state)
 
     def snapshot_interval(self, num_tokens: int) -> int:
         """The least number of tokens between two snapshots of a prompt of `num_tokens` tokens."""
-        most = max(1, (self.num_device_slots + self.num_host_slots) // SHARE_OF_PROMPT)
+        most = max(1, (self.slots.num_device_slots + self.slots.num_host_slots) // SHARE_OF_PROMPT)
         return max(LEAST_SNAPSHOT_INTERVAL, -(-num_tokens // most))
-
-    # ---- slots
-
-    def _on_device(self, state: State) -> bool:
-        return state.slot < self.num_device_slots
-
-    def _join(self, seq: Sequence, state: State) -> None:
-        self.of(seq).state = state
-        state.num_sequences += 1
-
-    def _touched(self, content_hash: bytes) -> State:
-        """The snapshot, which is now the one used last."""
-        state = self._snapshots.pop(content_hash)
-        self._snapshots[content_hash] = state
-        return state
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the device has a slot that no sequence holds."""
-        return self._device.num_free > 0 or self._oldest(on_device=True) is not None
-
-    def _oldest(self, on_device: bool) -> State | None:
-        """The least recently used snapshot of a tier that no sequence holds."""
-        held_by_cache = (snapshot for snapshot in self._snapshots.values() if not snapshot.num_sequences)
-        return next((snapshot for snapshot in held_by_cache if self._on_device(snapshot) is on_device), None)
-
-    def _new_device_slot(self) -> int:
-        """A free slot; the oldest snapshot leaves the device for it if there is none."""
-        if not self._device.num_free:
-            leaving = self._oldest(on_device=True)
-            assert leaving is not None, "more sequences run than the device has state slots"
-            if not self._move_to_host(leaving):
-                self._forget(leaving)
-        return self._device.allocate()
-
-    @property
-    def _room_on_host(self) -> int:
-        """Host slots that no sequence holds."""
-        evictable = sum(
-            not (self._on_device(snapshot) or snapshot.num_sequences) for snapshot in self._snapshots.values()
-        )
-        return self._host.num_free + evictable
-
-    def _new_host_slot(self) -> int:
-        """A free slot; the oldest snapshot on the host is forgotten for it if there is none."""
-        if not self._host.num_free:
-            oldest = self._oldest(on_device=False)
-            assert oldest is not None
-            self._forget(oldest)
-        return self._host.allocate()
-
-    def _move_to_host(self, state: State) -> bool:
-        """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
-        if not self._host.num_free:
-            oldest = next((snapshot for snapshot in self._snapshots.values() if not snapshot.num_sequences), None)
-            if oldest is None or self._on_device(oldest):
-                return False
-            self._forget(oldest)
-        self._move(state, self._host.allocate())
-        return True
-
-    def _to_host(self, state: State, holders: int) -> State:
-        """The state on the host for `holders` of its sequences. It is moved, or copied if others hold it too."""
-        slot = self._new_host_slot()
-        if state.num_sequences == holders:
-            self._move(state, slot)
-            return state
-        self._moves.append(StateMove(state.slot, slot))
-        state.num_sequences -= holders
-        return State(slot, holders)
-
-    def _move(self, state: State, slot: int) -> None:
-        self._moves.append(StateMove(state.slot, slot))
-        self._release(state.slot)
-        state.slot = slot
-
-    def _forget(self, state: State) -> None:
-        assert state.content_hash is not None
-        del self._snapshots[state.content_hash]
-        state.content_hash = None
-        self._release_unused(state)
-
-    def _release_unused(self, state: State) -> None:
-        if not state.num_sequences and state.content_hash is None:
-            self._release(state.slot)
-
-    def _release(self, slot: int) -> None:
-        (self._device if slot < self.num_device_slots else self._host).free(slot)

@@ -91,7 +91,7 @@ class Speculation(StepHook):
         if self._states is not None:  # before any is held, which takes a slot too
             for seq, _ in budget.chunks:
                 self._states.own(seq)
-            left = left if self._states.has_room else 0
+            left = left if self._states.slots.has_room else 0
         drafting = ((seq, min(left, self._most_drafts(seq, chunk))) for seq, chunk in budget.chunks)
         wanted = [(seq, most) for seq, most in drafting if most > 0]
         self.drafter.begin_step(wanted, left, rows, tokens)

@@ -1,0 +1,136 @@
+"""State slots: where recurrent states are, on the device or on the host.
+
+Only the device's slots are computed with. There is always one for a sequence that computes: the scheduler runs at most
+as many sequences as the device has slots, and what only the prefix cache holds moves to the host, or is forgotten, the
+least recently used first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.data.batch import StateMove
+from nanovllm.kvcache.hybrid_manager import IdPool
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """A recurrent state, in a state slot of either tier."""
+
+    slot: int
+    num_sequences: int = 0  # that go on from it
+    content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
+
+
+class StateSlots:
+    """Slots are numbered across the tiers, the device's first."""
+
+    def __init__(self, num_device_slots: int, num_host_slots: int) -> None:
+        self.num_device_slots = num_device_slots
+        self.num_host_slots = num_host_slots
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self._device = IdPool(0, self.num_device_slots)
+        self._host = IdPool(self.num_device_slots, self.num_host_slots)
+        self.snapshots: dict[bytes, State] = {}  # by content hash, the least recently used first
+        self._moves: list[StateMove] = []
+
+    def plan(self, move: StateMove) -> None:
+        """Copy or replay a state before the next step."""
+        self._moves.append(move)
+
+    def take_moves(self) -> list[StateMove]:
+        """The copies decided since the last call, in the order in which they must be carried out."""
+        moves = self._moves
+        self._moves = []
+        return moves
+
+    def on_device(self, state: State) -> bool:
+        return state.slot < self.num_device_slots
+
+    def touched(self, content_hash: bytes) -> State:
+        """The snapshot, which is now the one used last."""
+        state = self.snapshots.pop(content_hash)
+        self.snapshots[content_hash] = state
+        return state
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the device has a slot that no sequence holds."""
+        return self._device.num_free > 0 or self._oldest(on_device=True) is not None
+
+    def _oldest(self, on_device: bool) -> State | None:
+        """The least recently used snapshot of a tier that no sequence holds."""
+        held_by_cache = (snapshot for snapshot in self.snapshots.values() if not snapshot.num_sequences)
+        return next((snapshot for snapshot in held_by_cache if self.on_device(snapshot) is on_device), None)
+
+    def new_device_slot(self) -> int:
+        """A free slot; the oldest snapshot leaves the device for it if there is none."""
+        if not self._device.num_free:
+            leaving = self._oldest(on_device=True)
+            assert leaving is not None, "more sequences run than the device has state slots"
+            if not self._move_to_host(leaving):
+                self.forget(leaving)
+        return self._device.allocate()
+
+    @property
+    def room_on_host(self) -> int:
+        """Host slots that no sequence holds."""
+        evictable = sum(
+            not (self.on_device(snapshot) or snapshot.num_sequences) for snapshot in self.snapshots.values()
+        )
+        return self._host.num_free + evictable
+
+    def new_host_slot(self) -> int:
+        """A free slot; the oldest snapshot on the host is forgotten for it if there is none."""
+        if not self._host.num_free:
+            oldest = self._oldest(on_device=False)
+            assert oldest is not None
+            self.forget(oldest)
+        return self._host.allocate()
+
+    def _move_to_host(self, state: State) -> bool:
+        """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
+        if not self._host.num_free:
+            oldest = next((snapshot for snapshot in self.snapshots.values() if not snapshot.num_sequences), None)
+            if oldest is None or self.on_device(oldest):
+                return False
+            self.forget(oldest)
+        self._move(state, self._host.allocate())
+        return True
+
+    def to_host(self, state: State, holders: int) -> State:
+        """The state on the host for `holders` of its sequences. It is moved, or copied if others hold it too."""
+        slot = self.new_host_slot()
+        if state.num_sequences == holders:
+            self._move(state, slot)
+            return state
+        self._moves.append(StateMove(state.slot, slot))
+        state.num_sequences -= holders
+        return State(slot, holders)
+
+    def _move(self, state: State, slot: int) -> None:
+        self._moves.append(StateMove(state.slot, slot))
+        self.release(state.slot)
+        state.slot = slot
+
+    def forget_hash(self, content_hash: bytes) -> None:
+        """Forget a snapshot, if it is there."""
+        if content_hash in self.snapshots:
+            self.forget(self.snapshots[content_hash])
+
+    def forget(self, state: State) -> None:
+        """Forget a snapshot. Sequences that hold the state keep it."""
+        assert state.content_hash is not None
+        del self.snapshots[state.content_hash]
+        state.content_hash = None
+        self.release_unused(state)
+
+    def release_unused(self, state: State) -> None:
+        if not state.num_sequences and state.content_hash is None:
+            self.release(state.slot)
+
+    def release(self, slot: int) -> None:
+        (self._device if slot < self.num_device_slots else self._host).free(slot)
