@@ -309,6 +309,13 @@ class LLMEngine:
             batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
+        result = self._execute(batch)
+        stepped = self.scheduler.update(batch, result, self._clock.now())
+        for request in stepped:
+            self._read_new(request)
+        return stepped
+
+    def _execute(self, batch: Batch) -> StepResult:
         self._batch = batch
         begin = time.monotonic()
         try:
@@ -318,16 +325,17 @@ class LLMEngine:
         seconds = time.monotonic() - begin
         for hook in self.scheduler.hooks:
             hook.executed(batch, seconds)
-        stepped = self.scheduler.update(batch, result, self._clock.now())
-        for request in stepped:
-            outputs = self._requests[request.request_id]
-            for seq in request.sequences:
+        return result
+
+    def _read_new(self, request: Request) -> None:
+        """Decode the new tokens of a request's sequences, one by one, since each may complete a stop string."""
+        outputs = self._requests[request.request_id]
+        for seq in request.sequences:
+            goes_on = self._read(outputs, seq)
+            while self.scheduler.append_next(seq, self._clock.now()):
                 goes_on = self._read(outputs, seq)
-                while self.scheduler.append_next(seq, self._clock.now()):
-                    goes_on = self._read(outputs, seq)
-                if not goes_on:
-                    break
-        return stepped
+            if not goes_on:
+                return
 
     def _read(self, outputs: OutputProcessor, seq: Sequence) -> bool:
         """Decode the new token of a sequence, which a stop string may end. Returns False if the tokenizer fails."""
