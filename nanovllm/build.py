@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +21,7 @@ from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import AdapterManager, ChunkedPass, ForwardPass, ModelRunner
+from nanovllm.engine.model_runner import ChunkedPass, ModelRunner
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
@@ -31,6 +32,8 @@ from nanovllm.features.structured_outputs.step_masks import StepMasks
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
+from nanovllm.kvcache.forward_pass import ForwardPass, PassHook
+from nanovllm.kvcache.layerwise_pass import LayerwisePass
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.states import StatePool
@@ -65,8 +68,10 @@ if TYPE_CHECKING:
     from nanovllm.features.distributed.executor import TensorParallelExecutor
     from nanovllm.features.kv_disk.store import DiskStore
     from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
+    from nanovllm.features.lora.rows import AdapterRows
     from nanovllm.features.lora.slots import AdapterSlots
     from nanovllm.features.recurrent.states import RecurrentStates
+    from nanovllm.features.speculation.hidden_states import HiddenStates
     from nanovllm.features.speculation.hook import Drafter, Speculation
 
 logger = logging.getLogger(__name__)
@@ -90,9 +95,10 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
     tokenizer = _load_tokenizer(config, model.model_type)
     drafter = _drafter(config, model.spec, tokenizer)
-    runner = _start_runner(config, model.spec)
-    if isinstance(runner, ModelRunner) and mtp_memory(config, model.spec, runner.dtype.itemsize) is not None:
-        drafter = _mtp_drafter(runner.sizing.config, runner)
+    hidden = _hidden_states(config)
+    runner = _start_runner(config, model.spec, hidden)
+    if hidden is not None and isinstance(runner, ModelRunner):
+        drafter = _mtp_drafter(runner.sizing.config, runner, hidden)
     plan = runner.plan
     spec = runner.spec
     limits = _limits(config, runner, eos_token_ids)
@@ -119,10 +125,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     return BuiltEngine(engine, runner)
 
 
-def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | None = None) -> ModelRunner:
+def build_runner(
+    config: EngineConfig, spec: DecoderSpec, group: RankGroup | None = None, hooks: Sequence[PassHook] = ()
+) -> ModelRunner:
     """The runner of one process.
 
-    spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole.
+    spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole. hooks: of the
+    caller, beside those that the arguments ask for.
     """
     _check_quantization(config.quantization, spec)
     spec = spec.for_length(config.max_model_len or spec.max_model_len)
@@ -139,7 +148,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     _keep_batch_invariance(config, model, backend)
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
     _log_sizes(sizing, plan, model, device, kv_dtype)
-    adapters = _adapter_manager(config, model, device)  # before the trace, for which all computation is of steps
+    adapters = _adapter_rows(config, model, device)  # before the trace, for which all computation is of steps
+    hooks = [*hooks, *([] if adapters is None else [adapters])]
     trace = None
     if config.trace is not None:
         from nanovllm.device.trace import TracedDevice
@@ -154,8 +164,8 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
         engine = OffloadEngine(
             device, layout, kv_dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.layerwise_memory
         )
-        kv_cache, layerwise_pass = _offloaded(config, plan, engine, geometry, backend, model, adapters)
-        layerwise.append(layerwise_pass)
+        kv_cache = _offloaded(config, plan, engine, geometry, backend, model)
+        layerwise.append(LayerwisePass(model, engine, geometry, backend, hooks))
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
     if sizing.memory.states is not None:
@@ -164,12 +174,12 @@ def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | Non
     if _records_graphs(config, model, device):
         from nanovllm.features.cuda_graphs import record_decode_graphs
 
-        of_rows = None if adapters is None else adapters.recorded
+        of_rows = None if adapters is None else adapters.manager.recorded
         decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config, of_rows)
     if trace is not None:
         trace.start()
-    passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
-    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters)
+    passes = [ChunkedPass(model, kv_cache, hooks, decode_graphs), *layerwise]
+    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, hooks)
 
 
 # ---- what build_engine assembles. A feature is imported where the arguments ask for it.
@@ -217,9 +227,12 @@ def _limits(
     )
 
 
-def _start_runner(config: EngineConfig, spec: DecoderSpec) -> ModelRunner | TensorParallelExecutor:
+def _start_runner(
+    config: EngineConfig, spec: DecoderSpec, hidden: HiddenStates | None
+) -> ModelRunner | TensorParallelExecutor:
+    """hidden: what a head of the model reads, if it drafts."""
     if config.tensor_parallel_size == 1:
-        return build_runner(config, spec)
+        return build_runner(config, spec, hooks=[] if hidden is None else [hidden.of_model()])
     from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed
 
     if config.kv_cache_dir is None:
@@ -316,15 +329,22 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
     return _draft_model(config, asked, spec, tokenizer)
 
 
-def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
-    """The model's own head with a resident KV cache, for which `_plan_memory` has left room."""
+def _hidden_states(config: EngineConfig) -> HiddenStates | None:
+    """What the model's own head reads of the model's steps, if the head drafts."""
+    if config.speculative_config is None or speculative_config(config.speculative_config).method != "mtp":
+        return None
     from nanovllm.features.speculation.hidden_states import HiddenStates
+
+    return HiddenStates()
+
+
+def _mtp_drafter(config: EngineConfig, runner: ModelRunner, hidden: HiddenStates) -> Drafter:
+    """The model's own head with a resident KV cache, for which `_plan_memory` has left room."""
     from nanovllm.features.speculation.mtp import MTPDrafter
 
     assert config.speculative_config is not None
     model = runner.model
     device = runner.device
-    hidden = HiddenStates(runner.device)
     engine, longest = mtp_engine(
         config, speculative_config(config.speculative_config), model.spec, runner.plan.max_model_len
     )
@@ -337,10 +357,8 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner) -> Drafter:
     _log_sizes(sizing, plan, head, device, dtype)
     geometry = AttentionGeometry(head.spec.attention_scale, head.spec.num_heads, head.dtype, head.sinks)
     kv_cache = PagedKVCache(device, sizing.layout, dtype, geometry, backend, plan.num_gpu_blocks)
-    chunked = ChunkedPass(head, kv_cache, None, hidden=hidden.of_step)
-    own = ModelRunner(device, head, kv_cache, [chunked], sizing, plan, num_swap_blocks=0)
-    own.keep_rows = hidden.keep_drafted
-    runner.keep_rows = hidden.keep
+    hooks = [hidden.of_head()]
+    own = ModelRunner(device, head, kv_cache, [ChunkedPass(head, kv_cache, hooks)], sizing, plan, 0, hooks)
     return MTPDrafter(own, longest, hidden)
 
 
@@ -484,13 +502,14 @@ def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> boo
     return device.captures and not config.enforce_eager and model.is_recordable
 
 
-def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:
+def _adapter_rows(config: EngineConfig, model: Decoder, device: Device) -> AdapterRows | None:
     if not config.enable_lora:
         return None
     from nanovllm.features.lora.manager import LoRAManager
+    from nanovllm.features.lora.rows import AdapterRows
 
     with device.compute():  # the stream that reads what the manager writes
-        return LoRAManager(model, config)
+        return AdapterRows(LoRAManager(model, config))
 
 
 def _offloaded(
@@ -500,18 +519,14 @@ def _offloaded(
     geometry: AttentionGeometry,
     backend: AttentionBackend,
     model: Decoder,
-    adapters: AdapterManager | None,
-) -> tuple[OffloadedKVCache, ForwardPass]:
-    """The KV cache with two tiers, and the forward pass of prompts that go layer by layer."""
-    from nanovllm.features.layerwise_prefill.runner import LayerwisePass
-
+) -> OffloadedKVCache:
+    """The KV cache with two tiers."""
     cpu_attention = None
     if config.cpu_attention and plan.num_cpu_blocks:
         from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
 
         cpu_attention = make_cpu_attention(engine, geometry, backend, model.layer_weight_bytes)
-    kv_cache = OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
-    return kv_cache, LayerwisePass(model, engine, geometry, backend, adapters)
+    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
 
 
 def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, kv_dtype: torch.dtype) -> None:

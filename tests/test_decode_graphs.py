@@ -35,13 +35,13 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams, build
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import Batch, BlockMove
-from nanovllm.engine.model_runner import ComputedRows, FlatBatch
 from nanovllm.engine.request import Sequence as Running
 from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.features.cuda_graphs.run_ahead import NextStep
 from nanovllm.features.cuda_graphs.shapes import step_shapes
 from nanovllm.features.kv_disk.policy import UNIT
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
+from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.memory import profiling
 

@@ -26,7 +26,9 @@ from torch import Tensor
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import EngineError
-from nanovllm.features.layerwise_prefill.runner import LayerwiseKVCache, LayerwisePass, LayerwiseState
+from nanovllm.kvcache.forward_pass import ComputedRows, PassHook
+from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
+from nanovllm.kvcache.layerwise_pass import LayerwisePass, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
@@ -129,6 +131,14 @@ def test_the_hidden_states_are_kept_while_the_prefill_runs_and_no_longer(model_d
         assert state_of(llm) is None
 
 
+class KeptRows(PassHook):
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def computed(self, rows: ComputedRows) -> None:
+        self.rows.append(rows.hidden.clone())
+
+
 def test_the_last_chunk_gives_its_rows(model_dir: Path) -> None:
     """Heads for multi-token prediction read them, as they read those of a chunk through all layers."""
     prompt = random_prompt(190, VOCAB, 1)
@@ -137,10 +147,10 @@ def test_the_last_chunk_gives_its_rows(model_dir: Path) -> None:
     for way in PREFILL_WAYS:
         with open_llm(model_dir, chunk=chunk) as llm:
             set_prefill(llm, way)
-            rows: list[Tensor] = []
-            llm._runner.keep_rows = lambda computed, to=rows: to.append(computed.hidden.clone())  # type: ignore[misc]
+            hook = KeptRows()
+            llm._runner.hooks = [hook]  # type: ignore[misc]
             token_ids(llm, prompt, greedy(1))
-            found.append(rows[-1])
+            found.append(hook.rows[-1])
     assert found[0].shape[0] == 190 % chunk and torch.equal(*found)
 
 

@@ -223,7 +223,7 @@ def order_calls(*, of_store: bool = False) -> list[tuple[int, int, str]]:
     ]
     found = [(call.lineno, call.col_offset, ast.unparse(call), call.func.attr) for call in calls]  # type: ignore[attr-defined]
     if of_store:
-        words = ("_store_stream", "settled", "_gather(computed=True")
+        words = ("_outside_stream", "settled", "_gather(computed=True")
         return [call[:3] for call in found if any(word in call[2] for word in words)]
     return [call[:3] for call in found if call[3] in ("wait", "record") and "settled" not in call[2]]
 

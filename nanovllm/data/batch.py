@@ -262,6 +262,11 @@ class ScheduledSequence:
     num_drafts: int = 0  # so many of the last `token_ids` are guesses of what follows
 
     @property
+    def num_kept(self) -> int:
+        """Rows of which recurrent layers keep their inputs: all, if the sequence may go back behind some of them."""
+        return len(self.token_ids) if self.num_drafts else 0
+
+    @property
     def drafts(self) -> Sequence[int]:
         """The drafted tokens among `token_ids`."""
         return self.token_ids[len(self.token_ids) - self.num_drafts :]

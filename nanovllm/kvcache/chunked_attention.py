@@ -155,7 +155,7 @@ class OffloadedKVCache(KVCacheBase):
             for at, read in group.written:
                 self._write(read, pool[at], k, v, ctx.sequences)
             if in_ring and group.written and not groups.is_shared(layer):
-                self.engine.store()
+                self.engine.write_back()
             blocks = zip(group.indices, group.reads, strict=True)
             self._device.declare_kernel("attend", reads=(pool[at][:, :, : read.held_tokens] for at, read in blocks))
             self._backend.attend(q, pool, group.table, state, self._geometry.scale, window)

@@ -1,5 +1,15 @@
 """KV memory with offload: the pools, a ring of slots on the device, and the copies of single layers between them.
 
+        host memory                                       device memory
+    +------------------+    load_to_slot_layer (h2d)    +----------------------------+
+    |  host            | -----------------------------> |  ring: each slot has one   | --+
+    |  (all layers of  | <----------------------------- |  layer of one block        |   |   attention per block
+    |  other blocks)   |   offload_slot_layer (d2h)     +----------------------------+   +-> group, merged by
+    |                  | <------- move_blocks --------> |  resident (all layers)     | --+   LSE in fp32
+    +--------+---------+                                +----------------------------+            ^
+             |                                                                                    |
+             +---------------- CPU attention of a share of the blocks, in decode -----------------+
+
 The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds the
 other blocks. A forward pass announces the host blocks that it will attend to, layer after layer, before it begins
 (`begin`). So loads run ahead of attention through the ring, across layer boundaries too. The blocks of one
@@ -8,7 +18,7 @@ i % N, and its loads start as soon as group i - N has released them. Neighbourin
 copy.
 
 For layer-by-layer prefill the device also holds a *layer buffer*: one layer of the first blocks of one sequence. Its
-slots are numbered after the ring's and ordered in the same way; `features/layerwise_prefill` fills and releases them.
+slots are numbered after the ring's and ordered in the same way; `layerwise_cache` fills and releases them.
 """
 
 from __future__ import annotations
@@ -29,10 +39,10 @@ from nanovllm.memory.layout import KVLayout
 
 @dataclass(slots=True)
 class BlockTokens:
-    """The tokens of a block in a step. A ring slot loads the stored tokens of a host block, and stores the new ones."""
+    """The tokens of a block in a step. A ring slot loads those that the host has, and the new ones go to the host."""
 
     physical_id: int
-    stored_tokens: int  # were there before the step
+    stored_tokens: int  # are on the host before the step
     new_tokens: int  # after these; the step writes them
 
 
@@ -79,7 +89,7 @@ class OffloadEngine(KVPools):
         """Announce a forward pass: the groups of host blocks that it attends to, in order. The first loads start now.
 
         Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
-        then `store` if it wrote tokens, then `release`.
+        then `write_back` if it wrote tokens, then `release`.
         """
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)
@@ -109,7 +119,7 @@ class OffloadEngine(KVPools):
             self._blocks[key] = self._ring[key[2]][first : first + len(uses)]
         return self._blocks[key]
 
-    def store(self) -> None:
+    def write_back(self) -> None:
         """Copy the new tokens of the acquired group, which are written, to their host blocks."""
         self.offload_slot_layer(self._next % self._num_groups, *self._groups[self._next])
 
@@ -159,7 +169,7 @@ class OffloadEngine(KVPools):
         self.order.after_store(group)
 
     def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
-        """Load the stored tokens of the uses into the slots of the group, or store their new tokens from there."""
+        """Copy the stored tokens of the uses into the slots of the group, or their new tokens from there."""
         in_buffer = group - self._num_groups
         memory = self._buffer if in_buffer >= 0 else self._ring
         first_slot = in_buffer if in_buffer >= 0 else group * self.group_slots

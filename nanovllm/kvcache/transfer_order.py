@@ -5,33 +5,34 @@ block of the layer buffer. Seven orderings keep the KV correct:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
 2. A host block is complete before it is read, and copies to and from its old content end before it is overwritten. Once
-   a step, before its first copy, loads and block moves wait for all stores of earlier steps: `stored`, then
+   a step, before its first copy, loads and block moves wait for all copies to the host of earlier steps: `stored`, then
    `host_ready`. This also makes it safe to reuse the blocks of aborted and preempted sequences. Within a step no host
-   memory is both stored and loaded.
+   memory is both written and loaded.
 3. A load ends before attention reads the slots: `ring_slot_ready`, per group.
-4. Attention, and the store of what was written, end before the slots are overwritten: `ring_slot_compute_done` and
+4. Attention, and the copy of what was written, end before the slots are overwritten: `ring_slot_compute_done` and
    `ring_slot_stored`, per group.
 5. Block moves run after all computation issued before them and before all computation issued after them:
    `moves_begin`, `moves_end`.
-6. CPU attention reads host blocks after the stores to them have ended: `host_ready` again. If it runs concurrently, on
+6. CPU attention reads host blocks after the copies to them have ended: `host_ready` again. If it runs concurrently, on
    its own stream, it starts after its queries are written to host memory (`queries_written`), and its partial state is
    merged, from host memory, after it is written (`partial_written`).
-7. Copies between blocks and the buffers of a block store run after everything that used the blocks before: an event of
-   `before_store_copies`. The thread that issues the copies waits until they have ended, so that blocks are attended or
-   written again only after that.
+7. Outside copies, between blocks and buffers that are not of this cache, run after everything that used the blocks
+   before: the event of `before_outside_copies`. The thread that issues the copies waits until they have ended, so that
+   blocks are attended or written again only after that.
 
 What needs no event:
 
-- A host block is stored to after earlier stores to it, because all stores are on one stream.
-- A host block is overwritten after earlier loads of it, and after it was moved, because a store waits for `kv_written`,
-  which compute records after it has waited for every load of earlier steps, and for the moves of this one.
+- A host block is written after earlier copies to it, because all copies to the host are on one stream.
+- A host block is overwritten after earlier loads of it, and after it was moved, because such a copy waits for
+  `kv_written`, which compute records after it has waited for every load of earlier steps, and for the moves of this
+  one.
 - A host block is overwritten after CPU attention has read it, because compute has waited for the partial state, or is
   itself the stream of CPU attention.
 - The buffers of CPU attention are reused in the next layer, because compute writes the next queries after it has merged
   the last partial state.
 
 Copies in one direction share one link, and one stream keeps it busy: on an H200 as busy as four streams did. An engine
-has seven streams at most, with those of computation, host tasks, the clock and the block store, fewer than CUDA has
+has seven streams at most, with those of computation, host tasks, the clock and outside copies, fewer than CUDA has
 hardware queues by default (eight, CUDA_DEVICE_MAX_CONNECTIONS), so no two of them share a queue.
 """
 
@@ -47,7 +48,7 @@ from nanovllm.errors import EngineError
 
 
 class TransferOrder:
-    """Owns the streams of loads, stores, block moves and concurrent CPU attention; orders them with compute.
+    """Owns the streams of loads, copies to the host, block moves and CPU attention; orders them with compute.
 
     Blocks of the layer buffer are numbered after the ring's groups.
     """
@@ -60,8 +61,8 @@ class TransferOrder:
         self._move_stream = device.new_stream("kv-moves")
         self._cpu_attention: Stream = self._compute  # the stream on which the CPU attends to host blocks
         self._streams = [self._loads, self._stores, self._move_stream]
-        self._store_stream: Stream | None = None  # of the block store's copies, created with the first of them
-        self._store_lock = threading.Lock()  # held by the thread that uses that stream
+        self._outside_stream: Stream | None = None  # of outside copies, created with the first of them
+        self._outside_lock = threading.Lock()  # held by the thread that uses that stream
         self._make_events()
 
     def _make_events(self) -> None:
@@ -70,8 +71,8 @@ class TransferOrder:
         self._ring_slot_compute_done = defaultdict[int, Event](self._device.new_event)
         self._ring_slot_stored = defaultdict[int, Event](self._device.new_event)
         self._kv_written = defaultdict[int, Event](self._device.new_event)
-        self._to_refill: set[int] = set()  # groups with stores that no load has waited for
-        self._storing = False  # whether there are stores that no `host_ready` covers yet
+        self._to_refill: set[int] = set()  # groups with copies to the host that no load has waited for
+        self._storing = False  # whether there are copies to the host that no `host_ready` covers yet
         self._stored = self._device.new_event()
         self._host_ready: Event | None = None  # created at its first record
         self._moves_begin = self._device.new_event()
@@ -83,9 +84,9 @@ class TransferOrder:
 
     @contextmanager
     def moves(self, any_moves: bool) -> Iterator[Stream]:
-        """Context in which blocks may be moved on the stream, after all earlier computation and stores.
+        """Context in which blocks may be moved on the stream, after all earlier computation and copies to the host.
 
-        After it host blocks may be loaded, stored and attended: all of that follows the moves and the earlier stores.
+        After it host blocks may be loaded, written and attended: all of that follows the moves and the earlier copies.
         """
         self._gather(any_moves)
         yield self._move_stream
@@ -99,7 +100,7 @@ class TransferOrder:
             self._loads.wait(self._host_ready)
 
     def _gather(self, computed: bool) -> None:
-        """Let the stream of moves wait for the stores so far, and for all computation."""
+        """Let the stream of moves wait for the copies to the host so far, and for all computation."""
         if self._storing:
             self._stores.record(self._stored)
             self._move_stream.wait(self._stored)
@@ -172,29 +173,29 @@ class TransferOrder:
         """Block the host until the calls of CPU attention have ended. Raises EngineError if one failed."""
         self._cpu_attention_calls.synchronize()
 
-    # ---- the block store, between steps
+    # ---- outside copies, between steps
 
-    def before_store_copies(self) -> Event:
-        """An event after all that was submitted so far, for `store_copies`. Called by the engine's thread."""
-        self._store_stream = self._store_stream or self._device.new_stream("kv-store")
+    def before_outside_copies(self) -> Event:
+        """An event after all that was submitted so far, for `outside_copies`. Called by the engine's thread."""
+        self._outside_stream = self._outside_stream or self._device.new_stream("kv-outside")
         settled = self._device.new_event()
         self._gather(computed=True)
         self._move_stream.record(settled)
         return settled
 
     @contextmanager
-    def store_copies(self, settled: Event) -> Iterator[Stream]:
-        """Context in which the stream may copy between blocks and buffers. They have ended when it ends.
+    def outside_copies(self, settled: Event) -> Iterator[Stream]:
+        """Context in which the stream may copy between blocks and outside buffers. The copies have ended when it ends.
 
         Any thread may use it, and one at a time does. Raises EngineError if a copy failed.
         """
-        assert self._store_stream is not None, "`settled` comes from `before_store_copies`"
-        with self._store_lock:
-            self._store_stream.wait(settled)
+        assert self._outside_stream is not None, "`settled` comes from `before_outside_copies`"
+        with self._outside_lock:
+            self._outside_stream.wait(settled)
             try:
-                yield self._store_stream
+                yield self._outside_stream
             finally:
-                self._store_stream.synchronize()
+                self._outside_stream.synchronize()
 
     # ---- everything
 

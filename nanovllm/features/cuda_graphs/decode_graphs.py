@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,15 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
-from nanovllm.engine.model_runner import ComputedRows, FlatBatch, RecordedAdapters
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.features.cuda_graphs.recorded_states import RecordedStates
 from nanovllm.features.cuda_graphs.run_ahead import NextStep
 from nanovllm.features.cuda_graphs.shapes import Shape, step_shapes
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
+from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch
 from nanovllm.kvcache.states import StatePool
 from nanovllm.layers.forward_context import ForwardContext, KVCache
+from nanovllm.layers.linear import RowAdapters
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.sizing import StateSlots
 from nanovllm.models.decoder import Decoder
@@ -79,6 +81,18 @@ class RecordedStep:
     hidden: Tensor | None = None  # [rows, hidden], after the final norm
     tokens: Tensor | None = None  # int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes them
     graphs: Sequence[Graph] = ()
+
+
+class RecordedAdapters(Protocol):
+    """The adapters of rows whose products are recorded before the rows are known."""
+
+    def of_rows(self, rows: int) -> RowAdapters:
+        """Those of a step of so many rows, whose content is that of the latest `fill`."""
+        ...
+
+    def fill(self, sequences: Sequence[tuple[int | None, int]]) -> None:
+        """Take the sequences of a step, as `LoRAManager.of_rows`."""
+        ...
 
 
 class DecodeGraphs:
@@ -141,7 +155,7 @@ class DecodeGraphs:
         if self._states is not None:
             self._states.fill(batch.scheduled, step.shape)
         if self._adapters is not None and step.shape.adapters:
-            self._adapters.fill(batch.adapters)
+            self._adapters.fill([(seq.adapter, len(seq.token_ids)) for seq in batch.scheduled])
         self._fill_rows(step, batch.inputs, batch.sequences)
 
     def _fill_rows(self, step: RecordedStep, inputs: Tensor, sequences: Sequence[SequenceMetadata]) -> None:
@@ -182,7 +196,7 @@ class DecodeGraphs:
     def _step_for(self, batch: FlatBatch) -> RecordedStep | None:
         width = max((seq.query_len for seq in batch.sequences), default=0)
         sizes = batch.inputs.shape[1], len(batch.sequences), width
-        has_adapters = any(number is not None for number, _ in batch.adapters)
+        has_adapters = any(seq.adapter is not None for seq in batch.scheduled)
         return next((step for step in self._steps if step.shape.takes(*sizes, has_adapters)), None)
 
     def _work(self, step: RecordedStep) -> Callable[[Callable[[], None]], None]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.kv_groups import KVGroups
-from nanovllm.engine.model_runner import FlatBatch
+from nanovllm.kvcache.forward_pass import FlatBatch
 from nanovllm.ops.attention import SequenceMetadata
 
 
@@ -37,7 +37,7 @@ class NextStep:
         """The step after a batch; None if it cannot be known: a sequence needs another block, or has other rows."""
         if any(seq.query_len != 1 or _begins_block(seq, groups) for seq in batch.sequences):
             return None
-        if any(number is not None for number, _ in batch.adapters):
+        if any(seq.adapter is not None for seq in batch.scheduled):
             return None
         sequences = (replace(seq, context_len=seq.context_len + 1, kv_end=seq.kv_end + 1) for seq in batch.sequences)
         _, positions = batch.inputs
@@ -48,7 +48,7 @@ class NextStep:
         """Whether a batch is this step with these token ids."""
         if self.seq_ids != _ids(batch) or self.sequences != batch.sequences:
             return False
-        if any(number is not None for number, _ in batch.adapters):
+        if any(seq.adapter is not None for seq in batch.scheduled):
             return False
         return torch.equal(self.inputs[1], batch.inputs[1]) and batch.inputs[0].tolist() == list(token_ids)
 

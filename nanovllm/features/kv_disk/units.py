@@ -74,7 +74,7 @@ class UnitCopier:
         if moves or state_moves:
             with self.device.compute():
                 self.pools.move_blocks(moves, state_moves)
-        return self.pools.order.before_store_copies()
+        return self.pools.order.before_outside_copies()
 
     def copy_out(self, place: Place, settled: Event) -> Tensor:
         """A new buffer with a state, or with the tokens of a unit and zeros before the place's first one."""
@@ -84,7 +84,7 @@ class UnitCopier:
             return buffer
         if place.begin > place.unit * UNIT:
             buffer.zero_()  # what was in this memory before must not be written
-        with self.pools.order.store_copies(settled) as stream:
+        with self.pools.order.outside_copies(settled) as stream:
             for span in self.spans(place):
                 self._copy(buffer, place.group, *span, stream, out=True)
         return buffer
@@ -94,7 +94,7 @@ class UnitCopier:
         if isinstance(place, StatePlace):
             self._copy_state(buffer, place.slot, settled, out=False)
             return
-        with self.pools.order.store_copies(settled) as stream:
+        with self.pools.order.outside_copies(settled) as stream:
             for span in self.spans(place):
                 if span[0] != HOLE:  # released: behind a window that begins within the unit
                     self._copy(buffer, place.group, *span, stream, out=False)
@@ -135,7 +135,7 @@ class UnitCopier:
         sizes = [part.nbytes for part in parts]
         pieces = zip(parts, buffer.split(sizes), sizes, strict=True)
         copies = [PitchedCopy(part, piece, size, size, size, 1, kind) for part, piece, size in pieces]
-        with self.pools.order.store_copies(settled) as stream:
+        with self.pools.order.outside_copies(settled) as stream:
             self._submit(copies, stream, out)
 
     def spans(self, place: UnitPlace) -> Iterator[tuple[int, int, int, int]]:

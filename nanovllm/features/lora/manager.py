@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoRAManager:
-    """Holds up to max_loras adapters on the device and max_cpu_loras in host memory.
-
-    See `engine.model_runner.AdapterManager`.
-    """
+    """Holds up to max_loras adapters on the device and max_cpu_loras in host memory."""
 
     def __init__(self, model: Decoder, config: EngineConfig) -> None:
         self._model = model
@@ -85,14 +82,17 @@ class LoRAManager:
                 errors.setdefault(adapter.number, f"rank {ranks.index(1.0)} cannot read it, and has logged why")
 
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
-        """See `engine.model_runner.AdapterManager`. Rows of an adapter that could not be loaded get none."""
+        """`ForwardContext.adapters` of a batch, from each sequence's adapter and its number of rows, in order.
+
+        Rows of an adapter that could not be loaded get none.
+        """
         if self._tables is not None:
             return self._tables.batch_parts(sequences, self.on_device, self._model.chunk_rows)
         weights = {number: weights for number, (_, weights) in self.on_device.items()}
         return batch_parts(sequences, weights, self._model.chunk_rows, self._model.device)
 
     def recorded(self, most_rows: int) -> RecordedRowAdapters | None:
-        """See `engine.model_runner.AdapterManager`."""
+        """The adapters of steps of at most so many rows; None if their products cannot be recorded."""
         return None if self._tables is None else RecordedRowAdapters(self, self._tables.recorded(most_rows))
 
     def _load(self, number: int, packed: PackedAdapter) -> None:
@@ -123,7 +123,7 @@ class LoRAManager:
 
 
 class RecordedRowAdapters:
-    """Implements `engine.model_runner.RecordedAdapters`."""
+    """Implements `features.cuda_graphs.decode_graphs.RecordedAdapters`."""
 
     def __init__(self, manager: LoRAManager, adapters: RecordedAdapters) -> None:
         self._manager = manager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.batch import ScheduledSequence
 from nanovllm.device import Device
-from nanovllm.engine.model_runner import ComputedRows
+from nanovllm.kvcache.forward_pass import ComputedRows, PassHook
+from nanovllm.layers.forward_context import ForwardContext
 
 
 @dataclass(slots=True)
@@ -30,14 +31,21 @@ class HeldRows:
 class HiddenStates:
     """Holds rows by sequence and position, until the head has read them; the drafter says whose rows stay.
 
-    The model's runner calls `keep`, the head's `of_step` and `keep_drafted`.
+    The runners of the model and of the head have the hooks `of_model` and `of_head`.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._step: dict[int, tuple[int, Tensor]] = {}  # of the last step: position of the first row, and the rows
         self._held: dict[int, HeldRows] = {}
         self._added: list[HeldRows] = []  # whose last rows are still those of the step
+
+    def of_model(self) -> PassHook:
+        """The hook of the model's runner, which keeps what it computes."""
+        return _ModelRows(self)
+
+    def of_head(self) -> PassHook:
+        """The hook of the head's runner, which reads that, and keeps what the head computes after drafts."""
+        return _HeadRows(self)
 
     # ---- the model's steps
 
@@ -63,10 +71,10 @@ class HiddenStates:
             self._added.append(held)
         return is_gap
 
-    def end_step(self) -> None:
+    def end_step(self, device: Device) -> None:
         """Copy the rows that were added: the step's tensors have the rows of others too."""
         if self._added:
-            with self._device.compute():
+            with device.compute():
                 for held in self._added:
                     held.rows[-1] = held.rows[-1].clone()
         self._step = {}
@@ -120,6 +128,25 @@ class HiddenStates:
         """The rows of a pass of the head: the last of each sequence is read for its next draft."""
         for seq, part, _ in _parts(rows):
             self._held[seq.seq_id].drafted = part[-1:].clone()
+
+
+class _ModelRows(PassHook):
+    def __init__(self, hidden: HiddenStates) -> None:
+        self._hidden = hidden
+
+    def computed(self, rows: ComputedRows) -> None:
+        self._hidden.keep(rows)
+
+
+class _HeadRows(PassHook):
+    def __init__(self, hidden: HiddenStates) -> None:
+        self._hidden = hidden
+
+    def extended(self, context: ForwardContext, rows: Sequence[tuple[ScheduledSequence, int]]) -> ForwardContext:
+        return replace(context, hidden=self._hidden.of_step([seq for seq, _ in rows]))
+
+    def computed(self, rows: ComputedRows) -> None:
+        self._hidden.keep_drafted(rows)
 
 
 def _parts(rows: ComputedRows) -> Iterator[tuple[ScheduledSequence, Tensor, int]]:

@@ -32,7 +32,7 @@ class MTPDrafter(DraftModel):
         self._hidden = hidden
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:
-        self._hidden.end_step()
+        self._hidden.end_step(self._runner.device)
         super().begin_step(wanted, most, rows, tokens)
 
     def computed(self, seq: Sequence, begin: int, end: int) -> None:

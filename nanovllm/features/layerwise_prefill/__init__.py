@@ -1,1 +1,0 @@
-"""Prefill of long prompts layer by layer."""
