@@ -32,9 +32,9 @@ from benchmarks.peers.gguf_writer import add_config, finish, gguf_name
 from benchmarks.quantize_checkpoint import quantize_checkpoint
 from benchmarks.tiny import random_tensor, write_adapter
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.mtp_spec import mtp_spec, mtp_tensors
 from nanovllm.ops.triton_support import multiplies_fp8

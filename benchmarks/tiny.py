@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 from nanovllm.memory.adapters import modules_of
 from nanovllm.models.spec import DecoderSpec
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.block_pool import KVBlockState as KVBlockState
     from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
     from nanovllm.engine.view import EngineView as EngineView
-    from nanovllm.features.lora.request import LoRARequest as LoRARequest
     from nanovllm.features.vllm_api.beam_search import BeamSearchOutput as BeamSearchOutput
     from nanovllm.features.vllm_api.beam_search import BeamSearchParams as BeamSearchParams
     from nanovllm.features.vllm_api.beam_search import BeamSearchSequence as BeamSearchSequence
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from nanovllm.features.vllm_api.metrics_reader import Metric as Metric
     from nanovllm.kvcache.base import KVStats as KVStats
     from nanovllm.llm import LLM as LLM
+    from nanovllm.lora_request import LoRARequest as LoRARequest
     from nanovllm.ops.cpu_kernels import cpu_kernel_choice as cpu_kernel_choice
     from nanovllm.ops.cpu_kernels import cpu_machine as cpu_machine
     from nanovllm.outputs import CompletionOutput as CompletionOutput
@@ -54,7 +54,7 @@ _NAMES = {  # by module: what users and applications import from here
     "nanovllm.engine.llm_engine": "LLMEngine",
     "nanovllm.engine.block_pool": "KVBlockState",
     "nanovllm.engine.view": "EngineView",
-    "nanovllm.features.lora.request": "LoRARequest",
+    "nanovllm.lora_request": "LoRARequest",
     "nanovllm.features.vllm_api.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "nanovllm.features.vllm_api.choices": "ChoiceScore",
     "nanovllm.features.vllm_api.metrics_reader": "Counter Gauge Histogram Metric",

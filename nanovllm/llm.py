@@ -41,12 +41,12 @@ from nanovllm.text.prompts import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.features.lora.request import LoRARequest
     from nanovllm.features.planner.plan import Plan
     from nanovllm.features.planner.predict import Rates
     from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.features.vllm_api.choices import ChoiceScore
     from nanovllm.features.vllm_api.metrics_reader import Metric
+    from nanovllm.lora_request import LoRARequest
 
 
 class LLM:
@@ -87,8 +87,8 @@ class LLM:
         prompts: one or several; each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the
         dicts optionally with a "cache_salt" (see `LLMEngine.add_request`). sampling_params: one for all prompts or one
         for each; None takes `get_default_sampling_params`. use_tqdm: whether to show progress; or what makes the bar,
-        called as tqdm is. lora_request: the adapter of all or of each, None for the
-        model alone; needs enable_lora=True. priority: one for all or for each; lower values run first.
+        called as tqdm is. lora_request: the `LoRARequest` of all or of each, None for the model alone; needs
+        enable_lora=True. priority: one for all or for each; lower values run first.
 
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
         call's requests.
@@ -163,7 +163,7 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
+        """See `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
         from nanovllm.features.vllm_api.beam_search import beam_search
 
         return beam_search(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
@@ -209,7 +209,7 @@ class LLM:
         return self._runner.watch_steps(on_layer)
 
     def kv_stats(self) -> KVStats:
-        """Sizes of the KV memory and bytes copied between its tiers so far; with several ranks, those of the first."""
+        """Sizes of the KV memory, bytes copied between its tiers so far; of several processes, those of the first."""
         manager = self.engine.scheduler.block_manager
         stats = self._runner.kv_stats()
         most = manager.pool.most_used
@@ -272,14 +272,14 @@ class LLM:
             params = params_for_each(given, len(parts))
             params = final_only(params) if is_final else params
             priorities = priority_for_each(priority, len(parts))
-            adapters = lora_request_for_each(lora_request, len(parts))
+            lora_requests = lora_request_for_each(lora_request, len(parts))
             now = self.engine.arrival_time()
             requests = list[Request]()
             for index, part in enumerate(parts):
                 try:
                     requests.append(
                         self.engine.make_request(
-                            next(self._request_ids), part, params[index], now, priorities[index], adapters[index]
+                            next(self._request_ids), part, params[index], now, priorities[index], lora_requests[index]
                         )
                     )
                 except RequestError as error:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -23,8 +23,8 @@ from tokenizer_files import write_byte_level
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.layers.linear import Linear
+from nanovllm.lora_request import LoRARequest
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 

@@ -36,7 +36,7 @@ TORCH_FREE = (
     "nanovllm.features.cpu_attention.shares",
     "nanovllm.memory.layerwise",
     "nanovllm.features.kv_disk.stored_blocks",
-    "nanovllm.features.lora.request",
+    "nanovllm.lora_request",
     "nanovllm.features.lora.slots",
     "nanovllm.features.planner.network",
     "nanovllm.features.planner.plan",
@@ -58,6 +58,7 @@ TORCH_FREE = (
 )
 NEEDS_TORCH = {
     "nanovllm.engine.model_runner",
+    "nanovllm.engine.row_sampling",
     "nanovllm.memory.profiling",
 }
 
@@ -65,7 +66,7 @@ NEEDS_TORCH = {
 ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"vllm_names"},
-    {"outputs", "rules"},
+    {"lora_request", "outputs", "rules"},
     {"config_rules", "sampling_rules", "speculative_config"},
     {"sampling_params"},
     {"data"},

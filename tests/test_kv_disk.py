@@ -46,9 +46,9 @@ from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import files, kept_in
 from nanovllm.features.kv_disk.identity import code_files, facts_of, library_versions
 from nanovllm.features.kv_disk.part import StorePart
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.kvcache import pools
+from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput
 
 model = checkpoint_fixture(**CHECKPOINT)

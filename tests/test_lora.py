@@ -15,7 +15,7 @@ from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 
 VOCAB = 199
 BLOCK = 16

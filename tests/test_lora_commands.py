@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.server.async_llm import AsyncLLM
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LORA = {"enable_lora": True, "max_loras": 2}

@@ -18,7 +18,7 @@ from whole_models import WHOLE, make_whole
 from nanovllm import LLM
 from nanovllm.errors import RequestError
 from nanovllm.features.lora.adapter_files import AdapterRegistry
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.hf_config import WHOLE_MODELS, load_decoder_spec
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

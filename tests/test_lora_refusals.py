@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from nanovllm import LLM
 from nanovllm.errors import ModelError, RequestError
 from nanovllm.features.lora.adapter_files import read_adapter
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.lora.weights import read_packed
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 

@@ -22,12 +22,12 @@ from nanovllm.apps.server.protocol import SamplingFields
 from nanovllm.apps.server.serving import Envelope
 from nanovllm.engine.request import Sequence as Running
 from nanovllm.errors import ConfigError
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.progress_bar import Meter
 from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.speculation.draft_model import DraftModel, Followed
 from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length, shared_out
 from nanovllm.features.speculation.ngrams import NgramIndex
+from nanovllm.lora_request import LoRARequest
 from nanovllm.memory import states
 from nanovllm.models import decoder
 

@@ -20,7 +20,7 @@ from nanovllm.features.lora import manager as manager_module
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.grouped_adapters import GroupedAdapters
 from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.ops import triton_lora

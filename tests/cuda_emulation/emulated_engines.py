@@ -15,7 +15,7 @@ from quantized_checkpoints import VARIANTS, quantize
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.lora.request import LoRARequest
+from nanovllm.lora_request import LoRARequest
 
 BLOCK = 16
 VOCAB = 300

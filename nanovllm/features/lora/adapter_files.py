@@ -21,9 +21,9 @@ from nanovllm.data import json_fields as rules
 from nanovllm.data.batch import Adapter
 from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, checked_fields, read_json_object
 from nanovllm.errors import ConfigError, ModelError, RequestError, quoted, told
-from nanovllm.features.lora.request import LoRARequest
 from nanovllm.formats.checkpoint import StoredTensor, headers, some_of
 from nanovllm.layers.linear_method import FLOATS
+from nanovllm.lora_request import LoRARequest
 from nanovllm.memory.adapters import modules_of
 from nanovllm.models.hf_config import TEXT_ARCHITECTURES, text_name
 from nanovllm.models.spec import DecoderSpec
@@ -135,7 +135,7 @@ class AdapterRegistry:
         """The adapter of a `LoRARequest`. Raises RequestError."""
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(
-                f"lora_request={quoted(lora_request)}: must be a LoRARequest of nanovllm.features.lora.request, or None"
+                f"lora_request={quoted(lora_request)}: must be a LoRARequest of nanovllm.lora_request, or None"
             )
         try:
             with self._lock:
