@@ -24,9 +24,10 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ChunkedPass, ModelRunner
 from nanovllm.engine.resolved_sampling import SamplingFacts
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.features.recurrent.snapshots import recurrent_edge
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.structured_outputs.step_masks import StepMasks
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader

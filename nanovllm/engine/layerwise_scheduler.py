@@ -1,7 +1,5 @@
 """Layer-by-layer prefill on the engine's side: which tokens go that way, and how much of it each step runs.
 
-`features/layerwise_prefill` computes it.
-
 A step's budget is max_num_batched_tokens tokens through all layers. What other sequences leave of it is counted in
 tokens times layers, and rounded to layer chunks, at least one: the prefill advances in every step.
 """

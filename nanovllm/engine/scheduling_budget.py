@@ -6,8 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nanovllm.config import EngineConfig, PreemptionMode, longest_chunk
-from nanovllm.data.network import RECURRENT_CHUNK
+from nanovllm.config import PreemptionMode, longest_chunk
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
@@ -33,12 +32,6 @@ class SchedulerLimits:
         """Most tokens of one prompt in a step."""
         most = longest_chunk(self.max_num_batched_tokens, self.long_prefill_token_threshold)
         return most // self.edge * self.edge
-
-
-def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
-    """`SchedulerLimits.edge` of a network with recurrent layers; 1 if steps are too small. num_seqs: that may run."""
-    beside_decodes = config.max_num_batched_tokens - num_seqs * (1 + config.num_speculative_tokens)
-    return RECURRENT_CHUNK if config.chunk >= RECURRENT_CHUNK and beside_decodes >= 2 * RECURRENT_CHUNK else 1
 
 
 class SchedulingBudget:

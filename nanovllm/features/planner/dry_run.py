@@ -13,7 +13,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_budget import SchedulerLimits, recurrent_edge
+from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.features.recurrent.snapshots import recurrent_edge
 from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.memory.budget import TransferCount, blocks_of_share
 from nanovllm.memory.fitting import KVSizing

@@ -1,4 +1,4 @@
-"""Where in a prompt the recurrent state is kept: functions of numbers."""
+"""Where in a prompt chunks end, and where the recurrent state is kept: functions of numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.network import RECURRENT_CHUNK
 
 LONG_PROMPT = 4  # chunks; snapshots on the way of longer prompts cut no chunk in two, since each chunk loads all KV
 
@@ -62,3 +65,9 @@ def planned_snapshots(
     fixed = {last, *places, *(() if is_long else range(interval, last, interval))}
     between = tuple(sorted(position for position in fixed if begin < position < end))
     return SnapshotPlan(between, interval if is_long else 0, unit)
+
+
+def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:
+    """`SchedulerLimits.edge` of a network with recurrent layers; 1 if steps are too small. num_seqs: that may run."""
+    beside_decodes = config.max_num_batched_tokens - num_seqs * (1 + config.num_speculative_tokens)
+    return RECURRENT_CHUNK if config.chunk >= RECURRENT_CHUNK and beside_decodes >= 2 * RECURRENT_CHUNK else 1
