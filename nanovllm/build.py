@@ -27,7 +27,11 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
+from nanovllm.features.lora.slots import AdapterSlots
 from nanovllm.features.recurrent.snapshots import recurrent_edge
+from nanovllm.features.recurrent.states import RecurrentStates
+from nanovllm.features.speculation.hook import Drafter, Speculation
 from nanovllm.features.structured_outputs import LLGuidanceCompiler
 from nanovllm.features.structured_outputs.step_masks import StepMasks
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
@@ -64,16 +68,10 @@ from nanovllm.speculative_config import SpeculativeConfig, speculative_config
 from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.data.batch import Adapter
-    from nanovllm.engine.request import Request
     from nanovllm.features.distributed.executor import TensorParallelExecutor
     from nanovllm.features.kv_disk.store import DiskStore
-    from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
     from nanovllm.features.lora.rows import AdapterRows
-    from nanovllm.features.lora.slots import AdapterSlots
-    from nanovllm.features.recurrent.states import RecurrentStates
     from nanovllm.features.speculation.hidden_states import HiddenStates
-    from nanovllm.features.speculation.hook import Drafter, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +199,16 @@ def _hooks(
     before its tokens get masks and states. A sequence has its state before the store reads or keeps it.
     """
     store = _open_store(config, runner, adapters)
-    states = _recurrent_states(runner.sizing, manager, None if store is None else store.unit)
-    stored = None if store is None else _stored_blocks(manager, store, states)
-    speculation = None if drafter is None else _speculation(config, drafter, manager, limits, states)
-    layerwise = None
+    slots = runner.sizing.memory.states
+    states = stored = layerwise = speculation = None
+    if slots is not None:
+        states = RecurrentStates(manager, slots.device, slots.host, sys.maxsize if store is None else store.unit)
+    if store is not None:
+        stored = StoredBlocks(manager, store, states)
     if limits.layerwise_memory != NO_LAYERWISE:
         layerwise = LayerwiseScheduler(manager, limits, states, stored)
+    if drafter is not None:
+        speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
     hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters]
     return [hook for hook in hooks if hook is not None]
 
@@ -258,7 +260,6 @@ def _adapters(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
     if not config.enable_lora:
         return None
     from nanovllm.features.lora.adapter_files import AdapterRegistry
-    from nanovllm.features.lora.slots import AdapterSlots
 
     return AdapterSlots(AdapterRegistry(spec, config.max_lora_rank), config.max_loras, limits.max_num_seqs)
 
@@ -274,39 +275,8 @@ def _open_store(
 
     parts = OwnPart(config, runner) if isinstance(runner, ModelRunner) else runner
     has_states = runner.sizing.memory.states is not None
-
-    def adapter_of(request: Request) -> Adapter | None:
-        return None if adapters is None else adapters.adapter_of(request)
-
+    adapter_of = None if adapters is None else adapters.adapter_of
     return open_store(config, parts, runner.sizing.layout.groups, has_states, adapter_of)
-
-
-def _recurrent_states(sizing: KVSizing, manager: BlockManager, stored_unit: int | None) -> RecurrentStates | None:
-    """stored_unit: of the store, if there is one, which keeps states too."""
-    slots = sizing.memory.states
-    if slots is None:
-        return None
-    from nanovllm.features.recurrent.states import RecurrentStates
-
-    return RecurrentStates(manager, slots.device, slots.host, sys.maxsize if stored_unit is None else stored_unit)
-
-
-def _stored_blocks(manager: BlockManager, store: DiskStore, states: RecurrentStates | None) -> StoredBlocks:
-    from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
-
-    return StoredBlocks(manager, store, states)
-
-
-def _speculation(
-    config: EngineConfig,
-    drafter: Drafter,
-    manager: BlockManager,
-    limits: SchedulerLimits,
-    states: RecurrentStates | None,
-) -> Speculation:
-    from nanovllm.features.speculation.hook import Speculation
-
-    return Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
 
 
 def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:

@@ -67,7 +67,7 @@ AdapterOf = Callable[[Request], Adapter | None]
 
 
 def open_store(
-    config: EngineConfig, parts: Parts, groups: KVGroups, has_states: bool, adapter_of: AdapterOf
+    config: EngineConfig, parts: Parts, groups: KVGroups, has_states: bool, adapter_of: AdapterOf | None
 ) -> DiskStore | None:
     """The store in `config.kv_cache_dir`, which is made if need be; None, with a warning, if it cannot be used."""
     assert config.kv_cache_dir is not None
@@ -186,11 +186,11 @@ class DiskStore:
     unit = UNIT
 
     def __init__(
-        self, parts: Parts, groups: KVGroups, has_states: bool, identity: bytes, adapter_of: AdapterOf
+        self, parts: Parts, groups: KVGroups, has_states: bool, identity: bytes, adapter_of: AdapterOf | None
     ) -> None:
         """has_states: with recurrent layers. identity: what decides the bits besides salt, adapter and tokens.
 
-        adapter_of: the adapter of a request; None if it has none.
+        adapter_of: the adapter of a request; None if requests have none.
         """
         self._parts = parts
         self._groups = groups
@@ -395,7 +395,7 @@ class DiskStore:
         """What is known of a sequence; None if its adapter's files are not those that it was made with any more."""
         if (stored := self._stored.get(seq)) is not None:
             return stored
-        adapter = self._adapter_of(seq.request)
+        adapter = None if self._adapter_of is None else self._adapter_of(seq.request)
         content: bytes | None = b""
         if adapter is not None:
             if adapter.number not in self._adapters:
