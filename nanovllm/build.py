@@ -181,7 +181,7 @@ def build_runner(
     return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, hooks)
 
 
-# ---- what build_engine assembles. A feature is imported where the arguments ask for it.
+# ---- what build_engine assembles. What needs torch or a library is imported where the arguments ask for it.
 
 
 def _hooks(

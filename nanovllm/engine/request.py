@@ -86,9 +86,8 @@ class Request:
         # A search runs requests of its own, and makes the sequences in the end: see `features.beam_search`.
         count = 0 if self.params.use_beam_search else self.params.num_sequences
         self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
-        self.forked = (
-            len(self.sequences) == 1
-        )  # each sequence has blocks of its own; else the first computes the prompt
+        # Each sequence has blocks of its own. Before that, the first one computes the prompt for all.
+        self.forked = len(self.sequences) == 1
 
     @property
     def order(self) -> tuple[int, float, int]:
