@@ -86,11 +86,11 @@ class Decoding:
         self._llm = llm
         self._steps = steps
         stats = llm.kv_stats()
-        spec = work.shape.spec
+        network = work.shape.network
         self._resident_blocks = stats.resident_blocks
-        sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
+        sizes = (network.num_layers, *network.kv_heads[0], stats.block_size, work.shape.dtype.itemsize)
         self.layout = KVLayout.of(work.kv_cache_dtype, *sizes)
-        self._most_tokens = cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
+        self._most_tokens = cpu_attention_query_len(network.num_heads, network.kv_heads[0][0])
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         llm.engine.add_request("decode", None, params, prompt)
         self.tokens: list[int] = []

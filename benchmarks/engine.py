@@ -105,7 +105,7 @@ class Work:
         }
 
     def _ring_blocks(self) -> int:
-        return -split_device(0, self.shape.spec.num_layers).resident_blocks
+        return -split_device(0, self.shape.network.num_layers).resident_blocks
 
 
 def device_name(device: str | None) -> str:
@@ -117,7 +117,7 @@ def device_name(device: str | None) -> str:
 
 def attention_backend(shape: Shape, device: str) -> str:
     """The attention backend of a device, given by its name. Raises ConfigError if there is none."""
-    return select_backend(torch.device(device), shape.spec.head_dim).name
+    return select_backend(torch.device(device), shape.network.kv_heads[0][1]).name
 
 
 def engine_facts(shape: Shape, device: str | None) -> dict[str, Any]:

@@ -35,8 +35,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.lora_request import LoRARequest
-from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.mtp_spec import mtp_spec, mtp_tensors
+from nanovllm.models.hf_config import load_network_config
+from nanovllm.models.mtp import MTPHead
 from nanovllm.ops.triton_support import multiplies_fp8
 
 HIDDEN = 256
@@ -186,8 +186,9 @@ class Features:
     def adapters(self) -> str:
         """Three adapters of different modules and ranks and the model alone, in one batch."""
         modules = [("q_proj", "v_proj", "down_proj"), ("o_proj", "gate_proj"), ("k_proj",)]
+        network = load_network_config(self.plain).network
         requests = [
-            write_adapter(self.directory / f"adapter-{rank}", load_decoder_spec(self.plain), names, rank, number)
+            write_adapter(self.directory / f"adapter-{rank}", network, names, rank, number)
             for number, (names, rank) in enumerate(zip(modules, (8, 16, 3), strict=True), start=1)
         ]
         by_engine: list[list[Tensor]] = []
@@ -283,10 +284,10 @@ def write_checkpoint(directory: Path, model_type: str) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    spec = load_decoder_spec(directory)
-    tensors = dict(spec.tensors())
+    model = load_network_config(directory).on_meta()
+    tensors = dict(model.tensors())
     if config.get("mtp_num_hidden_layers"):
-        tensors |= dict(mtp_tensors(mtp_spec(spec)))
+        tensors |= dict(MTPHead(model).tensors())
     drawn = {name: _drawn(name, tensor, generator) for name, tensor in tensors.items()}
     save_file(drawn, directory / "model.safetensors")
     return directory

@@ -37,10 +37,10 @@ from nanovllm.features.cuda_graphs.decode_graphs import record
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.states import StatePool
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.memory.layout import kv_layout
 from nanovllm.memory.sizing import StateSlots
-from nanovllm.models.create import create_decoder
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops import kernel_config, prefill_libraries, row_kernels, scaled_product, triton_support
 from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.triton_attention import TritonAttention
@@ -263,7 +263,7 @@ def count(shape: Shape, chunk: int, context: int) -> Counted:
     )
     with torch.inference_mode(), counted() as launches:
         device = CountedDevice(launches)
-        model = create_decoder(shape.spec, shape.dtype, CUDA)
+        model = shape.config.build(shape.dtype, CUDA)
         model.finish_loading()
         kv_cache = _kv_cache(device, model, shape, config)
         launches.taken()
@@ -271,24 +271,24 @@ def count(shape: Shape, chunk: int, context: int) -> Counted:
         of_chunk = launches.taken()
         max_len = config.max_model_len or context
         record(device, model, kv_cache.attended_pool, kv_cache.pools.states, max_len, config, tried=slice(0, 1))
-        return Counted(shape.name, shape.stored, shape.spec.num_layers, launches.taken(), of_chunk)
+        return Counted(shape.name, shape.stored, shape.network.num_layers, launches.taken(), of_chunk)
 
 
-def _kv_cache(device: Device, model: Decoder, shape: Shape, config: EngineConfig) -> PagedKVCache:
+def _kv_cache(device: Device, model: CausalLM, shape: Shape, config: EngineConfig) -> PagedKVCache:
     """With room for the longest sequence and, of a recurrent network, the states of one."""
-    spec = shape.spec
-    layout = shape.network.layout(BLOCK)
+    network = shape.network
+    layout = kv_layout(network, "auto").with_block_size(BLOCK)
     backend = TritonAttention()
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, shape.dtype, model.sinks)
+    geometry = AttentionGeometry(network.attention_scale, network.num_heads, shape.dtype, model.sinks)
     assert config.max_model_len is not None
     num_blocks = len(layout.groups) * (config.max_model_len // BLOCK + 1)
     kv_cache = PagedKVCache(device, layout, shape.dtype, geometry, backend, num_blocks)
-    if spec.recurrent is not None:
-        kv_cache.pools.states = StatePool(device, spec, shape.dtype, StateSlots(1, 0, 1, 0, 1), model.recurrences)
+    if network.recurrent is not None:
+        kv_cache.pools.states = StatePool(device, network, shape.dtype, StateSlots(1, 0, 1, 0, 1), model.recurrences)
     return kv_cache
 
 
-def _run_chunk(model: Decoder, kv_cache: PagedKVCache, chunk: int, context: int) -> None:
+def _run_chunk(model: CausalLM, kv_cache: PagedKVCache, chunk: int, context: int) -> None:
     """One chunk of a prompt through all layers."""
     num_blocks = context // BLOCK + 1
     tables = [range(index * num_blocks, (index + 1) * num_blocks) for index in range(len(kv_cache.layout.groups))]

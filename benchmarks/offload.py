@@ -128,8 +128,8 @@ def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.N
 def traffic_of(offload: Variant, work: Work) -> Traffic:
     """The transfers of the last run, their prediction, and their rates."""
     stats = offload.llm.kv_stats()
-    spec = work.shape.spec
-    sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
+    network = work.shape.network
+    sizes = (network.num_layers, *network.kv_heads[0], stats.block_size, work.shape.dtype.itemsize)
     layout = KVLayout.of(offload.kv_cache_dtype, *sizes)
     resident = stats.resident_blocks
     chunk = work.max_num_batched_tokens

@@ -33,7 +33,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.features.distributed import launch
 from nanovllm.features.distributed.group import ProcessGroup
 from nanovllm.features.distributed.rank import LOAD_TIME, LOOPBACK, RankSetup, join, with_device
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.network_config import NetworkConfig
 
 # sums
 WARMUP = 20
@@ -63,16 +63,17 @@ def _seconds_of_sum(group: ProcessGroup, x: torch.Tensor) -> float:
     return median(seconds[WARMUP:])
 
 
-def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dtype: torch.dtype) -> list[float]:
+def sums_alone(config: EngineConfig, network: NetworkConfig, rows: Sequence[int], dtype: torch.dtype) -> list[float]:
     """Seconds of a sum of [rows, hidden size] over `tensor_parallel_size` ranks, for each number of rows."""
     context = get_context("spawn")
     size = config.tensor_parallel_size
+    width = network.config.hidden_size
     store, port = launch.local_store()
     ranks = []
     for rank in range(size):
         own, other = context.Pipe()
-        setup = RankSetup(config, spec, build_runner, rank, rank, size, LOOPBACK, port)
-        process = context.Process(target=time_sums, args=(other, setup, rows, spec.hidden_size, dtype), daemon=True)
+        setup = RankSetup(config, network, build_runner, rank, rank, size, LOOPBACK, port)
+        process = context.Process(target=time_sums, args=(other, setup, rows, width, dtype), daemon=True)
         process.start()
         other.close()
         ranks.append((own, process))
@@ -119,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
     with open_shape(args.model, args.num_layers, args.dtype) as shape:
         config = EngineConfig(model=str(shape.path), **_arguments(shape, args, size))
         rows = [args.num_prompts, 1024]
-        few, many = sums_alone(config, shape.spec, rows, shape.dtype)
+        few, many = sums_alone(config, shape.config, rows, shape.dtype)
         one, expected = decode_steps(shape, args, 1)
         several, tokens = decode_steps(shape, args, size)
-        sums = (2 * shape.spec.num_layers + 1) * few
+        sums = (2 * shape.network.num_layers + 1) * few
     share = one if name == "cpu" else one / size
     overhead = several - share - sums
     print_row(f"a sum of {rows[0]} rows", f"{few * 1e6:,.0f} us")

@@ -75,7 +75,7 @@ def perplexity(path: Path, num_tokens: int, dtype: str) -> tuple[float, int]:
     with LLM(path, dtype=dtype, max_model_len=num_tokens + 1, max_num_batched_tokens=1024) as llm:
         tokens = llm.get_tokenizer().encode(story())[:num_tokens]
         (output,) = llm.generate([tokens], params, use_tqdm=False)
-        weight_bytes = llm.engine.executor.model.weight_bytes  # type: ignore[attr-defined]  # of one rank
+        weight_bytes = llm.engine.executor.model.network.weight_bytes  # type: ignore[attr-defined]  # of one rank
     assert output.prompt_logprobs is not None
     rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
     logprobs = [row[token].logprob for row, token in rows if row is not None]

@@ -30,7 +30,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.memory.layout import layout_of
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 NAME = "python -m benchmarks.ruler"
@@ -147,7 +147,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
 def engine_arguments(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     """What makes an engine of a setting. The longest prompt and its answer fit."""
     config = EngineConfig(model=args.model, kvcache_block_size=args.block_size)
-    groups = layout_of(config, load_decoder_spec(args.model), itemsize=2).groups
+    groups = layout_of(config, load_network_config(args.model).network).groups
     num_blocks = groups.most_blocks(max(args.lengths) + SLACK, args.max_num_batched_tokens) + len(groups)
     arguments: dict[str, Any] = {"kvcache_block_size": args.block_size, "num_gpu_blocks": num_blocks}
     if setting.startswith("offloaded"):

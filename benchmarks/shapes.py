@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 
 import nanovllm
 from benchmarks.stored_shapes import quantized_config, write_gguf_header
+from nanovllm.data.network import Network
 from nanovllm.errors import ConfigError
-from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.step_work import StepWork
 from nanovllm.formats.hub import is_gguf
-from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.memory.layout import kv_layout
+from nanovllm.models.hf_config import load_network_config
+from nanovllm.models.network_config import NetworkConfig
 
 CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 
@@ -34,29 +37,38 @@ def shape_names() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """A model directory or GGUF file, without weights unless `load_format` says so, and the network it describes."""
 
     name: str
     path: Path
-    spec: DecoderSpec
+    config: NetworkConfig
     dtype: torch.dtype
     load_format: str = "dummy"  # the engine's argument
     stored: str | None = None  # one of STORED_FORMS, if weights are not in the form that the config says
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
     def network(self) -> Network:
-        return Network(self.spec, str(self.dtype).removeprefix("torch."))
+        """The network in the dtype in which it runs."""
+        return self.config.on_meta(self.dtype_name).network
 
     @property
     def weight_bytes(self) -> int:
         return self.network.weight_bytes
 
     @property
+    def _work(self) -> StepWork:
+        return StepWork(self.network, kv_layout(self.network, "auto"))
+
+    @property
     def kv_token_bytes(self) -> int:
         """K and V of one token over all layers."""
-        return self.network.layout(1).token_bytes
+        return self._work.layout.token_bytes
 
     def prefill_operations(self, prompt_len: int) -> float:
         """Operations of a prompt's prefill: projections, attention, one row of logits. A multiply-add counts as two.
@@ -64,32 +76,39 @@ class Shape:
         A token takes each recurrent state through three products, as of a matrix and a vector.
         """
         network = self.network
-        logits = 2.0 * self.spec.vocab_size * self.spec.hidden_size
-        states = 0 if self.spec.recurrent is None else prod(self.spec.recurrent.state_shape)
-        recurrence = 6.0 * self.spec.num_recurrent_layers * states * prompt_len
-        return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + recurrence + logits
+        work = self._work
+        logits = 2.0 * network.vocab_size * network.hidden_size
+        states = 0 if network.recurrent is None else prod(network.recurrent.state_shape)
+        recurrence = 6.0 * len(network.recurrent_layers) * states * prompt_len
+        return work.matrix_operations(prompt_len) + work.attention_operations(0, prompt_len) + recurrence + logits
 
     def decode_bytes(self, context_len: int) -> int:
         """Bytes that a sequence's decode step must read: visible KV, recurrent states, and weights without the
         embedding table and the experts that its row does not choose."""
         network = self.network
-        itemsize = self.dtype.itemsize
-        table = 0 if self.spec.tie_word_embeddings else self.spec.head_bytes(itemsize)
-        unread = self.spec.layer_weight_bytes(itemsize) - self.spec.layer_weight_bytes(itemsize, rows=1)
-        weights = network.weight_bytes - table - self.spec.num_layers * unread
-        return weights + network.attended_bytes(context_len - 1, 1) + network.state_bytes
+        table = 0 if self.is_tied else network.head_bytes
+        unread = network.layer_weight_bytes() - network.layer_weight_bytes(rows=1)
+        weights = network.weight_bytes - table - network.num_layers * unread
+        return weights + self._work.attended_bytes(context_len - 1, 1) + network.state_bytes
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output projection is the embedding."""
+        return bool(self.config.config.tie_word_embeddings)
 
     def facts(self) -> dict[str, Any]:
-        """The shape in the report."""
+        """The shape in the report, with the heads of the first layer with attention."""
+        network = self.network
+        num_kv_heads, head_dim = network.kv_heads[0]
         return {
             "name": self.name,
-            "architecture": self.spec.architecture,
-            "num_layers": self.spec.num_layers,
-            "hidden_size": self.spec.hidden_size,
-            "num_heads": self.spec.num_heads,
-            "num_kv_heads": self.spec.num_kv_heads,
-            "head_dim": self.spec.head_dim,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "architecture": network.architecture,
+            "num_layers": network.num_layers,
+            "hidden_size": network.hidden_size,
+            "num_heads": network.num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": self.dtype_name,
             "weight_bytes": self.weight_bytes,
             "load_format": self.load_format,
             "stored": self.stored,
@@ -98,7 +117,7 @@ class Shape:
     def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
         """Random token ids, the same for the same arguments."""
         rng = random.Random(f"{seed}-{length}")
-        return [rng.choices(range(self.spec.vocab_size), k=length) for _ in range(count)]
+        return [rng.choices(range(self.network.vocab_size), k=length) for _ in range(count)]
 
 
 @contextmanager
@@ -120,18 +139,18 @@ def open_shape(
     with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as directory:
         path = Path(directory)
         (path / "config.json").write_text(json.dumps(config))
-        spec = load_decoder_spec(path)
+        network = load_network_config(path)
         if stored is None:
-            yield Shape(Path(model).name, path, spec, _dtype(dtype, spec))
+            yield Shape(Path(model).name, path, network, _dtype(dtype, network))
             return
-        kept = _dtype(dtype, spec)
+        kept = _dtype(dtype, network)
         if stored == "q4_k_m":
             path /= f"{Path(model).name}.gguf"
-            write_gguf_header(spec, path)
+            write_gguf_header(network, path)
         else:
-            config["quantization_config"] = quantized_config(spec, stored)
+            config["quantization_config"] = quantized_config(network, stored)
             (path / "config.json").write_text(json.dumps(config))
-        yield Shape(Path(model).name, path, load_decoder_spec(path), kept, stored=stored)
+        yield Shape(Path(model).name, path, load_network_config(path), kept, stored=stored)
 
 
 def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:
@@ -139,12 +158,12 @@ def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:
         raise ConfigError(f"--num-layers {num_layers}: --load-format auto takes them all: say --num-layers all")
     if not is_gguf(model) and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint, or a GGUF file")
-    spec = load_decoder_spec(Path(model))
-    return Shape(Path(model).resolve().name, Path(model), spec, _dtype(dtype, spec), "auto")
+    network = load_network_config(Path(model))
+    return Shape(Path(model).resolve().name, Path(model), network, _dtype(dtype, network), "auto")
 
 
-def _dtype(name: str, spec: DecoderSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
+def _dtype(name: str, network: NetworkConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, network.dtype if name == "auto" else name)
     return dtype
 
 

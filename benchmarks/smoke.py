@@ -30,7 +30,7 @@ from benchmarks.tiny import write_adapter, write_tiny_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.comm import memcpy_2d_async
 from nanovllm.device import create_device
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 from nanovllm.ops.prefill_libraries import LIBRARIES, VARIABLE, installed
@@ -160,10 +160,10 @@ class Smoke:
 
     def adapters(self, placement: dict[str, Any]) -> str:
         """Beside a request with an adapter, one with an adapter of zeros has the tokens of the model alone."""
-        spec = load_decoder_spec(self.model)
+        network = load_network_config(self.model).network
         sizes = (0.0, 50.0)
         requests = [
-            write_adapter(self.model.parent / f"adapter-{i}", spec, ["q_proj"], 8, i, size)
+            write_adapter(self.model.parent / f"adapter-{i}", network, ["q_proj"], 8, i, size)
             for i, size in enumerate(sizes, start=1)
         ]
         prompt = torch.randint(0, 512, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()

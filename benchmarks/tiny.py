@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanovllm.data.network import Network
 from nanovllm.lora_request import LoRARequest
-from nanovllm.memory.adapters import modules_of
-from nanovllm.models.spec import DecoderSpec
 
 
 def write_tiny_config(directory: Path) -> Path:
@@ -45,12 +44,13 @@ def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def write_adapter(
-    directory: Path, spec: DecoderSpec, modules: Collection[str], rank: int, number: int, size: float = 1.0
+    directory: Path, network: Network, modules: Collection[str], rank: int, number: int, size: float = 1.0
 ) -> LoRARequest:
     """A random adapter of these modules in every layer; size: what its products are multiplied with."""
     generator = torch.Generator().manual_seed(number)
     tensors = dict[str, Tensor]()
-    for module, (out_size, in_size) in modules_of(spec).items():
+    for module, shape in network.modules.items():
+        out_size, in_size = shape.whole
         if module.rpartition(".")[2] in modules:
             prefix = f"base_model.model.{module}.lora_"
             tensors[f"{prefix}A.weight"] = random_tensor((rank, in_size), generator)

@@ -1,6 +1,6 @@
 """The composition root: from engine arguments to an engine.
 
-The one file that knows which features exist. It makes spec, device, model, sizes, KV cache and features, and passes
+The one file that knows which features exist. It makes device, model, sizes, KV cache and features, and passes
 them down as objects. A tensor-parallel rank makes its runner here too.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import gib
+from nanovllm.data.network import Network
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.engine.input_processor import InputProcessor
@@ -42,9 +43,10 @@ from nanovllm.kvcache.layerwise_pass import LayerwisePass
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.states import StatePool
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
-from nanovllm.memory.draft_model import draft_engine, mtp_engine, mtp_memory, sized_draft_engine
+from nanovllm.memory.draft_model import asked_mtp, draft_engine, mtp_engine, mtp_memory, sized_draft_engine
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import layout_of, of_rank
@@ -53,10 +55,10 @@ from nanovllm.memory.shares import with_device_bytes
 from nanovllm.memory.sizing import KVPlan, smallest
 from nanovllm.memory.states import without_states
 from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model, load_mtp_head
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.mtp import MTPHead
+from nanovllm.models.network_config import NetworkConfig
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import is_chunk_invariant
@@ -93,13 +95,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     if config.trust_remote_code:
         logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
     tokenizer = _load_tokenizer(config, model.model_type)
-    drafter = _drafter(config, model.spec, tokenizer)
+    drafter = _drafter(config, model.network_config, tokenizer)
     hidden = _hidden_states(config)
-    runner = _start_runner(config, model.spec, hidden)
+    runner = _start_runner(config, model.network_config, hidden)
     if hidden is not None and isinstance(runner, ModelRunner):
         drafter = _mtp_drafter(runner.sizing.config, runner, hidden)
     plan = runner.plan
-    spec = runner.spec
+    network = runner.network
     limits = _limits(config, runner, eos_token_ids)
     manager = BlockManager(
         plan.split.resident_blocks,
@@ -109,13 +111,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         runner.num_swap_blocks,
         chunk=limits.chunk,
     )
-    adapters = _adapters(config, spec, limits)
-    grammars = LLGuidanceCompiler(tokenizer, spec.vocab_size, eos_token_ids)
+    adapters = _adapters(config, network, limits)
+    grammars = LLGuidanceCompiler(tokenizer, network.vocab_size, eos_token_ids)
     manager.hooks += _hooks(config, runner, limits, manager, drafter, adapters, grammars)
-    sampling = SamplingFacts(spec.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
+    sampling = SamplingFacts(network.vocab_size, eos_token_ids, tokenizer, config.max_logprobs, grammars)
     engine = LLMEngine(
         Scheduler(limits, manager),
-        InputProcessor(limits, spec.vocab_size, sampling, config.seed, runner.advise, adapters),
+        InputProcessor(limits, network.vocab_size, sampling, config.seed, runner.advise, adapters),
         runner,
         model=str(config.model),
         sampling_defaults=sampling_defaults,
@@ -125,24 +127,25 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
 
 
 def build_runner(
-    config: EngineConfig, spec: DecoderSpec, group: RankGroup | None = None, hooks: Sequence[PassHook] = ()
+    config: EngineConfig, network: NetworkConfig, group: RankGroup | None = None, hooks: Sequence[PassHook] = ()
 ) -> ModelRunner:
     """The runner of one process.
 
-    spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole. hooks: of the
-    caller, beside those that the arguments ask for.
+    network: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole. hooks: of
+    the caller, beside those that the arguments ask for.
     """
-    _check_quantization(config.quantization, spec)
-    spec = spec.for_length(config.max_model_len or spec.max_model_len)
-    dtype = _resolve_dtype(config.dtype, spec)
+    _check_quantization(config.quantization, network.network.quantization)
+    network = network.for_length(config.max_model_len or network.network.max_model_len)
+    dtype = _resolve_dtype(config.dtype, network.dtype)
     device = create_device(config.device)
     kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
-    backend = select_backend(device.torch_device, spec.hardest_head_dim, kv_dtype)
+    backend = select_backend(device.torch_device, network.network.hardest_head_dim, kv_dtype)
     logger.info("attention backend: %s", backend.name)
     if device.torch_device.type == "cpu":
         logger.info("CPU kernels: %s", cpu_kernel_choice())
-    model = _load_model(config, spec, dtype, device, group)
-    config = with_device_bytes(config, model.spec, dtype.itemsize)
+    model = _load_model(config, network, dtype, device, group)
+    own = model.network  # of this rank
+    config = with_device_bytes(config, own)
     backend = _faster_prefill(config, model, device, backend)
     _keep_batch_invariance(config, model, backend)
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
@@ -154,9 +157,8 @@ def build_runner(
         from nanovllm.device.trace import TracedDevice
 
         device = trace = TracedDevice(device, config.trace)
-    spec = model.spec  # of this rank
-    layout = of_rank(sizing.layout, spec)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, dtype, model.sinks)
+    layout = of_rank(sizing.layout, own)
+    geometry = AttentionGeometry(own.attention_scale, own.num_heads, dtype, model.sinks)
     kv_cache: KVCacheBase
     layerwise: list[ForwardPass] = []
     if config.enable_cpu_offload:
@@ -168,7 +170,7 @@ def build_runner(
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
     if sizing.memory.states is not None:
-        kv_cache.pools.states = StatePool(device, spec, dtype, sizing.memory.states, model.recurrences)
+        kv_cache.pools.states = StatePool(device, own, dtype, sizing.memory.states, model.recurrences)
     decode_graphs = None
     if _records_graphs(config, model, device):
         from nanovllm.features.cuda_graphs import record_decode_graphs
@@ -224,25 +226,25 @@ def _limits(
         eos_token_ids,
         config.long_prefill_token_threshold,
         config.preemption_mode,
-        num_layers=runner.spec.num_kv_layers,
+        num_layers=runner.network.num_kv_layers,
         layerwise_memory=runner.plan.layerwise_memory,
         edge=1 if states is None else recurrent_edge(config, states.running),
     )
 
 
 def _start_runner(
-    config: EngineConfig, spec: DecoderSpec, hidden: HiddenStates | None
+    config: EngineConfig, network: NetworkConfig, hidden: HiddenStates | None
 ) -> ModelRunner | TensorParallelExecutor:
     """hidden: what a head of the model reads, if it drafts."""
     if config.tensor_parallel_size == 1:
-        return build_runner(config, spec, hooks=[] if hidden is None else [hidden.of_model()])
+        return build_runner(config, network, hooks=[] if hidden is None else [hidden.of_model()])
     from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed
 
     if config.kv_cache_dir is None:
-        return TensorParallelExecutor(config, spec, build_runner)
+        return TensorParallelExecutor(config, network, build_runner)
     from nanovllm.features.kv_disk.part import StorePart
 
-    return TensorParallelExecutor(config, spec, build_runner, StorePart)
+    return TensorParallelExecutor(config, network, build_runner, StorePart)
 
 
 def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
@@ -256,12 +258,12 @@ def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     return tokenizer
 
 
-def _adapters(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> AdapterSlots | None:
+def _adapters(config: EngineConfig, network: Network, limits: SchedulerLimits) -> AdapterSlots | None:
     if not config.enable_lora:
         return None
     from nanovllm.features.lora.adapter_files import AdapterRegistry
 
-    return AdapterSlots(AdapterRegistry(spec, config.max_lora_rank), config.max_loras, limits.max_num_seqs)
+    return AdapterSlots(AdapterRegistry(network, config.max_lora_rank), config.max_loras, limits.max_num_seqs)
 
 
 def _open_store(
@@ -279,7 +281,7 @@ def _open_store(
     return open_store(config, parts, runner.sizing.layout.groups, has_states, adapter_of)
 
 
-def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | None) -> Drafter | None:
+def _drafter(config: EngineConfig, network: NetworkConfig, tokenizer: Tokenizer | None) -> Drafter | None:
     """The drafter that the arguments ask for, but for the model's own head, which is only checked.
 
     A draft model takes its memory before the KV cache is sized.
@@ -294,15 +296,15 @@ def _drafter(config: EngineConfig, spec: DecoderSpec, tokenizer: Tokenizer | Non
     if asked.method == "mtp":
         from nanovllm.features.speculation.checks import check_mtp_head, check_mtp_weights
 
-        check_mtp_head(config, spec)
+        check_mtp_head(config, network.architecture)
         check_mtp_weights(config)
         return None
-    return _draft_model(config, asked, spec, tokenizer)
+    return _draft_model(config, asked, network.network, tokenizer)
 
 
 def _hidden_states(config: EngineConfig) -> HiddenStates | None:
     """What the model's own head reads of the model's steps, if the head drafts."""
-    if config.speculative_config is None or speculative_config(config.speculative_config).method != "mtp":
+    if asked_mtp(config) is None:
         return None
     from nanovllm.features.speculation.hidden_states import HiddenStates
 
@@ -316,25 +318,29 @@ def _mtp_drafter(config: EngineConfig, runner: ModelRunner, hidden: HiddenStates
     assert config.speculative_config is not None
     model = runner.model
     device = runner.device
-    engine, longest = mtp_engine(
-        config, speculative_config(config.speculative_config), model.spec, runner.plan.max_model_len
-    )
+    asked = speculative_config(config.speculative_config)
+    engine, longest = mtp_engine(config, asked, _mtp_network(model), runner.plan.max_model_len)
     with device.compute():
         head = load_mtp_head(config.model, model, config.load_format, config.seed)
     dtype = stored_dtype(engine.kv_cache_dtype, head.dtype)
-    backend = select_backend(device.torch_device, head.spec.hardest_head_dim, dtype)
+    backend = select_backend(device.torch_device, head.network.hardest_head_dim, dtype)
     logger.info("the head for multi-token prediction:")
     sizing, plan, _ = _plan_memory(engine, head, device, backend, None)
     _log_sizes(sizing, plan, head, device, dtype)
-    geometry = AttentionGeometry(head.spec.attention_scale, head.spec.num_heads, head.dtype, head.sinks)
+    geometry = AttentionGeometry(head.network.attention_scale, head.network.num_heads, head.dtype, head.sinks)
     kv_cache = PagedKVCache(device, sizing.layout, dtype, geometry, backend, plan.num_gpu_blocks)
     hooks = [hidden.of_head()]
     own = ModelRunner(device, head, kv_cache, [ChunkedPass(head, kv_cache, hooks)], sizing, plan, 0, hooks)
     return MTPDrafter(own, longest, hidden)
 
 
+def _mtp_network(model: CausalLM) -> Network:
+    """What the head of a model keeps and weighs."""
+    return MTPHead(model.on_meta()).network
+
+
 def _draft_model(
-    config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, tokenizer: Tokenizer | None
+    config: EngineConfig, asked: SpeculativeConfig, network: Network, tokenizer: Tokenizer | None
 ) -> Drafter:
     """A second network with a resident KV cache of one sequence of the greatest length, or of several shorter ones."""
     from nanovllm.features.speculation.checks import check_vocabulary
@@ -342,25 +348,25 @@ def _draft_model(
 
     engine = draft_engine(config, asked)
     model = ModelConfig(engine.model)
-    if model.spec.recurrent is not None:
+    draft = model.network_config.network
+    if draft.recurrent is not None:
         raise ConfigError(
-            f"speculative_config: model={quoted(asked.model)} is a {model.spec.architecture} with recurrent layers, "
+            f"speculative_config: model={quoted(asked.model)} is a {draft.architecture} with recurrent layers, "
             "whose states cannot go back to a token: take a draft model without them"
         )
     own = None if config.skip_tokenizer_init else load_tokenizer(engine.model, model.model_type)
-    check_vocabulary(asked.model, (tokenizer, spec), (own, model.spec))
-    engine, longest = sized_draft_engine(engine, model.spec, asked, config.max_model_len or spec.max_model_len)
+    check_vocabulary(asked.model, (tokenizer, network.vocab_size), (own, draft.vocab_size))
+    engine, longest = sized_draft_engine(engine, draft, asked, config.max_model_len or network.max_model_len)
     logger.info("the draft model of speculative_config, %s:", asked.model)
-    runner = build_runner(engine, model.spec)
-    return DraftModel(runner, longest, spec.vocab_size)
+    runner = build_runner(engine, model.network_config)
+    return DraftModel(runner, longest, network.vocab_size)
 
 
 # ---- what build_runner assembles
 
 
-def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
+def _check_quantization(asked: str | None, stored: str | None) -> None:
     """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
-    stored = None if spec.quantization is None else spec.quantization.name
     if asked is not None and asked.removesuffix("_marlin") != stored:
         stored_as = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
         raise ConfigError(
@@ -368,8 +374,8 @@ def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
         )
 
 
-def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
-    resolved = spec.dtype if name == "auto" else name
+def _resolve_dtype(name: str, of_checkpoint: str) -> torch.dtype:
+    resolved = of_checkpoint if name == "auto" else name
     dtype = getattr(torch, resolved, None)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(f"dtype={resolved!r}: must be one of bfloat16, float16, float32")
@@ -378,15 +384,15 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
 
 
 def _load_model(
-    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device, group: RankGroup | None
-) -> Decoder:
+    config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, device: Device, group: RankGroup | None
+) -> CausalLM:
     """The model on the device, written by the stream that reads it."""
     try:
         with device.compute():
             free = device.free_memory() // (group.local_size if group is not None and device.shares_host else 1)
             load_format = config.load_format
             seed = config.seed
-            return load_model(config.model, spec, dtype, device.torch_device, load_format, seed, free, group)
+            return load_model(config.model, network, dtype, device.torch_device, load_format, seed, free, group)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "
@@ -395,21 +401,21 @@ def _load_model(
 
 
 def _faster_prefill(
-    config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend
+    config: EngineConfig, model: CausalLM, device: Device, backend: AttentionBackend
 ) -> AttentionBackend:
     """The backend with a library for whole segments, if one is right for this rank's heads and a step takes a segment.
 
     On the compute stream, and on the thread of the steps.
     """
-    rows = min(config.max_num_batched_tokens, config.max_model_len or model.spec.max_model_len)
+    rows = min(config.max_num_batched_tokens, config.max_model_len or model.max_model_len)
     with device.compute():
-        faster = faster_prefill(backend, device.torch_device, model.spec.unwindowed_heads, model.dtype, rows)
+        faster = faster_prefill(backend, device.torch_device, model.network.unwindowed_heads, model.dtype, rows)
     if faster is not backend:
         logger.info("prefill attention: %s", faster.name)
     return faster
 
 
-def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: AttentionBackend) -> None:
+def _keep_batch_invariance(config: EngineConfig, model: CausalLM, backend: AttentionBackend) -> None:
     """Choose the model's matrix products as `batch_invariant` asks, and log whether logits are batch-invariant.
 
     None and True choose kernels that compute each row independently, where there are any; True raises ConfigError where
@@ -422,7 +428,7 @@ def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: Attent
         misfit = f"on {model.device.type} the order of a sum depends on the number of rows in a step"
     elif not is_chunk_invariant(backend):
         misfit = (
-            f"heads of {model.spec.hardest_head_dim} are attended by torch's operator, which sums by the shape of a "
+            f"heads of {model.network.hardest_head_dim} are attended by torch's operator, which sums by the shape of a "
             "chunk, since the engine's kernel takes multiples of 16"
         )
     if config.batch_invariant and misfit is not None:
@@ -438,12 +444,11 @@ def _keep_batch_invariance(config: EngineConfig, model: Decoder, backend: Attent
 
 
 def _plan_memory(
-    config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend, group: RankGroup | None
+    config: EngineConfig, model: CausalLM, device: Device, backend: AttentionBackend, group: RankGroup | None
 ) -> tuple[KVSizing, KVPlan, int]:
     """The sizes that all ranks can allocate: of both tiers, and the blocks of the swap space."""
-    spec = model.spec
-    itemsize = model.dtype.itemsize
-    layout = layout_of(config, spec, itemsize)
+    network = model.network
+    layout = layout_of(config, network)
 
     def of_graphs() -> int:
         if not _records_graphs(config, model, device):
@@ -457,23 +462,23 @@ def _plan_memory(
     memory = measure_memory(device, model, backend, config, graph_bytes=of_graphs)
     if group is not None:
         memory = smallest(group.exchange(memory), group.local_size)
-    if (head := mtp_memory(config, spec, itemsize)) is not None:
-        memory = head.without(memory)
-    memory = without_states(without_adapters(memory, config, spec, itemsize), config, spec, itemsize)
+    if (asked := asked_mtp(config)) is not None:
+        memory = mtp_memory(config, asked, _mtp_network(model)).without(memory)
+    memory = without_states(without_adapters(memory, config, network), config, network)
     if group is not None:  # adapters take more on the rank that has most of the model
         memory = smallest(group.exchange(memory), local_size=1)
     without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
-    sizing = KVSizing(config, layout, spec.max_model_len, without_swap, WATERMARK, spec.yarn_positions)
+    sizing = KVSizing(config, layout, network.max_model_len, without_swap, WATERMARK, network.yarn_positions)
     plan = sizing.plan()
     return sizing, plan, plan_swap_space(config, layout, memory, plan)
 
 
-def _records_graphs(config: EngineConfig, model: Decoder, device: Device) -> bool:
+def _records_graphs(config: EngineConfig, model: CausalLM, device: Device) -> bool:
     """Whether decode steps are recorded."""
     return device.captures and not config.enforce_eager and model.is_recordable
 
 
-def _adapter_rows(config: EngineConfig, model: Decoder, device: Device) -> AdapterRows | None:
+def _adapter_rows(config: EngineConfig, model: CausalLM, device: Device) -> AdapterRows | None:
     if not config.enable_lora:
         return None
     from nanovllm.features.lora.manager import LoRAManager
@@ -489,18 +494,18 @@ def _offloaded(
     engine: OffloadEngine,
     geometry: AttentionGeometry,
     backend: AttentionBackend,
-    model: Decoder,
+    model: CausalLM,
 ) -> OffloadedKVCache:
     """The KV cache with two tiers."""
     cpu_attention = None
     if config.cpu_attention and plan.num_cpu_blocks:
         from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
 
-        cpu_attention = make_cpu_attention(engine, geometry, backend, model.layer_weight_bytes)
+        cpu_attention = make_cpu_attention(engine, geometry, backend, model.network.layer_weight_bytes(rows=1))
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
 
 
-def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, kv_dtype: torch.dtype) -> None:
+def _log_sizes(sizing: KVSizing, plan: KVPlan, model: CausalLM, device: Device, kv_dtype: torch.dtype) -> None:
     """Log what the engine holds. All of it is known without running anything."""
     config = sizing.config
     layout = sizing.layout
@@ -519,14 +524,15 @@ def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, k
     for line in (
         f"# {device_name} blocks: {plan.num_gpu_blocks}, # {host_name} blocks: {plan.num_cpu_blocks}; longest prompt: "
         f"{plan.max_model_len} tokens (limit: {sizing.longest_limit(plan)})",
-        f"weights {model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}{windows}; "
+        f"weights {model.network.weight_bytes / mib:,.1f} MiB, "
+        f"KV cache {layout.token_bytes} bytes a token{stored}{windows}; "
         f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens{ring}, in all "
         f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
     ):
         logger.info("%s", line)
     if (states := sizing.memory.states) is not None:
-        one = model.spec.state_bytes(model.dtype.itemsize)
-        row = model.spec.draft_row_bytes(model.dtype.itemsize)
+        one = model.network.state_bytes
+        row = model.network.draft_row_bytes
         drafts = f"; {states.draft_rows * row / mib:,.1f} MiB for {states.draft_rows} rows with drafts"
         logger.info(
             "%s",

@@ -197,11 +197,10 @@ class LLM:
         from nanovllm.features.planner.page import engine_plan  # which most programs do not need
 
         runner = self._runner
-        dtype = str(self._runner.dtype).removeprefix("torch.")
-        return engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
+        return engine_plan(runner.network, runner.sizing, runner.plan, rates)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
-        """Call `on_layer` before every layer of every step with the share of the step that is done; None ends that.
+        """Call `on_layer` before each layer's attention with the share of the step that is done; None ends that.
 
         Returns the function that was called before. The function may read `metrics`, `engine.progress(share)` and the
         like, and may not run requests. If it raises, the error is logged and the function is not called again.
@@ -289,7 +288,7 @@ class LLM:
             return requests
 
     def _complete(self, requests: Sequence[Request], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
-        """The final outputs of the requests, in order."""
+        """The final outputs of the requests, in order. `client.step` is `LLMEngine.step` for one of its callers."""
         check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
         make = use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else None

@@ -93,5 +93,5 @@ def around_tasks(patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]
 
 
 def most_cpu_attention_tokens(llm: LLM) -> int:
-    spec = llm._runner.spec
-    return cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
+    network = llm._runner.network
+    return cpu_attention_query_len(network.num_heads, network.own_kv_heads[0][0])

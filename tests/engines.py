@@ -21,7 +21,7 @@ from nanovllm.engine.layerwise_scheduler import LayerwiseScheduler
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.memory import sizing
 from nanovllm.memory.budget import DeviceSplit, TransferCount
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 
@@ -103,7 +103,7 @@ def for_groups(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
 
     A token takes a block of every group.
     """
-    num_groups = len(kv_groups(load_decoder_spec(model).kv_windows, block_size=1))
+    num_groups = len(kv_groups(load_network_config(model).network.kv_windows, block_size=1))
     counts = {name: num_groups * arguments[name] for name in ("num_gpu_blocks", "num_cpu_blocks") if name in arguments}
     return arguments | counts
 
@@ -143,7 +143,7 @@ def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
 
 @contextmanager
 def logits_of_greedy_rows() -> Iterator[None]:
-    """Tokens are chosen from `Decoder.compute_logits` also where a graph could choose them."""
+    """Tokens are chosen from `CausalLM.compute_logits` also where a graph could choose them."""
     with mock.patch.object(SamplingRow, "takes_likeliest", property(lambda row: False)):
         yield
 

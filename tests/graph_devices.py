@@ -24,9 +24,10 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.lora import grouped_adapters, manager
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.layers.dense_weight import linear
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.linear import linear
-from nanovllm.models.decoder import Decoder, RecurrentLayer
+from nanovllm.layers.gated_delta import GatedDelta
 from nanovllm.ops import cpu_delta, cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import NativeAttention
@@ -204,23 +205,23 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
     for name in ("project", "finish_"):
         monkeypatch.setattr(FewRowLayer, name, device.kernel(getattr(FewRowLayer, name)))
     monkeypatch.setattr(cpu_delta, "sigmoid_gate_", device.kernel(cpu_delta.sigmoid_gate_))
-    monkeypatch.setattr(RecurrentLayer, "recur_", device.kernel(_without_padding(RecurrentLayer.recur_)))
+    monkeypatch.setattr(GatedDelta, "recur_", device.kernel(_without_padding(GatedDelta.recur_)))
     for name in ("__call__", "mixed"):
         monkeypatch.setattr(Experts, name, device.kernel(getattr(Experts, name)))
-    monkeypatch.setattr(Decoder, "is_recordable", True)
+    monkeypatch.setattr(CausalLM, "is_recordable", True)
 
 
 def _without_padding(recur: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`RecurrentLayer.recur_` for runs without a slot too, whose rows get zeros."""
+    """`GatedDelta.recur_` for runs without a slot too, whose rows get zeros."""
 
-    def call(layer: RecurrentLayer, x: Tensor, rows: StateRows, *others: Any) -> tuple[Tensor, Tensor]:
+    def call(layer: GatedDelta, x: Tensor, rows: StateRows, *others: Any) -> tuple[Tensor, Tensor]:
         slots, starts, run_of_row, _ = rows
         if x.is_meta:
             return recur(layer, x, rows, *others)
         count = int((slots >= 0).sum())
         end = int(starts[count]) if count else 0
         assert bool((slots[count:] == -1).all()), "padding comes last"
-        widths = (layer.delta.spec.value_size, layer.delta.spec.projected_size)
+        widths = (layer.spec.value_size, layer.spec.projected_size)
         results = tuple(x.new_zeros(len(x), width) for width in widths)
         if count:
             real = StateRows(slots[:count], starts[: count + 1], run_of_row[:end])

@@ -1,13 +1,13 @@
-"""What the tests of plans share: the bytes of a decoder, and rates."""
+"""What the tests of plans share: the bytes of a model, and rates."""
 
 from __future__ import annotations
 
 from nanovllm.features.planner.predict import Rates
-from nanovllm.models.decoder import Decoder
+from nanovllm.layers.causal_lm import CausalLM
 
 
-def parameter_bytes(model: Decoder) -> int:
-    """Bytes of all parameters that the decoder allocated."""
+def parameter_bytes(model: CausalLM) -> int:
+    """Bytes of all parameters that the model allocated."""
     return sum(slot.view.nbytes for _, slot in model.slots())
 
 

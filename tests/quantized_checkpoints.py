@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.quantize_checkpoint import quantize_checkpoint
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.packed_matrix import StackedWeights
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 from nanovllm.ops.packed_weights import dequantize
 
@@ -55,9 +55,9 @@ def make_plain(directory: Path) -> Path:
     return directory
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     """The model with its weights."""
-    return load_model(path, load_decoder_spec(path), dtype, torch.device("cpu"))
+    return load_model(path, load_network_config(path), dtype, torch.device("cpu"))
 
 
 def weight_of(linear: Linear) -> Tensor:

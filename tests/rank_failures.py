@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm import build
 from nanovllm.features.distributed import rank
 from nanovllm.features.distributed.rank import RankSetup
-from nanovllm.models.decoder import DecoderLayer
+from nanovllm.layers.decoder_layer import DecoderLayer
 
 VARIABLE = "TEST_RANK_FAILURE"  # rank, phase and way
 STEPS = {"prefill": 1, "decode": 3}
@@ -39,18 +39,18 @@ def _before(function: Callable[..., Any], fail: Callable[[], None]) -> Callable[
 
 
 def _fail_in_step(step: int, fail: Callable[[], None]) -> None:
-    """Fail in the last layer of a step, where the other ranks wait for a sum."""
-    finish_ = DecoderLayer.finish_
+    """Fail in the first layer of a step, where the other ranks wait for a sum."""
+    finish_ = DecoderLayer._finish_
     calls = []
 
     def failing(self: DecoderLayer, *args: Any) -> Any:
-        if self.index == self.spec.num_layers - 1:
+        if self._build.prefix == "model.layers.0.":
             calls.append(self)
             if len(calls) == step:
                 fail()
         return finish_(self, *args)
 
-    DecoderLayer.finish_ = failing  # type: ignore[method-assign]
+    DecoderLayer._finish_ = failing  # type: ignore[method-assign]
 
 
 def _raise() -> None:

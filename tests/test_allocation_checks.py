@@ -17,9 +17,10 @@ from checkpoints import FAMILIES, checkpoint_fixture, edit_config, make_checkpoi
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.models import loader
-from nanovllm.models.create import create_decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.layers.parallel import RankGroup
+from nanovllm.models.hf_config import load_network_config
+from nanovllm.models.network_config import NetworkConfig
 
 HUGE = ("vocab_size", "num_attention_heads")
 KNOWN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -42,6 +43,20 @@ def little_is_allocated() -> Iterator[None]:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
+@pytest.fixture
+def only_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model with memory is built."""
+    build = NetworkConfig.build
+
+    def without_memory(
+        self: NetworkConfig, dtype: torch.dtype, device: torch.device, group: RankGroup | None = None
+    ) -> CausalLM:
+        assert device.type == "meta"
+        return build(self, dtype, device, group)
+
+    monkeypatch.setattr(NetworkConfig, "build", without_memory)
+
+
 # ---- the network
 
 
@@ -54,25 +69,28 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "options"), SHAPES, ids=str)
-def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_without_memory_has_the_shapes_and_sizes_of_one_with_memory(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     alike = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
     make_checkpoint(tmp_path, family, **options, **alike)
-    spec = load_decoder_spec(tmp_path)
-    decoder = create_decoder(spec, torch.bfloat16, torch.device("cpu"))
-    assert {name: tensor.shape for name, tensor in spec.tensors()} == {
-        name: slot.shape for name, slot in decoder.slots()
+    config = load_network_config(tmp_path)
+    declared = config.on_meta("bfloat16")
+    network = declared.network
+    model = config.build(torch.bfloat16, torch.device("cpu"))
+    assert {name: tensor.shape for name, tensor in declared.tensors()} == {
+        name: slot.shape for name, slot in model.slots()
     }
-    assert spec.num_weights == sum(slot.view.numel() for _, slot in decoder.slots())
-    assert spec.weight_bytes(2) == sum(slot.view.nbytes for _, slot in decoder.slots())
-    layers = [slot.view.nbytes for layer in decoder.layers for _, slot in layer.slots()]
-    assert spec.layer_weight_bytes(2) == sum(layers) // spec.num_layers
+    assert network.num_weights == sum(slot.view.numel() for _, slot in model.slots())
+    assert network.weight_bytes == sum(slot.view.nbytes for _, slot in model.slots())
+    layers = [slot.view.nbytes for layer in model.layers for _, slot in layer.slots()]
+    assert network.layer_weight_bytes() == sum(layers) // network.num_layers
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_size_in_the_config_is_compared_with_the_file(
-    name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
+    name: str, model: Path, little_is_allocated: None, only_on_meta: None
 ) -> None:
-    monkeypatch.setattr(loader, "create_decoder", None)  # would be called to allocate
     edit_config(model, **{name: 10**9})
     message = refusal(lambda: LLM(model, **SMALL))
     assert "expected [" in message and "found [" in message and "000" in message
@@ -80,9 +98,8 @@ def test_a_huge_size_in_the_config_is_compared_with_the_file(
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_size_without_a_file_is_compared_with_the_memory(
-    name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
+    name: str, model: Path, little_is_allocated: None, only_on_meta: None
 ) -> None:
-    monkeypatch.setattr(loader, "create_decoder", None)
     edit_config(model, **{name: 10**9})
     message = refusal(lambda: LLM(model, load_format="dummy", **SMALL), ConfigError)
     assert "its weights take" in message and "GiB free" in message

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm.formats.quantization import read_quantization
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.models.hf_config import load_network_config
 
 # What the tool writes beside what a test gives.
 WRITTEN = {
@@ -36,7 +36,7 @@ def as_auto_round(path: Path, packing: str = GPTQ, **changes: Any) -> None:
     edit_config(path, quantization_config={name: value for name, value in config.items() if value is not ...})
 
 
-def assert_weights(decoder: Decoder, expected: dict[str, Tensor]) -> None:
+def assert_weights(decoder: CausalLM, expected: dict[str, Tensor]) -> None:
     for layer in decoder.layers:
         for linear in layer.linears:
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
@@ -130,6 +130,6 @@ def test_other_forms_are_refused_by_name(quantized_copy: Callable[[str], Path]) 
     config = (path / "config.json").read_bytes()
     for changes, says in REFUSED:
         as_auto_round(path, **changes)
-        message = refusal(lambda: load_decoder_spec(path))
+        message = refusal(lambda: load_network_config(path))
         assert all(text in message for text in ["quantization_config", *says]) and "\n" not in message, message
         (path / "config.json").write_bytes(config)

@@ -12,7 +12,7 @@ from engines import random_prompt
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.layers import linear as linear_layer
+from nanovllm.layers import dense_weight as linear_layer
 
 
 def torch_products(model_dir: Path, monkeypatch: pytest.MonkeyPatch, value: bool | None, *, amx: bool) -> int:

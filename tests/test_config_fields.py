@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from transformers import CONFIG_MAPPING
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.models.families import FAMILIES
-from nanovllm.models.family import Family, decoder_spec
-from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
-from nanovllm.models.rope_config import rope_specs
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.models.hf_config import ModelConfig, load_network_config, read_network_config
+from nanovllm.models.network_config import NetworkConfig
+from nanovllm.models.registry import ARCHITECTURES
 
 SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -135,20 +136,22 @@ def default_config(family: str, **changes: Any) -> dict[str, Any]:
 
 def test_configs_of_public_checkpoints_are_read(tmp_path: Path) -> None:
     for family, fields in PUBLIC.items():
-        spec = load_decoder_spec(write_config(tmp_path, default_config(family, **fields)))
-        assert spec.dtype == ("bfloat16" if family == "minimax_m2" else "float16"), family
-        assert spec.rope.theta in (1e6, 5e6, 1e7, 5e5), family
+        config = load_network_config(write_config(tmp_path, default_config(family, **fields)))
+        assert config.dtype == ("bfloat16" if family == "minimax_m2" else "float16"), family
+        assert any(rope.theta in (1e6, 5e6, 1e7, 5e5) for rope in config.network.ropes), family
     whole = {**WHOLE, "text_config": default_config("qwen3_5", **PUBLIC["qwen3_5"])}
-    text = load_decoder_spec(write_config(tmp_path, whole["text_config"]))
-    assert load_decoder_spec(write_config(tmp_path, whole)) == text
+    text = load_network_config(write_config(tmp_path, whole["text_config"]))
+    assert load_network_config(write_config(tmp_path, whole)).network == text.network
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_what_transformers_itself_writes_is_read(family: str, tmp_path: Path) -> None:
     everything = default_config(family)
-    assert load_decoder_spec(write_config(tmp_path, everything)).dtype == "float16"
+    assert load_network_config(write_config(tmp_path, everything)).dtype == "float16"
     TINY[family].config(architectures=everything["architectures"], **SIZES.get(family, {})).save_pretrained(tmp_path)
-    assert load_decoder_spec(tmp_path).num_layers == everything["num_hidden_layers"]
+    config = load_network_config(tmp_path)
+    assert config.network.num_layers == everything["num_hidden_layers"]
+    assert b"transformers.models" not in pickle.dumps(config), "ranks do not import Transformers' classes"
 
 
 # Fields of Transformers' config classes that change no logits of a causal model: tokens, training, how it is run.
@@ -165,20 +168,20 @@ WITHOUT_EFFECT = {
 
 
 # "minimax" is a type of published configs, whose class in Transformers is that of an earlier model.
-TYPES = [(family, name) for family in FAMILIES.values() for name in family.model_types if name != "minimax"]
+TYPES = [(model, name) for model in ARCHITECTURES.values() for name in model.model_types if name != "minimax"]
 SMALL_SIZES = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "top_k_experts": 2, "enable_moe_block": True}
-SMALL_SIZES |= {"num_experts": 8, "moe_intermediate_size": 64}
+SMALL_SIZES |= {"num_experts": 8, "moe_intermediate_size": 64, "mlp_only_layers": [0]}  # a layer of each kind
 
 
-@pytest.mark.parametrize(("family", "model_type"), TYPES, ids=[name for _, name in TYPES])
+@pytest.mark.parametrize(("model", "model_type"), TYPES, ids=[name for _, name in TYPES])
 def test_every_field_of_a_config_class_is_read_or_without_effect(
-    family: Family, model_type: str, monkeypatch: pytest.MonkeyPatch
+    model: type[CausalLM], model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A field that a new version of Transformers adds is neither until somebody has looked at it."""
     config_class = CONFIG_MAPPING[model_type]
     names = {field.name for field in dataclasses.fields(config_class)}
     sizes = {name: value for name, value in SMALL_SIZES.items() if name in names}
-    config = config_class(**sizes, **SIZES.get(family.model_type, {}))
+    config = config_class(**sizes, **SIZES.get(model.model_types[0], {}))
     config.allow_global_per_layer_attribute_access = True
     read: set[str] = set()
     get = config_class.__getattribute__
@@ -188,25 +191,25 @@ def test_every_field_of_a_config_class_is_read_or_without_effect(
         return get(self, name)
 
     monkeypatch.setattr(config_class, "__getattribute__", recording)
-    decoder_spec(family, config, None, rope_specs(family, config))
+    NetworkConfig(model.__name__, config, "float32").on_meta()
     assert {config_class.attribute_map.get(name, name) for name in names} - WITHOUT_EFFECT <= read
 
 
 def test_values_that_are_not_computed_are_refused_by_name(tmp_path: Path) -> None:
-    for architecture, family in FAMILIES.items():
+    for architecture, model in ARCHITECTURES.items():
         tested = next(name for name, tiny in TINY.items() if tiny.model.__name__ == architecture)
-        for field in family.only:
+        for field in model.computed:
             value = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": "all"}.get(field, 50.0)
             value = True if (tested, field) == ("gemma3", "use_bidirectional_attention") else value
             write_config(tmp_path, default_config(tested, **{field: value}))
-            message = refusal(lambda: load_decoder_spec(tmp_path))
+            message = refusal(lambda: load_network_config(tmp_path))
             assert f"{field}={value!r}" in message and architecture in message and "\n" not in message
 
 
 def test_fields_of_other_tools_change_nothing(tmp_path: Path) -> None:
     """As in Transformers; names of its attributes and methods too, which a file must not replace."""
     config = default_config("llama")
-    plain = load_decoder_spec(write_config(tmp_path, config))
+    plain = load_network_config(write_config(tmp_path, config)).network
     others = {
         "a_field_of_tomorrow": 1,
         "sliding_window": 4,  # of other families
@@ -218,7 +221,7 @@ def test_fields_of_other_tools_change_nothing(tmp_path: Path) -> None:
         "_heterogeneity_spec": {},
         "auto_map": {"AutoConfig": "configuration.Config"},
     }
-    assert load_decoder_spec(write_config(tmp_path, {**config, **others})) == plain
+    assert load_network_config(write_config(tmp_path, {**config, **others})).network == plain
 
 
 def test_code_of_a_model_directory_is_never_run(tmp_path: Path) -> None:
@@ -226,7 +229,7 @@ def test_code_of_a_model_directory_is_never_run(tmp_path: Path) -> None:
     write_config(tmp_path, default_config("minimax_m2", auto_map=auto_map))
     for name in ("configuration", "modeling"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit({name!r})")
-    assert load_decoder_spec(tmp_path).architecture == "MiniMaxM2ForCausalLM"
+    assert load_network_config(tmp_path).architecture == "MiniMaxM2ForCausalLM"
 
 
 # ---- hf_overrides and generation_config
@@ -234,11 +237,12 @@ def test_code_of_a_model_directory_is_never_run(tmp_path: Path) -> None:
 
 def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
-    assert load_decoder_spec(tmp_path).max_model_len == 256
-    spec = load_decoder_spec(tmp_path, {"rope_parameters": {"rope_theta": 1e6, **YARN}})
-    assert (spec.max_model_len, spec.rope.kind, spec.rope.theta) == (1024, "yarn", 1e6)
-    assert load_decoder_spec(tmp_path, {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
-    assert read_decoder_spec(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
+    assert load_network_config(tmp_path).network.max_model_len == 256
+    network = load_network_config(tmp_path, {"rope_parameters": {"rope_theta": 1e6, **YARN}}).network
+    (rope,) = network.ropes
+    assert (network.max_model_len, rope.kind, rope.theta) == (1024, "yarn", 1e6)
+    assert load_network_config(tmp_path, {"rms_norm_eps": 1e-3}).on_meta().norm.eps == 1e-3
+    assert read_network_config(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).on_meta().norm.eps == 1e-3
     assert ModelConfig(tmp_path, {"eos_token_id": [3, 4]}).eos_token_ids() == (3, 4)
 
 
@@ -253,7 +257,7 @@ def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None
 )
 def test_an_override_that_nothing_reads_is_refused(tmp_path: Path, overrides: dict[str, Any], says: str) -> None:
     make_checkpoint(tmp_path, "qwen3")
-    assert says in refusal(lambda: load_decoder_spec(tmp_path, overrides), ModelError)
+    assert says in refusal(lambda: load_network_config(tmp_path, overrides), ModelError)
 
 
 def test_overrides_of_a_larger_model_are_of_its_text_model(tmp_path: Path) -> None:
@@ -261,19 +265,21 @@ def test_overrides_of_a_larger_model_are_of_its_text_model(tmp_path: Path) -> No
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
     write_config(tmp_path, whole)
     for overrides in ({"rms_norm_eps": 1e-3}, {"text_config": {"rms_norm_eps": 1e-3}}):
-        assert load_decoder_spec(tmp_path, overrides).rms_norm_eps == 1e-3
+        assert load_network_config(tmp_path, overrides).on_meta().norm.eps == 1e-3
     for overrides in ({"text_config": {"rms_norm": 1e-3}}, {"text_config": 3}, {"vision": 3}):
-        refusal(lambda given=overrides: load_decoder_spec(tmp_path, given), ModelError)
+        refusal(lambda given=overrides: load_network_config(tmp_path, given), ModelError)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_theta_of_the_older_form_replaces_that_of_the_newer_one(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family)
     fields = json.loads((tmp_path / "config.json").read_text())
-    spec = load_decoder_spec(tmp_path)
-    changed = load_decoder_spec(tmp_path, {"rope_theta": 123.0})
-    assert "rope_parameters" in fields and spec.rope.theta != 123.0
-    assert changed == replace(spec, rope=replace(spec.rope, theta=123.0))
+    network = load_network_config(tmp_path).network
+    changed = load_network_config(tmp_path, {"rope_theta": 123.0}).network
+    thetas = {rope.theta: rope for rope in network.ropes}
+    replaced = thetas[10_000.0]  # of all layers, or of those with full attention
+    ropes = tuple(replace(rope, theta=123.0) if rope == replaced else rope for rope in network.ropes)
+    assert "rope_parameters" in fields and changed == replace(network, ropes=ropes)
 
 
 def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from packed_cases import input_multiple, random_weight
 from torch import Tensor
 
 from nanovllm.data.network import RecurrentSpec
-from nanovllm.layers.linear import linear
+from nanovllm.layers.dense_weight import linear
 from nanovllm.layers.rotary import rotated_order
 from nanovllm.ops import cpu_delta
 from nanovllm.ops.cpu_kernels import (
@@ -203,9 +203,9 @@ def test_gates_and_their_memory_come_together() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recurrence_has_the_bits_of_the_operators(dtype: torch.dtype, instruction_set: str) -> None:
     """Two sequences, of which one has several tokens, in slots that lie apart."""
-    spec = RecurrentSpec((True,), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_kernel=4)
+    spec = RecurrentSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_kernel=4)
     norms, products = in_dtype(dtype, weights(3, bias=False, qk_norm=False))
-    widths = list(spec.input_parts.values())
+    widths = [spec.channels, spec.value_size, spec.num_value_heads, spec.num_value_heads]
     products = ((bf16(40, sum(widths), HIDDEN).to(dtype), None), *products[1:])
     layer = few_row_layer(norms, in_parts(products), dtype, PLAIN, "silu")
     assert layer is not None

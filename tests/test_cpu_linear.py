@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear import linear
+from nanovllm.layers.dense_weight import linear
 from nanovllm.ops import _cpu_kernels, cpu_kernels
 from nanovllm.ops.cpu_kernels import cpu_linear
 

@@ -416,7 +416,7 @@ def test_logits_that_are_not_finite_end_a_request_also_ahead(model_dir: Path, mo
         llm.engine.add_request("r", None, greedy(20), random_prompt(20, VOCAB, 9))
         for _ in range(4):
             llm.engine.step()
-        llm._runner.model.norm.fill_(float("nan"))
+        llm._runner.model.norm.data.fill_(float("nan"))
         results = [output for _ in range(2) for output in llm.engine.step()]
     assert "NaN or infinity" in str(results[-1].error) and results[-1].finished
 

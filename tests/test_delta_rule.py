@@ -18,7 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from nanovllm.data.network import RECURRENT_CHUNK, RecurrentSpec
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.gated_delta import part_sizes, parts_of_states, runs_of_rows
+from nanovllm.layers.state_rows import part_sizes, parts_of_states, runs_of_rows
 from nanovllm.ops import cpu_delta, torch_delta
 from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.delta_inputs import DecayWeights, DeltaInputs, StateRows
@@ -31,7 +31,7 @@ SHAPES = [(2, 4, 16, 8, 4), (1, 1, 128, 128, 4), (3, 3, 7, 40, 2), (2, 2, 33, 64
 
 
 def spec_of(shape: tuple[int, int, int, int, int]) -> RecurrentSpec:
-    return RecurrentSpec((True,), *shape)
+    return RecurrentSpec(*shape)
 
 
 @dataclass

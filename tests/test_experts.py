@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,46 +19,59 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from nanovllm.data.network import ExpertSpec, SharedExpert
+from nanovllm.data.network import ExpertSpec
+from nanovllm.layers.build_context import BuildContext
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.mlp import GatedMLP
 
 CPU = torch.device("cpu")
 EXPERTS = 12
 CHOSEN = 3
 HIDDEN = 40
 INNER = 24
-
-
-SHARED = SharedExpert(2 * INNER)
-GATED = SharedExpert(16, "shared_expert", "shared_expert_gate")
-SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "correction_bias": "gate.e_score_correction_bias"}
-GROUPED: dict[str, Any] = {**SIGMOID, "num_groups": 4, "chosen_groups": 2, "weight_scale": 2.5, "shared": SHARED}
-# Facts of layers with experts, and Transformers' class with the further fields of its config.
-BLOCKS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+NORMED = ExpertSpec(EXPERTS, CHOSEN)
+SIGMOID = ExpertSpec(EXPERTS, CHOSEN, scoring="sigmoid")
+GROUPED = replace(SIGMOID, num_groups=4, chosen_groups=2, weight_scale=2.5)
+BIAS = {"correction_bias": "gate.e_score_correction_bias"}
+SHARED = {"shared": ("shared_experts", 2 * INNER)}  # a module and its inner features
+GATED = {"shared": ("shared_expert", 16), "shared_gate": "shared_expert_gate"}
+# How experts are chosen, what a layer has besides, and Transformers' class with the further fields of its config.
+BLOCKS: dict[str, tuple[ExpertSpec, dict[str, Any], Any, dict[str, Any]]] = {
     "glm": (
-        {**GROUPED, "fp32_router": True},
+        GROUPED,
+        {**BIAS, **SHARED, "fp32_router": True},
         Glm4MoeMoE,
         {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
     ),
     "glm, one group": (
-        {**SIGMOID, "shared": SHARED, "norm_topk_prob": False},
+        replace(SIGMOID, norm_topk_prob=False),
+        {**BIAS, **SHARED},
         Glm4MoeMoE,
         {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 2, "norm_topk_prob": False},
     ),
     "minimax": (
-        {**SIGMOID, "correction_bias": "e_score_correction_bias"},
+        SIGMOID,
+        {"correction_bias": "e_score_correction_bias"},
         MiniMaxM2SparseMoeBlock,
         {"router_jitter_noise": 0.0, "intermediate_size": INNER},
     ),
-    "qwen3_next": ({"shared": GATED}, Qwen3NextSparseMoeBlock, {"shared_expert_intermediate_size": 16}),
+    "qwen3_next": (NORMED, GATED, Qwen3NextSparseMoeBlock, {"shared_expert_intermediate_size": 16}),
 }
 
 
-def layer(dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Experts:
+def layer(
+    dtype: torch.dtype = torch.float32,
+    spec: ExpertSpec = NORMED,
+    shared: tuple[str, int] | None = None,
+    **others: Any,
+) -> Experts:
     """One with random weights."""
-    spec = dataclasses.replace(ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,)), **fields)
-    made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=dtype, device=CPU)
-    generator = torch.Generator().manual_seed(seed)
+    build = BuildContext(dtype, CPU)
+    if shared is not None:
+        name, inner = shared
+        others["shared"] = GatedMLP(HIDDEN, inner, "silu", build.at(name))
+    made = Experts(HIDDEN, INNER, "silu", spec, build, **others)
+    generator = torch.Generator().manual_seed(0)
     for _, slot in made.slots():
         slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[-1] ** 0.5)
     return made
@@ -75,7 +88,7 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("router", [Qwen3MoeTopKRouter, MixtralTopKRouter])
 def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
     norm = norm or router is MixtralTopKRouter
-    made = layer(norm_topk_prob=norm)
+    made = layer(spec=replace(NORMED, norm_topk_prob=norm))
     x = rows(200)
     made.gate[5:8] = made.gate[4]  # equal probabilities, of which only some are among the chosen
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
@@ -92,8 +105,8 @@ def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_layer_is_that_of_transformers(name: str) -> None:
-    facts, block, fields = BLOCKS[name]
-    made = layer(**facts)
+    spec, others, block, fields = BLOCKS[name]
+    made = layer(spec=spec, **others)
     x = rows(200)
     config = {
         "hidden_size": HIDDEN,
@@ -121,16 +134,19 @@ def test_a_layer_is_that_of_transformers(name: str) -> None:
 def fused(made: Experts) -> dict[str, Tensor]:
     """The weights of a layer under the names of Transformers' block."""
     named = {name: slot.view for name, slot in made.slots()}
-    prefix = f"model.layers.0.{made.spec.block}."
-    found = {name.removeprefix(prefix): tensor for name, tensor in named.items() if ".experts." not in name}
+    found = {name: tensor for name, tensor in named.items() if not name.startswith("experts.")}
     return found | {"experts.gate_up_proj": made.gate_up.dense, "experts.down_proj": made.down.dense}
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("facts", [{}, {**GROUPED, "shared": GATED}], ids=["softmax", "sigmoid, groups, shared"])
+@pytest.mark.parametrize(
+    ("spec", "others"), [(NORMED, {}), (GROUPED, {**BIAS, **GATED})], ids=["softmax", "sigmoid, groups, shared"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, facts: dict[str, Any]) -> None:
-    made = layer(dtype, **facts)
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(
+    dtype: torch.dtype, spec: ExpertSpec, others: dict[str, Any]
+) -> None:
+    made = layer(dtype, spec, **others)
     x = rows(70, dtype)
     together = made(x)
     alone = torch.cat([made(row[None]) for row in x])

@@ -15,7 +15,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Tex
 
 from nanovllm import LLM
 from nanovllm.data.network import RopeSpec
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 VOCAB = 199
 BLOCK = 16
@@ -45,9 +45,9 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_older_configs_mean_the_same(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma3", rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0})
-    spec = load_decoder_spec(tmp_path)
-    assert spec.ropes == (RopeSpec("linear", 5e5, 4.0, original_max_position=64), RopeSpec(theta=300.0))
-    assert (spec.max_model_len, spec.yarn_positions) == (256, None)
+    network = load_network_config(tmp_path).network
+    assert network.ropes == (RopeSpec(theta=300.0), RopeSpec("linear", 5e5, 4.0, original_max_position=64))
+    assert (network.max_model_len, network.yarn_positions) == (256, None)
     edit_config(
         tmp_path,
         rope_parameters=...,
@@ -55,11 +55,11 @@ def test_older_configs_mean_the_same(tmp_path: Path) -> None:
         rope_local_base_freq=LOCAL_ROPE["rope_theta"],
         rope_scaling={"rope_type": "linear", "factor": 4.0},
     )
-    assert load_decoder_spec(tmp_path) == spec
+    assert load_network_config(tmp_path).network == network
     edit_config(tmp_path, rope_theta=..., rope_local_base_freq=..., layer_types=..., sliding_window_pattern=2)
-    defaults = load_decoder_spec(tmp_path)
-    assert [rope.theta for rope in defaults.ropes] == [1e6, 1e4]
-    assert defaults.sliding_windows == spec.sliding_windows == (256, None)
+    defaults = load_network_config(tmp_path).network
+    assert [rope.theta for rope in defaults.ropes] == [1e4, 1e6]
+    assert defaults.kv_windows == network.kv_windows == (256, None)
 
 
 # ---- the text model of one for images too
@@ -94,7 +94,7 @@ def test_text_is_continued_as_by_the_text_model(whole: Path, older: bool, tmp_pa
     assert {f"{prefix}vision_tower", f"{prefix}multi_modal_projector"} <= {
         name[: len(prefix)] + name[len(prefix) :].split(".")[0] for name in stored
     }
-    assert load_decoder_spec(whole) == load_decoder_spec(tmp_path / "text")
+    assert load_network_config(whole).network == load_network_config(tmp_path / "text").network
     prompt = random_prompt(50, VOCAB, seed=1)
     found = []
     for path in (whole, tmp_path / "text"):

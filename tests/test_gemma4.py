@@ -29,7 +29,7 @@ from nanovllm.data.network import RopeSpec
 from nanovllm.errors import ConfigError
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory.layout import layout_of
-from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
+from nanovllm.models.hf_config import load_network_config, read_network_config
 from nanovllm.models.loader import load_model
 
 VOCAB = 199
@@ -174,33 +174,34 @@ def test_blocks_on_disk_and_drafts(name: str, tmp_path: Path) -> None:
 def test_published_configs_mean_the_same(tmp_path: Path) -> None:
     """They name the heads of layers with full attention in two fields, Transformers 5.24 for each layer."""
     make_checkpoint(tmp_path, "gemma4", **LARGE)
-    spec = load_decoder_spec(tmp_path)
+    network = load_network_config(tmp_path).network
     assert "per_layer_config" in json.loads((tmp_path / "config.json").read_text())
     edit_config(tmp_path, per_layer_config=..., global_head_dim=32, num_global_key_value_heads=1)
-    assert load_decoder_spec(tmp_path) == spec
+    assert load_network_config(tmp_path).network == network
     edit_config(tmp_path, rope_parameters=..., layer_types=..., use_bidirectional_attention="vision")
-    defaults = load_decoder_spec(tmp_path)
-    assert defaults.ropes == (RopeSpec("proportional", 1e6, rotated_pairs=4), RopeSpec())
-    assert defaults.sliding_windows == (20,) * 5 + (None,)
+    defaults = load_network_config(tmp_path).network
+    assert defaults.ropes == (RopeSpec(), RopeSpec("proportional", 1e6, rotated_pairs=4))
+    assert defaults.kv_windows == (20,) * 5 + (None,)
 
 
 def test_ranks_that_would_differ_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", **LARGE)
-    spec = load_decoder_spec(tmp_path)
+    config = load_network_config(tmp_path)
     assert "heads, and of its KV heads, 4 or 1; take another number of ranks" in refusal(
-        lambda: spec.of_ranks(3), ConfigError
+        lambda: config.of_ranks(3), ConfigError
     )
 
 
 @pytest.mark.parametrize("name", ["small", "mixture"])
 def test_ranks_hold_what_is_planned(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gemma4", **MODELS[name])
-    spec = load_decoder_spec(tmp_path)
+    config = load_network_config(tmp_path)
     cpu = torch.device("cpu")
-    parts = [load_model(tmp_path, spec, torch.float32, cpu, group=MetaRanks(rank, 2)) for rank in range(2)]
+    parts = [load_model(tmp_path, config, torch.float32, cpu, group=MetaRanks(rank, 2)) for rank in range(2)]
     for part in parts:
-        assert part.weight_bytes == sum(slot.view.nbytes for _, slot in part.slots()) < spec.weight_bytes(4)
-        assert dict(part.spec.tensors()).keys() == dict(part.slots()).keys()
+        held = sum(slot.view.nbytes for _, slot in part.slots())
+        assert part.network.weight_bytes == held < config.network.weight_bytes
+        assert dict(part.tensors()).keys() == dict(part.slots()).keys()
 
 
 # ---- sizes of what Google publishes
@@ -241,9 +242,9 @@ def test_sizes_of_published_models(
     config = tmp_path / "config.json"
     fields = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "dtype": "bfloat16"}
     config.write_text(json.dumps({**fields, **PUBLISHED[name]}))
-    spec = read_decoder_spec(config)
-    assert spec.weight_bytes(2) == pytest.approx(2 * weights, rel=0.02)
-    layout = layout_of(EngineConfig(model=str(tmp_path)), spec, 2)
+    network = read_network_config(config).network
+    assert network.weight_bytes == pytest.approx(2 * weights, rel=0.02)
+    layout = layout_of(EngineConfig(model=str(tmp_path)), network)
     assert layout.token_bytes == token_bytes
     assert {group.block_size for group in layout.groups} == sizes
     held = layout.groups.most_blocks(131_072, 8192) * layout.block_bytes / 2**30
@@ -276,9 +277,9 @@ def test_text_is_continued_as_by_the_text_model_of_a_unified_one(tmp_path: Path)
         ((_, row), *_) = logits_by_request(llm, [prompt], 1).items()
     torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
     edit_config(tmp_path / "whole", text_config={})
-    spec = load_decoder_spec(tmp_path / "whole")
+    network = load_network_config(tmp_path / "whole").network
     default = Gemma4UnifiedTextConfig()
-    assert (spec.sliding_windows[0], spec.max_position_embeddings) == (default.sliding_window, 262_144)
+    assert (network.kv_windows[0], network.max_model_len) == (default.sliding_window, 262_144)
 
 
 def test_text_is_continued_as_by_the_text_model(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_text_is_continued_as_by_the_text_model(tmp_path: Path) -> None:
     prefix = "model.language_model.layers.6.self_attn."
     unused = {f"{prefix}{name}.weight": torch.ones(4, 4) for name in ("k_proj", "v_proj")}
     save_file({**stored, **unused}, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
-    assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
+    assert load_network_config(tmp_path / "whole").network == load_network_config(tmp_path / "text").network
     prompt = random_prompt(50, VOCAB, seed=1)
     found = []
     for path in (tmp_path / "whole", tmp_path / "text"):

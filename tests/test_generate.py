@@ -22,7 +22,7 @@ from engines import (
 from fast import fast_only
 
 from nanovllm import LLM
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 BLOCK = 16
 VOCAB = 199
@@ -78,7 +78,7 @@ WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps
 @pytest.mark.parametrize("name", fast_only(FAST, CHECKPOINTS))
 def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, seed=3, vocab=VOCAB, **CHECKPOINTS[name])
-    fix_rope(reference, load_decoder_spec(tmp_path).max_model_len)
+    fix_rope(reference, load_network_config(tmp_path).network.max_model_len)
     prompts = [random_prompt(length, VOCAB, seed=1) for length in LENGTHS]
     expected = [greedy_reference(reference, prompt, MAX_TOKENS) for prompt in prompts]
     for engine, way in WAYS:

@@ -21,7 +21,7 @@ from test_gemma4 import SMALL as WITH_OWN_INPUTS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ModelError
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32"}
 PROMPTS = [random_prompt(length, VOCAB, seed=1) for length in (1, 40)]
@@ -78,11 +78,11 @@ SIMILAR = ("mistral", "qwen2", "mixtral", "qwen3_5")
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     model = make_checkpoint(tmp_path / "model", vocab=VOCAB, **{"family": family, **FAMILIES[family]})
     check_tokens(write_gguf(tmp_path / "model.gguf", model, KINDS.get(family, "Q8_0")), model)
-    spec = load_decoder_spec(tmp_path / "model.gguf")
-    expected = load_decoder_spec(tmp_path / "model")
-    assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture
-    assert spec.sliding_windows == expected.sliding_windows and spec.ropes == expected.ropes
-    assert spec.experts == expected.experts and spec.query_pre_attn_scalar == expected.query_pre_attn_scalar
+    network = load_network_config(tmp_path / "model.gguf").network
+    expected = load_network_config(tmp_path / "model").network
+    assert network.dtype == "bfloat16" and network.architecture == expected.architecture
+    assert network.layers == expected.layers and network.ropes == expected.ropes
+    assert network.experts == expected.experts and network.attention_scale == expected.attention_scale
 
 
 def test_experts_of_several_types_in_host_memory(tmp_path: Path) -> None:
@@ -103,12 +103,15 @@ def test_what_a_gemma_file_does_not_say_is_as_in_llama_cpp(tmp_path: Path) -> No
     left_out = {f"gemma3.{key}": None for key in ("attention.sliding_window_pattern", "rope.freq_base_swa")}
     scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     path = write_gguf(tmp_path / "model.gguf", model, changes={**left_out, **scaling})
-    spec = load_decoder_spec(path)
-    assert spec.sliding_windows == tuple(None if layer % 6 == 5 else 24 for layer in range(62))
-    assert [(rope.kind, rope.theta, rope.factor) for rope in spec.ropes] == [("linear", 1e4, 8.0), ("default", 1e4, 1)]
-    assert (spec.query_pre_attn_scalar, spec.head_dim, spec.embedding_scale) == (32, 16, 8)
+    config = load_network_config(path)
+    network = config.network
+    assert network.kv_windows == tuple(None if layer % 6 == 5 else 24 for layer in range(62))
+    ropes = {(rope.kind, rope.theta, rope.factor) for rope in network.ropes}
+    assert ropes == {("linear", 1e4, 8.0), ("default", 1e4, 1)}
+    assert (network.attention_scale, network.kv_heads[0][1]) == (32**-0.5, 16)
+    assert config.on_meta("float32").embedding_scale == 8
     path = write_gguf(path, model, changes={**left_out, "gemma3.attention.sliding_window": None})
-    assert set(load_decoder_spec(path).sliding_windows) == {None}
+    assert set(load_network_config(path).network.kv_windows) == {None}
 
 
 def test_what_a_gemma4_file_says_of_its_layers_is_checked(tmp_path: Path) -> None:
@@ -131,8 +134,7 @@ def test_what_a_gemma4_file_says_of_its_layers_is_checked(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"must hold a factor for each of 16 pairs of a head, .* but it has 16, 0 of"):
         LLM(write_gguf(path, model, factors=[2.0] * 16))
     capped = write_gguf(path, model, changes={"gemma4.final_logit_softcapping": None})
-    gemma = load_decoder_spec(capped).gemma4
-    assert gemma is not None and gemma.logit_cap == 30.0, "llama.cpp's"
+    assert load_network_config(capped).config.final_logit_softcapping == 30.0, "llama.cpp's"
 
 
 def test_weights_take_the_bytes_of_the_file(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_weights_take_the_bytes_of_the_file(tmp_path: Path) -> None:
     halves = sum(tensor.n_bytes for tensor in stored if tensor.tensor_type.name == "F16")  # they become float32
     with LLM(path, **SMALL) as llm:
         decoder = llm.engine.executor.model
-        assert decoder.weight_bytes == halves + sum(tensor.n_bytes for tensor in stored)
+        assert decoder.network.weight_bytes == halves + sum(tensor.n_bytes for tensor in stored)
 
 
 def rope_factors(head_dim: int, rope: dict[str, Any]) -> list[float]:
@@ -239,9 +241,9 @@ OFF = {
 def test_a_key_whose_value_is_off_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     changes = {f"qwen3.{key}": value for key, value in OFF.items()}
     path = write_gguf(tmp_path / "off.gguf", make_checkpoint(tmp_path / "model", vocab=VOCAB), changes=changes)
-    spec = load_decoder_spec(path)
-    plain = load_decoder_spec(tiny)
-    assert replace(spec, quantization=None) == replace(plain, quantization=None)
+    network, plain = (load_network_config(file).network for file in (path, tiny))
+    unstored = {"quantization": None, "weights": plain.weights}
+    assert replace(network, **unstored) == replace(plain, **unstored)
 
 
 # ---- refused

@@ -81,7 +81,7 @@ MEASURE = """
 import gc, re, sys
 from pathlib import Path
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -94,7 +94,7 @@ def run(path):
         return llm.kv_stats().device_bytes, status("VmRSS")
 
 run(sys.argv[1])  # libraries, and those that reading the larger model's config takes
-load_decoder_spec(sys.argv[2])
+load_network_config(sys.argv[2])
 gc.collect()
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
 before = status("VmRSS")

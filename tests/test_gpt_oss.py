@@ -19,9 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM
 from nanovllm.data.network import RopeSpec
-from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
-from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.hf_config import read_network_config
 from nanovllm.ops.packed_weights import dequantize
 
 VOCAB = 199
@@ -92,26 +91,27 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_the_published_config_is_read(published: Path) -> None:
-    spec = read_decoder_spec(published)
-    assert spec.sliding_windows == (128, None) * 12 and spec.max_model_len == 131072 and spec.dtype == "bfloat16"
+    network = read_network_config(published).network
+    assert network.kv_windows == (128, None) * 12 and network.max_model_len == 131072 and network.dtype == "bfloat16"
     yarn = RopeSpec("yarn", 150000.0, 32.0, 4096, 1.3465735902799727, truncate=False)
-    assert spec.rope == yarn
-    assert spec.experts is not None and (spec.experts.num_experts, spec.experts.num_experts_per_tok) == (32, 4)
+    assert network.ropes == (yarn,)
+    assert network.experts is not None
+    assert (network.experts.num_experts, network.experts.num_experts_per_tok) == (32, 4)
     edit_config(published.parent, layer_types=..., rope_scaling=..., rope_theta=..., num_local_experts=...)
-    defaults = read_decoder_spec(published)
-    assert defaults.sliding_windows == spec.sliding_windows and defaults.rope == yarn
+    defaults = read_network_config(published).network
+    assert defaults.kv_windows == network.kv_windows and defaults.ropes == (yarn,)
     assert defaults.experts is not None and defaults.experts.num_experts == 128
 
 
 def test_bytes_of_the_published_sizes(published: Path) -> None:
     """20.9 billion parameters, of which 19.1 billion in the experts' matrices take 4.25 bits, norms and sinks 32."""
-    plain = read_decoder_spec(published, {"quantization_config": None})
+    plain = read_network_config(published, {"quantization_config": None}).network
     assert plain.num_weights == 20_914_757_184
     experts = 24 * 32 * 3 * 2880 * 2880
     wide = 24 * (2 * 2880 + 64) + 2880
-    assert plain.weight_bytes(2) == 2 * plain.num_weights + 2 * wide
-    packed = Network(read_decoder_spec(published), "bfloat16")
-    assert packed.weight_bytes == plain.weight_bytes(2) - 2 * experts + experts * 17 // 32
+    assert plain.weight_bytes == 2 * plain.num_weights + 2 * wide
+    packed = read_network_config(published).network
+    assert packed.weight_bytes == plain.weight_bytes - 2 * experts + experts * 17 // 32
 
 
 def test_fused_tensors_of_other_shapes_are_refused(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from checkpoints import (
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
-from nanovllm.data.network import RopeSpec
+from nanovllm.data.network import KVLayer, RopeSpec
 from nanovllm.formats.config_fields import MAX_LAYERS
-from nanovllm.models.families import FAMILIES
-from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
+from nanovllm.models.hf_config import ModelConfig, load_network_config
+from nanovllm.models.registry import ARCHITECTURES as REGISTERED
 
 ARCHITECTURES = [tested.model.__name__ for tested in TESTED.values()]
 
@@ -37,40 +37,51 @@ def single(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "single"))
 
 
+def rope_of(path: Path) -> RopeSpec:
+    (rope,) = load_network_config(path).network.ropes
+    return rope
+
+
 def test_the_registry_holds_the_families_and_cannot_be_changed() -> None:
-    assert set(FAMILIES) == set(ARCHITECTURES), "tests write all families"
+    assert set(REGISTERED) == set(ARCHITECTURES), "tests write all families"
     with pytest.raises(TypeError):
-        FAMILIES["Other"] = FAMILIES[ARCHITECTURES[0]]  # type: ignore[index]
+        REGISTERED["Other"] = REGISTERED[ARCHITECTURES[0]]  # type: ignore[index]
 
 
-def test_a_spec_says_what_the_config_says(tmp_path: Path) -> None:
+def test_a_network_says_what_the_config_says(tmp_path: Path) -> None:
     sizes = {"layers": 3, "heads": 6, "kv_heads": 3, "head_dim": 32, "vocab": 77}
     make_checkpoint(tmp_path, "qwen3", sliding_window=5, dtype="bfloat16", **sizes)
-    spec = load_decoder_spec(str(tmp_path))
-    assert (spec.architecture, spec.num_layers) == ("Qwen3ForCausalLM", 3)
-    assert (spec.num_heads, spec.num_kv_heads) == (6, 3)
-    assert (spec.head_dim, spec.q_size, spec.kv_size, spec.vocab_size) == (32, 192, 96, 77)
-    assert (spec.qk_norm, spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, False, False, False)
-    assert spec.sliding_windows == (None, 5, 5)
-    assert (spec.dtype, spec.tie_word_embeddings, spec.max_position_embeddings) == ("bfloat16", False, 256)
+    config = load_network_config(str(tmp_path))
+    network = config.network
+    assert config.architecture == network.architecture == "Qwen3ForCausalLM"
+    assert network.layers == (KVLayer(3, 32, None, 3), KVLayer(3, 32, 5, 3), KVLayer(3, 32, 5, 3))
+    assert (network.num_heads, network.vocab_size, network.max_model_len) == (6, 77, 256)
+    assert network.modules["model.layers.2.self_attn.q_proj"].whole == (192, 64)
+    assert network.modules["model.layers.2.self_attn.k_proj"].whole == (96, 64)
+    assert config.dtype == network.dtype == "bfloat16"
+    model = config.on_meta()
+    assert not model.is_tied
+    attention = [name.removeprefix("model.layers.0.self_attn.") for name, _ in model.layers[0].mixer.tensors()]
+    assert attention == [*(f"{part}_proj.weight" for part in "qkvo"), "q_norm.weight", "k_norm.weight"]
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 @pytest.mark.parametrize("kind", ROPES)
-def test_old_and_new_rope_configs_give_equal_specs(tmp_path: Path, kind: str, key: str) -> None:
+def test_old_and_new_rope_configs_give_equal_networks(tmp_path: Path, kind: str, key: str) -> None:
     make_checkpoint(tmp_path, "llama", rope=ROPES[kind])
-    new = load_decoder_spec(tmp_path)
+    new = load_network_config(tmp_path).network
     write_old_style_rope(tmp_path, key)
     assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
-    assert load_decoder_spec(tmp_path) == new
-    assert new.rope.kind == kind and new.rope.theta == ROPES[kind]["rope_theta"]
+    assert load_network_config(tmp_path).network == new
+    (rope,) = new.ropes
+    assert rope.kind == kind and rope.theta == ROPES[kind]["rope_theta"]
 
 
 def test_old_dtype_key_and_missing_dtype(single: Path) -> None:
     edit_config(single, dtype=..., torch_dtype="float16")
-    assert load_decoder_spec(single).dtype == "float16"
+    assert load_network_config(single).dtype == "float16"
     edit_config(single, torch_dtype=...)
-    assert load_decoder_spec(single).dtype == "float32"
+    assert load_network_config(single).dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_old_dtype_key_and_missing_dtype(single: Path) -> None:
 )
 def test_max_model_len(single: Path, rope: dict[str, Any], longest: int) -> None:
     edit_config(single, rope_parameters=rope)
-    assert load_decoder_spec(single).max_model_len == longest
+    assert load_network_config(single).network.max_model_len == longest
 
 
 def test_every_eos_id_counts(tmp_path: Path) -> None:
@@ -111,14 +122,14 @@ def test_every_eos_id_counts(tmp_path: Path) -> None:
 
 def test_the_scale_of_queries_is_read_of_the_family_that_has_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "mistral", "mistral", rope=MINISTRAL3_ROPE)  # Transformers does not read it either
-    assert load_decoder_spec(tmp_path / "mistral").rope.query_beta == 0
+    assert rope_of(tmp_path / "mistral").query_beta == 0
     path = tmp_path / "ministral3"
     make_checkpoint(path, "ministral3")
-    assert load_decoder_spec(path).rope.query_beta == MINISTRAL3_ROPE["llama_4_scaling_beta"]
+    assert rope_of(path).query_beta == MINISTRAL3_ROPE["llama_4_scaling_beta"]
     edit_config(path, rope_parameters=ROPES["yarn"])
-    assert "llama_4_scaling_beta is missing" in refusal(lambda: load_decoder_spec(path))
+    assert "llama_4_scaling_beta is missing" in refusal(lambda: load_network_config(path))
     edit_config(path, rope_parameters=...)
-    assert load_decoder_spec(path).rope == RopeSpec("yarn", 1e6, 16.0, 16384, query_beta=0.1)
+    assert rope_of(path) == RopeSpec("yarn", 1e6, 16.0, 16384, query_beta=0.1)
 
 
 def test_another_text_model_of_a_known_architecture_is_refused_by_its_type(single: Path) -> None:
@@ -126,9 +137,16 @@ def test_another_text_model_of_a_known_architecture_is_refused_by_its_type(singl
     text = json.loads((single / "config.json").read_text()) | {"model_type": "ministral4"}
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
     (single / "config.json").write_text(json.dumps(whole))
-    message = refusal(lambda: load_decoder_spec(single))
+    message = refusal(lambda: load_network_config(single))
     assert f"{single / 'config.json'}: text_config: model_type 'ministral4' is not supported" in message
     assert "'mistral'" in message and "contradicts" not in message
+
+
+def test_a_network_needs_a_layer_with_attention(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_5")
+    types = json.loads((tmp_path / "config.json").read_text())["layer_types"]
+    edit_config(tmp_path, layer_types=["linear_attention"] * len(types))
+    assert "names no layer with attention" in refusal(lambda: load_network_config(tmp_path).network)
 
 
 WRONG_SIZES = (0, -1, 1.5, "x", [1], {}, True, MAX_LAYERS + 1, 10**30)
@@ -158,7 +176,7 @@ def test_unsupported_configs_are_refused_by_name(single: Path) -> None:
         ({"rope_parameters": "x"}, ["rope_parameters='x': must be"]),
     ):
         edit_config(single, **changes)
-        message = refusal(lambda: load_decoder_spec(single))
+        message = refusal(lambda: load_network_config(single))
         assert [word for word in (str(single / "config.json"), *words) if word not in message] == []
         assert "\n" not in message
         (single / "config.json").write_bytes(config)

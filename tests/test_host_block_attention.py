@@ -314,7 +314,7 @@ def test_without_a_forced_share_rates_decide(
         policy._weight_bytes = 0  # of a layer of this tiny model they weigh as much as its KV
         llm.generate(prompt, greedy(2), use_tqdm=False)
         counted = llm.kv_stats().transfers
-        layers = llm._runner.spec.num_layers
+        layers = llm._runner.network.num_layers
         resident = llm.kv_stats().resident_blocks
     on_host = 14 - resident
     assert counted.cpu_attention_blocks == layers * (round(on_host * 2 / 3) if concurrent else on_host)
@@ -332,7 +332,7 @@ def test_the_policy_sees_every_decode_step(model_dir: Path, monkeypatch: pytest.
         moved = llm.kv_stats().transfers
         llm.engine.add_request("last", None, greedy(1), [1])
         llm.engine.step()
-        layers = llm._runner.spec.num_layers
+        layers = llm._runner.network.num_layers
         token_bytes = kv_cache(llm).layout.token_layer_bytes
         resident = llm.kv_stats().resident_blocks
     assert [step.host_bytes for step in seen] == [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_cpu_linear import DTYPES, ISAS, same_bits, shifted
 from torch import Tensor
 
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.dense_weight import DenseWeight
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.cpu_kernels import cpu_linear, interleave_, rows_of
 

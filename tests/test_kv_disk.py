@@ -109,7 +109,7 @@ def test_libraries_of_a_gpu_are_in_the_key(tmp_path: Path, monkeypatch: pytest.M
             backend=SimpleNamespace(name="cuDNN on segments of 8,192 tokens, else Triton"),
         ),
         device=SimpleNamespace(torch_device=torch.device("cuda")),
-        spec=SimpleNamespace(),
+        network=SimpleNamespace(),
         dtype=torch.float16,
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")

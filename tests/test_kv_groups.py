@@ -18,7 +18,7 @@ from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.memory.layout import KVLayout, layout_of
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 WINDOWS = st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=40).map(tuple)
 
@@ -54,11 +54,11 @@ def test_hash_blocks_of_every_family(family: str, tmp_path: Path) -> None:
     tested = FAMILIES[family]
     size = {"head_dim": 128} if family == "glm4_moe" else {}  # of which Transformers names none
     tested.config(architectures=[tested.model.__name__], **size).save_pretrained(tmp_path)
-    spec = load_decoder_spec(tmp_path)
+    network = load_network_config(tmp_path).network
     for kv_cache_dtype in ("auto", "int8"):
         for block_size in (None, 16, 257, 520):
             config = engine_config(tmp_path, {"kv_cache_dtype": kv_cache_dtype, "kvcache_block_size": block_size})
-            groups = layout_of(config, spec, 2).groups
+            groups = layout_of(config, network).groups
             cache = PrefixCache(groups, enabled=True)
             assert cache.hash_block_size >= min(64, groups.block_size)
 

@@ -49,7 +49,8 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
-from nanovllm.models.decoder import AttentionLayer
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.decoder_layer import DecoderLayer
 from nanovllm.ops.attention import (
     AttentionMetadata,
     AttentionState,
@@ -266,16 +267,17 @@ def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, mo
 
 
 def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward_ = AttentionLayer.forward_
+    forward_ = DecoderLayer.forward_
     operators = Operators()
     layers = []
 
-    def watched(layer: AttentionLayer, *arguments: Any) -> None:
-        layers.append(layer.index)
+    def watched(layer: DecoderLayer, *arguments: Any) -> None:
+        assert isinstance(layer.mixer, Attention)
+        layers.append(layer.mixer.kv_layer)
         with operators:
             forward_(layer, *arguments)
 
-    monkeypatch.setattr(AttentionLayer, "forward_", watched)
+    monkeypatch.setattr(DecoderLayer, "forward_", watched)
     llm.engine.add_request("r", None, greedy(3), random_prompt(5 * BLOCK, VOCAB, 2))
     while llm.engine.has_unfinished_requests():
         llm.engine.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +12,12 @@ import torch
 from checkpoints import ROPES, make_checkpoint
 from test_triton_experts import MXFP4, ROUTERS
 
-from nanovllm.data.network import ExpertSpec
 from nanovllm.formats.gguf.model import GgufMethod
+from nanovllm.layers.build_context import BuildContext
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear_method import LinearMethod
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.models.hf_config import load_network_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # Launches of a decode step with its greedy token: of each layer at most, and of all of the network at most.
@@ -64,58 +64,60 @@ def test_launches_of_a_token(launches: ModuleType, name: str) -> None:
 def test_a_recorded_step_touches_nothing_of_the_host(launches: ModuleType, network: str, tmp_path: Path) -> None:
     """A value that is read on the host raises, since no tensor has any."""
     make_checkpoint(tmp_path, vocab=101, **NETWORKS[network])
-    spec = load_decoder_spec(tmp_path)
-    shape = launches.Shape("tiny", tmp_path, spec, torch.bfloat16)
+    shape = launches.Shape("tiny", tmp_path, load_network_config(tmp_path), torch.bfloat16)
     counted = launches.count(shape, 64, 192)
     assert not counted.decode.on_host
-    assert counted.decode.counts["_decode_kernel"] == spec.num_kv_layers
-    assert counted.decode.counts["_recurrence_kernel"] == spec.num_recurrent_layers
+    assert counted.decode.counts["_decode_kernel"] == shape.network.num_kv_layers
+    assert counted.decode.counts["_recurrence_kernel"] == len(shape.network.recurrent_layers)
 
 
 # ---- experts
 
 
-def gguf(spec: ExpertSpec, *types: str) -> GgufMethod:
+def gguf(*types: str) -> GgufMethod:
     """Gate, up and down of every expert in these types."""
-    modules = [spec.expert(0, index) for index in range(spec.num_experts)]
-    return GgufMethod({name: kind for of_expert in modules for name, kind in zip(of_expert, types, strict=True)})
+    kinds = dict(zip(("gate_proj", "up_proj", "down_proj"), types, strict=True))
+    return GgufMethod({f"mlp.experts.{index}.{name}": kind for index in range(12) for name, kind in kinds.items()})
 
 
-def methods(spec: ExpertSpec) -> dict[str, LinearMethod | None]:
-    return {
-        "dense": None,
-        "mxfp4": MXFP4,
-        "gguf": gguf(spec, "Q4_K", "Q4_K", "Q6_K"),
-        "gguf, gate and up apart": gguf(spec, "Q4_K", "Q5_K", "Q8_0"),
-    }
+METHODS: dict[str, LinearMethod | None] = {
+    "dense": None,
+    "mxfp4": MXFP4,
+    "gguf": gguf("Q4_K", "Q4_K", "Q6_K"),
+    "gguf, gate and up apart": gguf("Q4_K", "Q5_K", "Q8_0"),
+}
 
 
-@pytest.mark.parametrize("method", methods(ExpertSpec(2, 1, 1, True, (True,))))
-@pytest.mark.parametrize("facts", ROUTERS.values(), ids=ROUTERS)
-def test_a_layer_with_experts_is_few_launches(launches: ModuleType, facts: dict[str, Any], method: str) -> None:
+def made_layer(device: torch.device, router: str, method: LinearMethod | None) -> Experts:
+    spec, others = ROUTERS[router]
+    build = BuildContext(torch.bfloat16, device, method).at("mlp")
+    if "shared" in others:
+        others = {**others, "shared": GatedMLP(512, 24, "silu", build.at(others["shared"]))}
+    return Experts(512, 256, "silu", spec, build, **others)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_layer_with_experts_is_few_launches(launches: ModuleType, router: str, method: str) -> None:
     """The router's product and its choice, gate and up, the activation, down and the sum, and the shared expert."""
-    spec = replace(ExpertSpec(12, 3, 256, True, (True,)), **facts)
     with launches.counted() as found:
-        layer = Experts(spec, 0, 512, "silu", methods(spec)[method], torch.bfloat16, launches.CUDA)
-        for weight in layer.weights():
-            weight.finish_loading()
+        layer = made_layer(launches.CUDA, router, METHODS[method])
+        layer.finish_loading()
         assert layer.is_recordable
         for rows in (1, 16, 17, 300):
             x = torch.empty(rows, 512, dtype=torch.bfloat16, device=launches.CUDA)
             found.taken()
             assert layer(x).shape == (rows, 512)
             most = 6 + (rows > 16) + (method == "gguf, gate and up apart") * 2
-            if spec.shared is not None:
-                most += 3 + (spec.shared.gate is not None)
+            if layer.shared is not None:
+                most += 3 + (layer.shared_gate is not None)
             assert found.total <= most, found.counts
 
 
 def test_experts_of_several_forms_are_computed_one_by_one(launches: ModuleType) -> None:
     """They are no one weight, and no graph can record them."""
-    spec = ExpertSpec(12, 3, 256, True, (True,))
-    mixed = gguf(spec, "Q4_K", "Q4_K", "Q6_K")
-    types = {**mixed.types, spec.expert(0, 5)[2]: "Q8_0"}
+    types = {**gguf("Q4_K", "Q4_K", "Q6_K").types, "mlp.experts.5.down_proj": "Q8_0"}
     with launches.counted():
-        layer = Experts(spec, 0, 512, "silu", GgufMethod(types), torch.bfloat16, launches.CUDA)
+        layer = made_layer(launches.CUDA, "softmax", GgufMethod(types))
         assert layer.gate_up.is_stacked and not layer.down.is_stacked and not layer.is_recordable
-        assert len(list(layer.gate_up)) == 1 and len(list(layer.down)) == 12
+        assert len(list(layer.gate_up.own_weights())) == 1 and len(list(layer.down.own_weights())) == 12

@@ -248,7 +248,7 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path) -> None
         with _LiveBytes() as counter:
             llm.generate(prompt, greedy(1), use_tqdm=False)
         activations = activation_peak(llm._runner.model, llm.config)
-        hidden_size = llm._runner.spec.hidden_size
+        hidden_size = llm._runner.network.hidden_size
     assert len(layerwise[0].token_ids) == length + 1, "all of it is one prefill"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes

@@ -97,7 +97,7 @@ def test_logprobs_do_not_depend_on_how_they_were_computed(
     name: str, model_dir: Path, alone: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [random_prompt(length, VOCAB, seed=2) for length in LENGTHS]
-    monkeypatch.setattr("nanovllm.engine.model_runner.LOGPROB_ROWS", 8)
+    monkeypatch.setattr("nanovllm.engine.row_sampling.LOGPROB_ROWS", 8)
     monkeypatch.setattr("nanovllm.layers.sampler.LOGPROB_ROWS", 5)
     with LLM(model_dir, **{"kvcache_block_size": BLOCK, **ENGINES[name]}) as llm:
         for state in ("cold", "warm"):
@@ -124,7 +124,7 @@ def test_logits_of_a_prompt_are_computed_once_and_a_few_rows_at_a_time(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caching: bool
 ) -> None:
     """Also when sequences are preempted in the middle of their prompts' rows and after them."""
-    monkeypatch.setattr("nanovllm.engine.model_runner.LOGPROB_ROWS", 8)
+    monkeypatch.setattr("nanovllm.engine.row_sampling.LOGPROB_ROWS", 8)
     prompts = [random_prompt(length, VOCAB, seed=4) for length in (60, 61, 62, 63)]
     engine = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 13, "max_num_batched_tokens": 50}
     with LLM(model_dir, **engine, enable_prefix_caching=caching) as llm, recorded_logits(llm) as steps:

@@ -21,7 +21,7 @@ from test_models import CPU, FLOAT32_BOUND, random_prompts, reference, run
 from transformers import PreTrainedModel
 
 from nanovllm import LLM
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 
 TRAINED = 48
@@ -63,10 +63,10 @@ def test_logits_equal_transformers(tmp_path: Path, options: dict[str, Any], long
     suitable = [prompt for prompt in prompts if (len(prompt) > TRAINED) == (longest > TRAINED)]
     same_factors = reference(model, suitable)
     fix_rope(model, longest)
-    for own, fixed in zip(same_factors, reference(model, suitable), strict=True):
-        torch.testing.assert_close(own, fixed, atol=FLOAT32_BOUND, rtol=0)
-    decoder = load_model(tmp_path, load_decoder_spec(tmp_path).for_length(longest), torch.float32, CPU)
-    for ours, theirs in zip(run(decoder, prompts, (0.4,)), reference(model, prompts), strict=True):
+    for before, fixed in zip(same_factors, reference(model, suitable), strict=True):
+        torch.testing.assert_close(before, fixed, atol=FLOAT32_BOUND, rtol=0)
+    own = load_model(tmp_path, load_network_config(tmp_path).for_length(longest), torch.float32, CPU)
+    for ours, theirs in zip(run(own, prompts, (0.4,)), reference(model, prompts), strict=True):
         torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
 
 

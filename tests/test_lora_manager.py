@@ -18,8 +18,7 @@ from nanovllm.data.batch import Adapter
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.weights import PackedAdapter, read_packed
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 
 NUM_ADAPTERS = 3
@@ -31,9 +30,9 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         reference = make_checkpoint(folder / "model", layers=1)
         self.config = EngineConfig(model=str(folder / "model"), enable_lora=True)
-        spec = load_decoder_spec(self.config.model, {})
-        self.model: Decoder = load_model(self.config.model, spec, torch.float32, torch.device("cpu"))
-        registry = AdapterRegistry(spec, 16)
+        network = load_network_config(self.config.model)
+        self.model = load_model(self.config.model, network, torch.float32, torch.device("cpu"))
+        registry = AdapterRegistry(self.model.network, 16)
         made = [make_adapter(folder / f"a{number}", reference, number, ALL) for number in range(1, NUM_ADAPTERS + 1)]
         self.adapters: list[Adapter] = [registry.find(request) for request in made]
 
@@ -70,7 +69,7 @@ def test_adapters_found_in_several_threads_have_numbers_of_their_own(
         return Adapter(*fields)
 
     monkeypatch.setattr("nanovllm.features.lora.adapter_files.Adapter", made)
-    registry = AdapterRegistry(setup.model.spec, 16)
+    registry = AdapterRegistry(setup.model.network, 16)
     with ThreadPoolExecutor(NUM_ADAPTERS) as pool:
         found = list(pool.map(registry.find, [adapter.request for adapter in setup.adapters]))
     assert {adapter.number for adapter in found} == {1, 2, 3}

@@ -19,7 +19,7 @@ from nanovllm import LLM
 from nanovllm.errors import RequestError
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.lora_request import LoRARequest
-from nanovllm.models.hf_config import WHOLE_MODELS, load_decoder_spec
+from nanovllm.models.hf_config import WHOLE_MODELS, load_network_config
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -168,7 +168,7 @@ def test_adapters_of_other_parts_are_refused(gemma: Path, names: list[str], says
         tensors[NAME.format(part, module, "A")] = torch.ones(4, int(size))
         tensors[NAME.format(part, module, "B")] = torch.ones(64, 4)
     path = write_adapter(tmp_path / "adapter", tensors)
-    registry = AdapterRegistry(load_decoder_spec(gemma), max_lora_rank=8)
+    registry = AdapterRegistry(load_network_config(gemma).network, max_lora_rank=8)
     with pytest.raises(RequestError, match=re.escape(says)):
         registry.find(LoRARequest("a", 1, str(path)))
 

@@ -20,7 +20,7 @@ from nanovllm.errors import ModelError, RequestError
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.lora.weights import read_packed
 from nanovllm.lora_request import LoRARequest
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 
 Tensors = dict[str, Tensor]
@@ -150,8 +150,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
 
 def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """Bytes of the config or of the header of the tensors are changed, cut or repeated: no other error comes out."""
-    spec = load_decoder_spec(str(model[0]), {})
-    decoder = load_model(model[0], spec, torch.float32, torch.device("cpu"))
+    own = load_model(model[0], load_network_config(model[0]), torch.float32, torch.device("cpu"))
     path = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"]))
     random = Random(1)
     original = {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
@@ -165,10 +164,10 @@ def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], 
             content[at : at + random.randrange(3)] = new
         (path / name).write_bytes(bytes(content[: random.choice([len(content), len(content), random.randrange(900)])]))
         try:
-            read_packed(path, read_adapter(path, spec, 8), decoder)
+            read_packed(path, read_adapter(path, own.network, 8), own)
         except ModelError as error:
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 1500
         (path / name).write_bytes(original[name])
     assert 75 < refused < 150
-    read_packed(path, read_adapter(path, spec, 8), decoder)
+    read_packed(path, read_adapter(path, own.network, 8), own)

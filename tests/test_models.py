@@ -1,4 +1,4 @@
-"""The decoder against Transformers, over families, RoPE kinds, shapes, biases and windows."""
+"""The models against Transformers, over families, RoPE kinds, shapes, biases and windows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from checkpoints import FAMILIES, ROPES, edit_config, fix_rope, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanovllm.data.network import RecurrentSpec
+from nanovllm.data.network import Network
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.layers.linear import RowAdapters
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm.ops.attention import SequenceMetadata
 
 CPU = torch.device("cpu")
@@ -55,10 +57,12 @@ class DenseKVCache:
 class DenseStates:
     """A state slot for each sequence, and for one more that no sequence has."""
 
-    def __init__(self, spec: RecurrentSpec, num_sequences: int, dtype: torch.dtype) -> None:
+    def __init__(self, network: Network, num_sequences: int, dtype: torch.dtype) -> None:
+        spec = network.recurrent
+        assert spec is not None
         self.slots = torch.arange(0)
         self.kept = None
-        shape = (len(spec.layers), num_sequences + 1)
+        shape = (network.num_layers, num_sequences + 1)
         self.held = torch.zeros(*shape, *spec.conv_shape, dtype=dtype), torch.zeros(*shape, *spec.state_shape)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -81,29 +85,29 @@ def causal_attention(
     return torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], v)
 
 
-def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float]) -> list[Tensor]:
+def run(model: CausalLM, prompts: Sequence[Tensor], splits: Sequence[float]) -> list[Tensor]:
     """Logits at every position of every prompt, all prompts in one flat batch per step.
 
     splits: fractions at which prompts are cut into chunks.
     """
-    spec = decoder.spec
-    windows = tuple(spec.sliding_windows[layer] for layer in range(spec.num_layers) if not spec.is_recurrent(layer))
-    cache = DenseKVCache(windows, spec.attention_scale, decoder.sinks)
-    states = None if spec.recurrent is None else DenseStates(spec.recurrent, len(prompts), decoder.dtype)
+    network = model.network
+    windows = tuple(attention.window for attention in model.attending)
+    cache = DenseKVCache(windows, network.attention_scale, model.sinks)
+    states = None if network.recurrent is None else DenseStates(network, len(prompts), model.dtype)
     starts = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for split in (*splits, 1):
         ends = [int(len(prompt) * split) for prompt in prompts]
-        hidden = _step(decoder, prompts, starts, ends, cache, states)
+        hidden = _step(model, prompts, starts, ends, cache, states)
         pieces = hidden.split([end - start for start, end in zip(starts, ends, strict=True)])
         for kept, piece in zip(logits, pieces, strict=True):
-            kept.append(decoder.compute_logits(piece))
+            kept.append(model.compute_logits(piece))
         starts = ends
     return [torch.cat(parts) for parts in logits]
 
 
 def _step(
-    decoder: Decoder,
+    model: CausalLM,
     prompts: Sequence[Tensor],
     starts: list[int],
     ends: list[int],
@@ -123,7 +127,7 @@ def _step(
         states.slots = torch.tensor([part.block_table[0] for part in slices]) + 1
     positions = torch.cat([part.positions() for part in slices])
     ctx = ForwardContext(positions, tuple(slices), cache, states=states)
-    return decoder(torch.cat(ids), ctx)
+    return model(torch.cat(ids), ctx)
 
 
 def random_prompts(vocab: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 0) -> list[Tensor]:
@@ -136,18 +140,18 @@ def reference(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]
     return [model(prompt[None]).logits[0].float() for prompt in prompts]
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_model(path, load_decoder_spec(path), dtype, CPU)
+def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_model(path, load_network_config(path), dtype, CPU)
 
 
 def assert_same_logits(model: PreTrainedModel, path: Path, prompts: Sequence[Tensor] | None = None) -> None:
     """Whole prompts in one step, and cut in two, against Transformers."""
-    decoder = load(path)
-    prompts = random_prompts(decoder.spec.vocab_size) if prompts is None else prompts
+    own = load(path)
+    prompts = random_prompts(own.vocab_size) if prompts is None else prompts
     expected = reference(model, prompts)
-    bound = FLOAT32_BOUND if decoder.spec.recurrent is None else RECURRENT_BOUND
+    bound = FLOAT32_BOUND if own.network.recurrent is None else RECURRENT_BOUND
     for splits in ((), (0.4,)):
-        for ours, theirs in zip(run(decoder, prompts, splits), expected, strict=True):
+        for ours, theirs in zip(run(own, prompts, splits), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=bound, rtol=0)
 
 
@@ -199,7 +203,7 @@ def test_layer_types_choose_the_windowed_layers(tmp_path: Path, family: str) -> 
     make_checkpoint(tmp_path, family, layers=3, sliding_window=9)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     edit_config(tmp_path, layer_types=kinds)
-    assert load_decoder_spec(tmp_path).sliding_windows == (9, None, 9)
+    assert load_network_config(tmp_path).network.kv_windows == (9, None, 9)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert_same_logits(model, tmp_path)
 
@@ -208,22 +212,44 @@ def test_layer_types_choose_the_windowed_layers(tmp_path: Path, family: str) -> 
 def test_dynamic_rope_is_that_of_the_longest_sequence(tmp_path: Path, longest: int) -> None:
     """Transformers has the same frequencies if its first prompt is of that length."""
     model = make_checkpoint(tmp_path, "llama", rope=ROPES["dynamic"], max_positions=32, head_dim=32)
-    decoder = load_model(tmp_path, load_decoder_spec(tmp_path).for_length(longest), torch.float32, CPU)
+    own = load_model(tmp_path, load_network_config(tmp_path).for_length(longest), torch.float32, CPU)
     prompts = random_prompts(199, (longest, 5))
     (whole,) = reference(model, prompts[:1])
     fix_rope(model, longest)
     expected = reference(model, prompts)
     torch.testing.assert_close(expected[0], whole, atol=FLOAT32_BOUND, rtol=0)
-    for ours, theirs in zip(run(decoder, prompts, (0.4,)), expected, strict=True):
+    for ours, theirs in zip(run(own, prompts, (0.4,)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
 
 
 def test_row_chunks_do_not_change_the_result(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
-    decoder = load(tmp_path)
+    model = load(tmp_path)
     prompts = random_prompts(199)
-    whole = run(decoder, prompts, ())
+    whole = run(model, prompts, ())
     for rows in (1, 16, 169, 170):  # 170 tokens in all
-        decoder.chunk_rows = rows
-        for ours, theirs in zip(run(decoder, prompts, ()), whole, strict=True):
+        model.chunk_rows = rows
+        for ours, theirs in zip(run(model, prompts, ()), whole, strict=True):
             torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
+
+
+def test_a_layer_with_a_method_of_its_own_has_no_kernels_for_few_rows(tmp_path: Path) -> None:
+    """They call no methods of a layer: decode would compute something else than prefill."""
+    make_checkpoint(tmp_path, "qwen3")
+    model = load_model(tmp_path, load_network_config(tmp_path), torch.float32, torch.device("cpu"))
+
+    class Doubled(Qwen3DecoderLayer):
+        def _mlp_output(self, x: Tensor, normed: Tensor, adapters: RowAdapters | None) -> Tensor:
+            return 2 * super()._mlp_output(x, normed, adapters)
+
+    class Halved(Qwen3Attention):
+        def place_heads(self, heads: Tensor, *others: Tensor) -> None:
+            super().place_heads(heads / 2, *others)
+
+    layer, other = model.layers
+    assert layer._few_rows is not None and other._few_rows is not None
+    layer.__class__ = Doubled
+    other.mixer.__class__ = Halved
+    for changed in (layer, other):
+        changed.finish_loading()
+        assert changed._few_rows is None

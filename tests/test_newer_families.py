@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from nanovllm.data.network import RopeSpec
-from nanovllm.features.planner.network import Network
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 FOUR_LAYERS: dict[str, Any] = {"hidden": 224, "intermediate": 512, "head_dim": 64, "layers": 4}
 CHOSEN_EXPERTS: dict[str, Any] = {"hidden": 256, "experts": 8, "experts_per_tok": 6}
@@ -55,10 +54,10 @@ def test_half_precision_is_as_near_to_float32_as_transformers(name: str, dtype: 
     if family == "gemma3":  # Transformers multiplies by the rounded scale in 16 bits, which here is the model's
         model.model.embed_tokens.embed_scale = scale.to(getattr(torch, dtype)).float()
     exact = torch.cat(reference(model, prompts))
-    decoder = load(tmp_path, getattr(torch, dtype))
-    assert decoder.weight_bytes == sum(slot.view.nbytes for _, slot in decoder.slots())
+    own = load(tmp_path, getattr(torch, dtype))
+    assert own.network.weight_bytes == sum(slot.view.nbytes for _, slot in own.slots())
     of_all = torch.median if "experts" in sizes else torch.mean
-    assert of_all((torch.cat(run(decoder, prompts, (0.4,))) - exact).abs()) < factor * of_all((theirs - exact).abs())
+    assert of_all((torch.cat(run(own, prompts, (0.4,))) - exact).abs()) < factor * of_all((theirs - exact).abs())
 
 
 def test_layers_for_multi_token_prediction_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +91,7 @@ def test_the_text_model_of_mistral_small_and_ministral(family: str, tmp_path: Pa
     edit_config(tmp_path / "whole", tie_word_embeddings=...)
     stored = load_file(tmp_path / "whole" / "model.safetensors")
     assert {"language_model", "vision_tower", "multi_modal_projector"} == {name.split(".")[0] for name in stored}
-    assert load_decoder_spec(tmp_path / "whole") == load_decoder_spec(tmp_path / "text")
+    assert load_network_config(tmp_path / "whole").network == load_network_config(tmp_path / "text").network
     own, other = (dict(load(tmp_path / name).slots()) for name in ("whole", "text"))
     assert own.keys() == other.keys() and all(torch.equal(own[name].view, other[name].view) for name in own)
 
@@ -112,21 +111,21 @@ def test_the_text_model_of_qwen3_vl(tmp_path: Path) -> None:
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert_same_logits(Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32), tmp_path)
     edit_config(tmp_path, text_config={})
-    spec = load_decoder_spec(tmp_path)
+    network = load_network_config(tmp_path).network
     default = Qwen3VLTextConfig()
-    assert (spec.max_position_embeddings, spec.rope.theta) == (default.max_position_embeddings, 500_000)
+    assert (network.max_model_len, network.ropes[0].theta) == (default.max_position_embeddings, 500_000)
 
 
 def test_older_configs_of_olmo_mean_the_same(tmp_path: Path) -> None:
     yarn = {**ROPES["yarn"], "rope_theta": 500_000.0, "attention_factor": 1.25}
     make_checkpoint(tmp_path, "olmo3", layers=8, rope=yarn, sliding_window=20)
     edit_config(tmp_path, rope_parameters={"full_attention": yarn, "sliding_attention": {"rope_type": "default"}})
-    spec = load_decoder_spec(tmp_path)
+    network = load_network_config(tmp_path).network
     full = RopeSpec("yarn", 5e5, 4.0, original_max_position=64, attention_factor=1.25)
-    assert spec.ropes == (full, RopeSpec(theta=5e5)) and spec.sliding_windows == (20, 20, 20, None) * 2
-    assert spec.max_model_len == 256
+    assert network.ropes == (RopeSpec(theta=5e5), full) and network.kv_windows == (20, 20, 20, None) * 2
+    assert network.max_model_len == 256
     edit_config(tmp_path, rope_parameters=..., rope_theta=500_000, rope_scaling=yarn, layer_types=...)
-    assert load_decoder_spec(tmp_path) == spec
+    assert load_network_config(tmp_path).network == network
 
 
 def test_rotated_features_are_given_in_several_ways(tmp_path: Path) -> None:
@@ -139,23 +138,23 @@ def test_rotated_features_are_given_in_several_ways(tmp_path: Path) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, 8),
     ):
         edit_config(tmp_path, **{**rotated, **changes})
-        assert load_decoder_spec(tmp_path).rope.rotary_dim == expected
+        assert load_network_config(tmp_path).network.ropes[0].rotary_dim == expected
     make_checkpoint(tmp_path, "glm4_moe", head_dim=32)
     edit_config(tmp_path, **rotated)
-    assert load_decoder_spec(tmp_path).rope.rotary_dim == 16
+    assert load_network_config(tmp_path).network.ropes[0].rotary_dim == 16
 
 
 def test_a_shared_expert_is_always_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm4_moe", layers=3, experts=8)
-    spec = load_decoder_spec(tmp_path)
+    network = load_network_config(tmp_path).network
     expert = 3 * 64 * 48
-    whole = spec.layer_weight_bytes(4)
-    assert 3 * (whole - spec.layer_weight_bytes(4, 1)) == pytest.approx(2 * 6 * expert * 4, abs=3)
+    whole = network.layer_weight_bytes()
+    assert 3 * (whole - network.layer_weight_bytes(1)) == pytest.approx(2 * 6 * expert * 4, abs=3)
     attention = 64 * 2 * (64 + 32)
     shared = 2 * expert
     dense = 3 * 64 * 96
     read = 3 * attention + dense + 2 * (8 * 64 + 8 + shared + 2 * expert)
-    assert Network(spec, "float32").matrix_operations(1) == 2 * read
+    assert network.multiplied_weights == read
 
 
 @pytest.mark.parametrize(
@@ -209,5 +208,5 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     make_checkpoint(tmp_path, family, **(GEMMA_4["small"] if family == "gemma4" else {}))
     edit_config(tmp_path, **changes)
-    message = refusal(lambda: load_decoder_spec(tmp_path))
+    message = refusal(lambda: load_network_config(tmp_path))
     assert expected in message and str(tmp_path / "config.json") in message and "\n" not in message

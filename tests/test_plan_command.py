@@ -22,7 +22,7 @@ from nanovllm.apps.cli.main import _parse, main
 from nanovllm.features.planner.units import show_seconds
 from nanovllm.memory.layerwise import LayerwiseMemory, prefill_steps
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.hf_config import read_network_config
 
 CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
@@ -269,8 +269,8 @@ def test_a_plan_of_several_ranks_is_of_one_of_them(capsys: pytest.CaptureFixture
     # 2 * 32 + 1 sums of a row of 4,096 numbers in bfloat16, which seven ranks send
     sums = eight["request"]["decode"]["terms"]["interconnect"]
     assert sums == pytest.approx(65 * (10e-6 + 7 * 8192 / 400e9))
-    parts = read_decoder_spec(str(CONFIGS / "llama-3.1-8b.json")).of_ranks(3)  # of 2, 3 and 3 KV heads
+    parts = read_network_config(CONFIGS / "llama-3.1-8b.json").of_ranks(3)  # of 2, 3 and 3 KV heads
     three = run_json(capsys, *llama, "--tensor-parallel-size", "3")["model"]["weight_bytes"]
-    assert three == max(part.weight_bytes(2) for part in parts) > parts[0].weight_bytes(2)
+    assert three == max(part.weight_bytes for part in parts) > parts[0].weight_bytes
     unknown = run_json(capsys, *llama, "--tensor-parallel-size", "8")
     assert unknown["request"]["decode"]["missing"] == ["interconnect"]

@@ -18,14 +18,15 @@ from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM
 from nanovllm.data.batch import Batch, LayerwisePrefill, StepResult
 from nanovllm.data.kv_groups import HOLE
+from nanovllm.data.network import KVLayer, Network
 from nanovllm.errors import RequestError
-from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, LINK, Rates, StepModel
+from nanovllm.features.planner.step_work import StepWork
 from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import prefill_steps
-from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.memory.layout import kv_layout
+from nanovllm.models.hf_config import load_network_config
 
 BLOCK = 16
 VOCAB = 97
@@ -37,8 +38,8 @@ model_dir = checkpoint_fixture(vocab=VOCAB, layers=LAYERS, max_positions=MAX_LEN
 
 
 @pytest.fixture(scope="module")
-def spec(model_dir: Path) -> DecoderSpec:
-    return load_decoder_spec(model_dir)
+def network(model_dir: Path) -> Network:
+    return load_network_config(model_dir).on_meta("float32").network
 
 
 # ---- bytes and counts of the engine
@@ -160,16 +161,18 @@ def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_di
 )
 @settings(max_examples=50)
 def test_operations_of_attention_are_those_of_a_walk(
-    spec: DecoderSpec, context: int, query: int, windows: list[int | None]
+    network: Network, context: int, query: int, windows: list[int | None]
 ) -> None:
-    network = Network(replace(spec, num_layers=len(windows), sliding_windows=tuple(windows)), "float32")
+    kept = network.layers[0]
+    assert isinstance(kept, KVLayer)
+    network = replace(network, layers=tuple(replace(kept, window=window) for window in windows))
+    work = StepWork(network, kv_layout(network, "auto").with_block_size(BLOCK))
     rows = range(context, context + query)
     keys = sum(min(p + 1, w or p + 1) for w in windows for p in rows)
-    spec = network.spec
-    assert network.attention_operations(context, query) == 4 * spec.num_heads * spec.head_dim * keys
+    assert work.attention_operations(context, query) == 4 * network.num_heads * kept.head_dim * keys
     seen = [{k for p in rows for k in range(max(0, p + 1 - (w or p + 1)), p + 1)} for w in windows]
-    token_layer = 2 * spec.num_kv_heads * spec.head_dim * 4
-    assert network.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
+    token_layer = 2 * kept.heads * kept.head_dim * 4
+    assert work.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
 
 
 # ---- the longest prompt
@@ -240,9 +243,9 @@ CHUNK = LayerwisePrefill(100, 140, 40)
 RESIDENT = 2  # blocks
 
 
-def step_model(spec: DecoderSpec, rates: Rates, cpu_attention: bool = False) -> StepModel:
-    network = Network(spec, "float32")
-    return StepModel(network, rates, network.layout(BLOCK), ring_slots=4, cpu_attention=cpu_attention)
+def step_model(network: Network, rates: Rates, cpu_attention: bool = False) -> StepModel:
+    layout = kv_layout(network, "auto").with_block_size(BLOCK)
+    return StepModel(network, rates, layout, ring_slots=4, cpu_attention=cpu_attention)
 
 
 def moves_of(model: StepModel, context_len: int, query_len: int = 1) -> TransferCount:
@@ -257,49 +260,49 @@ def moves_of(model: StepModel, context_len: int, query_len: int = 1) -> Transfer
     return predict_transfers(layout, RESIDENT, context_len, query_len, use)
 
 
-def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpec) -> None:
-    model = step_model(spec, RATES)
-    network = model.network
-    matrices = max(network.matrix_operations(40) / 1e9, LAYERS * spec.layer_weight_bytes(4) / 4e8)
-    computing = matrices + network.attention_operations(100, 40) / 1e9
-    token = network.layout(BLOCK).token_bytes
+def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(network: Network) -> None:
+    model = step_model(network, RATES)
+    work = StepWork(network, model.layout)
+    matrices = max(work.matrix_operations(40) / 1e9, LAYERS * network.layer_weight_bytes() / 4e8)
+    computing = matrices + work.attention_operations(100, 40) / 1e9
+    token = model.layout.token_bytes
     copying = max((100 - 2 * BLOCK) * token, 40 * token) / 1e8
     stall = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     chunk = model.prefill(CHUNK, False, moves_of(model, 100, 40))
     assert chunk.seconds == pytest.approx(max(computing, copying + stall))
     assert chunk.terms == pytest.approx({COMPUTE: computing, LINK: copying})
     last = model.prefill(CHUNK, True, moves_of(model, 100, 40))
-    assert last.seconds == pytest.approx(chunk.seconds + VOCAB * spec.hidden_size * 4 / 4e8)
+    assert last.seconds == pytest.approx(chunk.seconds + VOCAB * network.hidden_size * 4 / 4e8)
 
 
-def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec) -> None:
-    model = step_model(spec, RATES)
+def test_a_decode_step_reads_while_the_link_copies(network: Network) -> None:
+    model = step_model(network, RATES)
     token = model.layout.token_bytes
-    weights = LAYERS * spec.layer_weight_bytes(4) / 4e8
+    weights = LAYERS * network.layer_weight_bytes() / 4e8
     device = weights + 101 * token / 4e8
     copying = (100 - 2 * BLOCK) * token / 1e8
     stall = max(0.0, weights + (2 * BLOCK + 1) * token / 4e8 - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
-    head = VOCAB * spec.hidden_size * 4 / 4e8
+    head = VOCAB * network.hidden_size * 4 / 4e8
     step = model.decode(100, moves_of(model, 100))
     assert step.seconds == pytest.approx(max(device, copying + stall) + head)
     assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying})
     assert step.limit == max(step.terms, key=lambda name: step.terms[name])
 
 
-def test_what_the_cpu_attends_to_is_neither_copied_nor_read_by_the_device(spec: DecoderSpec) -> None:
+def test_what_the_cpu_attends_to_is_neither_copied_nor_read_by_the_device(network: Network) -> None:
     fast = replace(RATES, device_bandwidth=1e12, host_bandwidth=2e8)
-    model = step_model(spec, fast, cpu_attention=True)
+    model = step_model(network, fast, cpu_attention=True)
     moved = moves_of(model, 1000)
     step = model.decode(1000, moved)
     assert 0 < moved.cpu_attention_bytes < moved.without_cpu_attention.h2d_bytes
     assert step.terms[HOST] == pytest.approx(moved.cpu_attention_bytes / 2e8)
     assert step.terms[LINK] == pytest.approx(moved.h2d_bytes / 1e8)
     assert step.seconds is not None and 0.5 < step.terms[HOST] / step.seconds <= 1.0
-    alone = step_model(spec, replace(fast, host_bandwidth=None), cpu_attention=True)
+    alone = step_model(network, replace(fast, host_bandwidth=None), cpu_attention=True)
     assert alone.no_cpu_attention == ("host_bandwidth",) and moves_of(alone, 1000).cpu_attention_blocks == 0
 
 
-def test_an_unknown_rate_is_named(spec: DecoderSpec) -> None:
-    model = step_model(spec, Rates(compute=1e9))
+def test_an_unknown_rate_is_named(network: Network) -> None:
+    model = step_model(network, Rates(compute=1e9))
     assert model.prefill(CHUNK, True, moves_of(model, 100, 40)).missing == ("device_bandwidth", "link")
     assert model.decode(10, TransferCount()).missing == ("device_bandwidth",)

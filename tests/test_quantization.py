@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.planner.network import Network
 from nanovllm.formats.quantization import read_quantization
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers.packed_matrix import StackedWeights
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 CPU = torch.device("cpu")
 # Log-probabilities of a quantized model differ from those of the dequantized one in plain numbers by the order of sums.
@@ -62,19 +61,22 @@ def test_weights_are_those_of_the_published_formula_and_stay_packed(
     """To the bit, and the memory that they take is counted as stored."""
     path = quantized(variant)
     expected = dequantized(path)
-    spec = load_decoder_spec(path)
+    config = load_network_config(path)
     decoder = load(path)
     for layer in decoder.layers:
         for linear in layer.linears:
             assert linear.weight.dense is None
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
             assert torch.equal(weight_of(linear), rows), linear.parts
-    assert decoder.weight_bytes == parameter_bytes(decoder) == Network(spec, "float32").weight_bytes
-    assert spec.num_layers * decoder.layer_weight_bytes == sum(
+    network = decoder.network
+    assert network.weight_bytes == parameter_bytes(decoder) == config.on_meta("float32").network.weight_bytes
+    assert network.num_layers * network.layer_weight_bytes() == sum(
         slot.view.nbytes for layer in decoder.layers for _, slot in layer.slots()
     )
-    assert {name for name, tensor in spec.tensors() if tensor.check is None} == {name for name, _ in decoder.slots()}
-    assert pickle.loads(pickle.dumps(spec)) == spec
+    declared = config.on_meta().tensors()
+    assert {name for name, tensor in declared if tensor.check is None} == {name for name, _ in decoder.slots()}
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied.method == config.method and copied.network == copied.on_meta().network == config.network
 
 
 def prompt_logprobs(llm: LLM, prompt: list[int]) -> list[float]:
@@ -151,9 +153,10 @@ def test_other_families(family: str, variant: str, options: dict[str, Any], tmp_
         set_quantization(path, modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"])
     decoder = load(path)
     prompts = [random_prompt(length, VOCAB, 5) for length in (30, 3)]
-    assert all(weight.dense is None for layer in decoder.layers for weight in layer.mlp.weights())
-    assert family not in GATED_DELTA or isinstance(decoder.layers[0].qkv.weight, StackedWeights)
-    assert decoder.weight_bytes == parameter_bytes(decoder)
+    mlps = [module for layer in decoder.layers for module in layer.mlp.modules()]
+    assert all(weight.dense is None for module in mlps for weight in module.own_weights())
+    assert family not in GATED_DELTA or isinstance(decoder.layers[0].mixer.input.weight, StackedWeights)
+    assert decoder.network.weight_bytes == parameter_bytes(decoder)
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "dequantized"), **SMALL) as reference:
         assert token_ids(llm, prompts, greedy(6)) == token_ids(reference, prompts, greedy(6))
 
@@ -178,12 +181,14 @@ def test_text_of_a_quantized_model_for_images(variant: str, tmp_path: Path) -> N
         set_quantization(path, dynamic={"-:.*in_proj_[ab]$": {}, "-:.*visual.*": {}, "lm_head": {}})
     expected = dequantized(path)
     decoder = load(path)
-    assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
-    names = [name.replace("model.", "model.language_model.", 1) for name in decoder.layers[0].qkv.parts]
-    assert torch.equal(weight_of(decoder.layers[0].qkv), torch.cat([expected[f"{name}.weight"] for name in names]))
+    assert isinstance(decoder.layers[0].mixer.input.weight, StackedWeights)
+    names = [name.replace("model.", "model.language_model.", 1) for name in decoder.layers[0].mixer.input.parts]
+    assert torch.equal(
+        weight_of(decoder.layers[0].mixer.input), torch.cat([expected[f"{name}.weight"] for name in names])
+    )
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"+:.*": {"bits": 8}}}
     edit_config(path, quantization_config=gptq)
-    assert "dynamic={'+:.*': {'bits': 8}}: must be" in refusal(lambda: load_decoder_spec(path))
+    assert "dynamic={'+:.*': {'bits': 8}}: must be" in refusal(lambda: load_network_config(path))
 
 
 # ---- inputs

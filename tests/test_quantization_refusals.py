@@ -21,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.apps.cli.main import main
 from nanovllm.errors import ConfigError
 from nanovllm.formats.quantization import read_quantization
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_mtp_head
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -76,7 +76,7 @@ def test_checkpoints_of_modelopt_are_refused_where_only_their_own_file_says_so(
             assert main(["plan", "--model", str(model), "--gpu-mem", "8GB"]) == 2
             assert message in capsys.readouterr().err
     own.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}))
-    assert load_decoder_spec(path) == load_decoder_spec(plain_checkpoint)
+    assert load_network_config(path).network == load_network_config(plain_checkpoint).network
 
 
 def group_128(**changes: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_a_head_for_multi_token_prediction_is_checked_too(tmp_path: Path) -> Non
 def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, intermediate=100)
     edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
-    message = refusal(lambda: load_decoder_spec(tmp_path))
+    message = refusal(lambda: load_network_config(tmp_path))
     assert "model.layers.0.mlp.gate_proj cannot be stored as gptq: out_features=100 must be a multiple of 8" in message
 
 
@@ -150,7 +150,7 @@ def test_scales_in_bfloat16_that_fit_are_read_also_without_group_order(quantized
     edit_tensors(path, scales=lambda t: t.bfloat16(), g_idx=None)
     tensors = load_file(path / "model.safetensors")
     assert tensors[f"{Q_PROJ}.scales"].dtype is torch.bfloat16
-    assert torch.equal(weight_of(load(path).layers[0].qkv)[:128], dequantized(path)[f"{Q_PROJ}.weight"])
+    assert torch.equal(weight_of(load(path).layers[0].mixer.input)[:128], dequantized(path)[f"{Q_PROJ}.weight"])
 
 
 def test_biases_of_zeros_that_the_network_does_not_have(quantized_copy: Callable[[str], Path]) -> None:
@@ -204,11 +204,11 @@ REAL = {
 @pytest.mark.parametrize("variant", REAL)
 def test_fields_that_tools_write_have_no_effect(variant: str, quantized_copy: Callable[[str], Path]) -> None:
     path = quantized_copy(variant)
-    before = load_decoder_spec(path)
+    before = load_network_config(path)
     set_quantization(path, **REAL[variant], a_new_field=1)
     forms = [
-        [(name, tensor._replace(check=None)) for name, tensor in spec.tensors()]
-        for spec in (before, load_decoder_spec(path))
+        [(name, tensor._replace(check=None)) for name, tensor in config.on_meta().tensors()]
+        for config in (before, load_network_config(path))
     ]
     assert forms[0] == forms[1]
 

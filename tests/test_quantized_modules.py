@@ -30,16 +30,16 @@ def test_ignored_modules_stay_plain(plain_checkpoint: Path, quantized_copy: Call
     save_file(kept | {f"{name}.weight": source[f"{name}.weight"] for name in names}, path / "model.safetensors")
     set_quantization(path, ignore=["lm_head", r"re:model\.layers\.1\.mlp\..*", names[-1]])
     decoder = load(path)
-    assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
+    assert isinstance(decoder.layers[0].mixer.input.weight, StackedWeights)
     assert decoder.layers[1].mlp.down.weight.dense is not None
-    assert decoder.weight_bytes == parameter_bytes(decoder)
+    assert decoder.network.weight_bytes == parameter_bytes(decoder)
     expected = dequantized(path)
     for layer in decoder.layers:
-        rows = torch.cat([expected[f"{module}.weight"] for module in layer.qkv.parts])
+        rows = torch.cat([expected[f"{module}.weight"] for module in layer.mixer.input.parts])
         x = torch.randn(5, 128)
-        torch.testing.assert_close(layer.qkv(x), x @ rows.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.mixer.input(x), x @ rows.T, rtol=1e-5, atol=1e-5)
         indices = torch.tensor([0, 130, 200, 255, 3])
-        assert torch.equal(layer.qkv.weight.rows(indices), rows[indices])
+        assert torch.equal(layer.mixer.input.weight.rows(indices), rows[indices])
 
 
 def test_parts_of_names_that_stay_plain() -> None:
@@ -88,8 +88,10 @@ def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tm
     )
     set_quantization(path, ignore=[])
     decoder = load(path)
-    assert isinstance(decoder.lm_head, QuantizedWeight) and decoder.weight_bytes == parameter_bytes(decoder)
-    assert decoder.spec.head_bytes(4) == decoder.lm_head.packed.rows(slice(None)).nbytes
+    assert isinstance(decoder.lm_head.weight, QuantizedWeight) and decoder.network.weight_bytes == parameter_bytes(
+        decoder
+    )
+    assert decoder.network.head_bytes == decoder.lm_head.weight.packed.rows(slice(None)).nbytes
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "plain"), **SMALL) as reference:
         prompt = [random_prompt(20, VOCAB, 4)]
         assert token_ids(llm, prompt, greedy(4)) == token_ids(reference, prompt, greedy(4))

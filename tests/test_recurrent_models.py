@@ -28,6 +28,7 @@ from engines import (
 from fast import fast_only, fast_pairs
 from lora_helpers import ALL, make_adapter, merge_adapter
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
@@ -35,10 +36,10 @@ from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.gated_delta import parts_of_states
+from nanovllm.layers.state_rows import parts_of_states
 from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.memory.states import plan_states, without_states
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.ops.attention import SequenceMetadata
 
 VOCAB = 199
@@ -318,25 +319,47 @@ def test_each_row_with_drafts_is_kept_once_however_a_step_is_cut(chunk: int) -> 
 
 
 def test_rows_with_drafts_are_counted_where_memory_is_sized(half: Path) -> None:
-    spec = load_decoder_spec(half)
+    network = load_network_config(half).network
     drafts = {"method": "ngram", "num_speculative_tokens": 500}
     memory = MemoryFacts(2**30, 2**30, 2**30, tiers_share_memory=False, activation_peak=0)
     plain, drafting = (engine_config(half, {"speculative_config": each, "max_num_seqs": 6}) for each in (None, drafts))
-    with_rows, without = (without_states(memory, config, spec, 2) for config in (drafting, plain))
+    with_rows, without = (without_states(memory, config, network) for config in (drafting, plain))
     assert with_rows.states is not None and without.states is not None and without.states.draft_rows == 0
     assert with_rows.states.draft_rows == with_rows.states.running + 500
     taken = without.device_free - with_rows.device_free
-    assert taken == with_rows.states.draft_rows * spec.draft_row_bytes(2) > 0
+    assert taken == with_rows.states.draft_rows * network.draft_row_bytes > 0
     alone = {"max_num_seqs": 1, "speculative_config": drafts}
-    tight = replace(memory, device_total=6 * spec.state_bytes(2), device_free=6 * spec.state_bytes(2))
+    tight = replace(memory, device_total=6 * network.state_bytes, device_free=6 * network.state_bytes)
     for asked, facts, running in (
         (alone, memory, 1),
         (alone, tight, 1),  # of whose memory for the cache one state takes more than an eighth
         ({"max_num_seqs": 6, "enable_prefix_caching": False, "speculative_config": drafts}, memory, 6),
     ):
-        slots = plan_states(engine_config(half, asked), spec, 2, facts)
+        slots = plan_states(engine_config(half, asked), network, facts)
         assert slots is not None and slots.device > slots.running == running  # one more for a state that is held
-    few = 500 * spec.draft_row_bytes(2)
+    few = 500 * network.draft_row_bytes
     small = replace(memory, device_total=few, device_free=few)
     with pytest.raises(ConfigError, match=r"rows with drafts take .*; lower num_speculative_tokens or max_num_seqs"):
-        without_states(small, drafting, spec, 2)
+        without_states(small, drafting, network)
+
+
+def test_a_network_without_memory_computes_nothing(half: Path) -> None:
+    """It is made at every start, and torch imports a compiler for many operations on the meta device."""
+    done = set[str]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.is_meta:
+                done.add(str(func))
+            return out
+
+    config = load_network_config(half)
+    with Watch():
+        assert config.on_meta().network.num_weights > 0
+    assert done == {
+        "aten.empty.memory_format",
+        "aten.permute.default",
+        "aten.unsqueeze.default",
+        "aten._to_copy.default",
+    }

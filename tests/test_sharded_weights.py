@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.manager import LoRAManager
-from nanovllm.features.planner.network import Network
-from nanovllm.layers.experts import Experts
+from nanovllm.formats.quantization import read_quantization
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.build_context import BuildContext
+from nanovllm.layers.causal_lm import META, CausalLM
+from nanovllm.layers.linear_method import StoredWeight
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import MetaRanks
-from nanovllm.layers.sharding import DividedMatrix, Sizes, shard
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -37,6 +39,7 @@ VOCAB = 199
 # k and v of 128 rows, of which two ranks have half a block of FP8; everything else can be divided at multiples of 128.
 SIZES: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": VOCAB}
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32", "device": "cpu"}
+THREE_HEADS: dict[str, Any] = {"heads": 3, "kv_heads": 3, "head_dim": 128}
 PROMPTS = [random_prompt(length, VOCAB, seed=6) for length in (40, 7)]
 
 
@@ -49,31 +52,41 @@ def rank_processes() -> Iterator[None]:
 plain = checkpoint_fixture(**SIZES)
 
 
-def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[Decoder]:
-    """The decoder of each rank."""
-    spec = load_decoder_spec(path)
+def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[CausalLM]:
+    """The model of each rank."""
+    config = load_network_config(path)
     ranks = [MetaRanks(rank, num_ranks) for rank in range(num_ranks)]
-    return [load_model(path, spec, torch.float32, CPU, load_format, group=rank) for rank in ranks]
+    return [load_model(path, config, torch.float32, CPU, load_format, group=rank) for rank in ranks]
 
 
-def matrices(decoder: Decoder) -> dict[str, Tensor]:
+def matrices(model: CausalLM) -> dict[str, Tensor]:
     """The values of each linear layer's and each expert's modules, in fp32."""
     found: dict[str, Tensor] = {}
-    for layer in decoder.layers:
-        weights = [(linear.parts, linear.weight) for linear in layer.linears]
-        if isinstance(layer.mlp, Experts):
-            names = [layer.mlp.spec.expert(layer.index, index) for index in range(layer.mlp.spec.num_experts)]
-            inner = layer.mlp.spec.intermediate_size
-            hidden = decoder.spec.hidden_size
-            weights += [({gate: inner, up: inner}, layer.mlp.gate_up[i]) for i, (gate, up, _) in enumerate(names)]
-            weights += [({down: hidden}, layer.mlp.down[i]) for i, (_, _, down) in enumerate(names)]
-        for parts, weight in weights:
-            rows = weight.rows(torch.arange(sum(parts.values())))
-            found |= dict(zip(parts, rows.split(list(parts.values())), strict=True))
+    sizes = {module: rows for module, rows, _ in model.matrices()}
+    weights: list[tuple[Sequence[str], StoredWeight]] = []
+    for layer in model.layers:
+        weights += [(list(linear.parts), linear.weight) for linear in layer.linears]
+    for experts in model.experts:
+        for index, names in enumerate(experts.names):
+            weights += [(names[:2], experts.gate_up[index]), (names[2:], experts.down[index])]
+    for modules, weight in weights:
+        parts = [sizes[module] for module in modules]
+        found |= dict(zip(modules, weight.rows(torch.arange(sum(parts))).split(parts), strict=True))
     return found
 
 
-def joined(parts: list[Decoder]) -> dict[str, Tensor]:
+def attention_of(model: CausalLM) -> Attention:
+    return model.attending[0]
+
+
+def inner_size(model: CausalLM) -> int:
+    """Inner features of the first layer's MLP on this rank."""
+    mlp = model.layers[0].mlp
+    assert isinstance(mlp, GatedMLP)
+    return mlp.down.in_features
+
+
+def joined(parts: list[CausalLM]) -> dict[str, Tensor]:
     """The matrices that ranks without shared KV heads hold together."""
     found = [matrices(part) for part in parts]
     whole: dict[str, Tensor] = {}
@@ -83,10 +96,10 @@ def joined(parts: list[Decoder]) -> dict[str, Tensor]:
         if kind in ("o_proj", "down_proj", "w2"):
             whole[module] = torch.cat(held, dim=1)
         elif kind == "qkv_proj":
-            sizes = [[each.spec.q_size, each.spec.kv_size, each.spec.kv_size] for each in parts]
-            whole[module] = merged(held, sizes)
+            heads = map(attention_of, parts)
+            whole[module] = merged(held, [[each.q_size, each.kv_size, each.kv_size] for each in heads])
         elif kind == "gate_up_proj":
-            whole[module] = merged(held, [[each.spec.intermediate_size] * 2 for each in parts])
+            whole[module] = merged(held, [[inner_size(each)] * 2 for each in parts])
         else:
             whole[module] = torch.cat(held)
     return whole
@@ -98,12 +111,12 @@ def merged(held: list[Tensor], sizes: list[list[int]]) -> Tensor:
     return torch.cat([torch.cat(same) for same in zip(*split, strict=True)])
 
 
-def check_parts(parts: list[Decoder], expected: dict[str, Tensor]) -> None:
+def check_parts(parts: list[CausalLM], expected: dict[str, Tensor]) -> None:
     """Together the ranks hold exactly the expected matrices, and each as many bytes as are planned for it."""
     found = joined(parts)
     assert found.keys() and all(torch.equal(found[module], expected[f"{module}.weight"]) for module in found)
     for part in parts:
-        assert part.weight_bytes == parameter_bytes(part) == Network(part.spec, "float32").weight_bytes
+        assert parameter_bytes(part) == part.network.weight_bytes == part.on_meta().network.weight_bytes
 
 
 # ---- what a rank reads
@@ -121,7 +134,7 @@ def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Pa
     """Three ranks have 1, 1 and 2 KV heads, and 64, 96 and 96 of 256 inner features."""
     path = quantize(plain, tmp_path / variant, variant)
     parts = load_parts(path, 3)
-    assert [part.spec.intermediate_size for part in parts] == [64, 96, 96]
+    assert [inner_size(part) for part in parts] == [64, 96, 96]
     check_parts(parts, dequantized(path))
 
 
@@ -132,8 +145,7 @@ def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Pa
 def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Path) -> None:
     options = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
     make_checkpoint(tmp_path, family, kv_heads=4, fused_experts=fused, **options)
-    spec = load_decoder_spec(tmp_path)
-    whole = matrices(load_model(tmp_path, spec, torch.float32, CPU))
+    whole = matrices(load_model(tmp_path, load_network_config(tmp_path), torch.float32, CPU))
     check_parts(load_parts(tmp_path, 2), {f"{module}.weight": tensor for module, tensor in whole.items()})
 
 
@@ -154,23 +166,29 @@ def test_ranks_hold_the_parts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     path = gguf_files.write_gguf(tmp_path / "model.gguf", model, kind)
     parts = load_parts(path, 2)
     check_parts(parts, model.state_dict())
-    whole = load_model(path, load_decoder_spec(path), torch.float32, CPU)
-    embedding = torch.cat([part.embedding.rows(torch.arange(part.spec.vocab_rows)) for part in parts])
-    assert torch.equal(embedding, whole.embedding.rows(torch.arange(gguf_files.VOCAB)))
+    whole = load_model(path, load_network_config(path), torch.float32, CPU)
+    assert torch.equal(torch.cat([embedding_of(part) for part in parts]), embedding_of(whole))
+    assert len(embedding_of(whole)) == gguf_files.VOCAB
     assert torch.equal(torch.cat([q_bias(part) for part in parts]), q_bias(whole))
 
 
-def q_bias(decoder: Decoder) -> Tensor:
-    bias = decoder.layers[0].qkv.bias
-    assert bias is not None
-    return bias[: decoder.spec.q_size]
+def embedding_of(model: CausalLM) -> Tensor:
+    return model.embedding.weight.rows(torch.arange(sum(model.embedding.parts.values())))
+
+
+def q_bias(model: CausalLM) -> Tensor:
+    attention = attention_of(model)
+    assert attention.input.bias is not None
+    return attention.input.bias[: attention.q_size]
 
 
 def test_ranks_with_placeholder_weights_agree_on_what_each_holds_whole(plain: Path, tmp_path: Path) -> None:
     path = quantize(plain, tmp_path / "gptq", "gptq-32-asymmetric")
     one, other = load_parts(path, 2, "dummy")
-    assert torch.equal(one.layers[0].mlp_norm, other.layers[0].mlp_norm)
-    assert not torch.equal(one.norm, one.layers[0].mlp_norm)
+    norms = [part.layers[0].before_mlp for part in (one, other)]
+    assert norms[0] is not None and norms[1] is not None
+    assert torch.equal(norms[0].data, norms[1].data)
+    assert not torch.equal(one.norm.data, norms[0].data)
     assert all(bool(matrix.any()) for matrix in matrices(other).values())
 
 
@@ -179,15 +197,20 @@ def test_ranks_with_placeholder_weights_agree_on_what_each_holds_whole(plain: Pa
 
 def test_matrices_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     for variant, sizes, num_ranks, expected in (
-        ("gptq-128", {}, 3, "the model's intermediate size is 256 in groups of 128, too little for every rank"),
-        ("gptq-128", {"head_dim": 48}, 2, "rank 0 would hold columns 0 to 191 of model.layers.1.self_attn.o_proj"),
-        ("fp8", {"heads": 12, "kv_heads": 6}, 2, "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj"),
+        (
+            "gptq-128",
+            THREE_HEADS,
+            3,
+            "the model's intermediate size is 256 in groups of 128, too little for every rank",
+        ),
+        ("gptq-128", {"head_dim": 48}, 2, "rank 0 would hold columns 0 to 191 of model.layers.0.self_attn.o_proj"),
+        ("fp8", {"heads": 12, "kv_heads": 6}, 2, "rank 0 would hold rows 0 to 191 of model.layers.0.self_attn.q_proj"),
     ):
         path = tmp_path / f"{variant} {sizes}"
         make_checkpoint(path / "plain", **{**SIZES, **sizes})
         quantize(path / "plain", path / variant, variant)
         message = refusal(
-            lambda path=path / variant, ranks=num_ranks: load_decoder_spec(path).of_rank(0, ranks), ConfigError
+            lambda path=path / variant, ranks=num_ranks: load_network_config(path).of_ranks(ranks), ConfigError
         )
         assert f"tensor_parallel_size={num_ranks}: " in message and expected in message
     assert message == refusal(lambda: LLM(path / variant, tensor_parallel_size=2, **RESIDENT), ConfigError)
@@ -195,8 +218,9 @@ def test_matrices_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
 
 def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path) -> None:
     """Each part could be divided in blocks of 128 rows, but up begins after 192 rows of gate."""
-    matrix = DividedMatrix("model.layers.0.mlp.gate_up_proj", (384, 64), (128, 1))
-    message = refusal(lambda: shard(Sizes(2, 2, 64, 192, 100), 2, [matrix], "fp8"), ConfigError)
+    method = read_quantization({"quant_method": "fp8", "weight_block_size": [128, 128]}, "float32", ())
+    build = BuildContext(torch.float32, META, method, MetaRanks(0, 2)).at("model.layers.0.mlp")
+    message = refusal(lambda: GatedMLP(128, 192, "silu", build, merged=True), ConfigError)
     assert "rank 0 would hold rows 0 to 127 and 192 to 319 of model.layers.0.mlp.gate_up_proj" in message
 
 
@@ -251,7 +275,7 @@ def test_quantized_recurrent_layers_give_the_tokens_of_one_rank(family: str, var
     make_checkpoint(tmp_path / "plain", family, **sizes)
     path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
     for part in load_parts(path, 2):
-        assert part.weight_bytes == parameter_bytes(part) and part.layers[0].qkv.weight.dense is None
+        assert part.network.weight_bytes == parameter_bytes(part) and part.layers[0].mixer.input.weight.dense is None
     assert tokens(path, 2, **offloaded(16, 4, 40, max_num_batched_tokens=23)) == tokens(path, 1)
 
 
@@ -269,11 +293,11 @@ class OtherRankFails(MetaRanks):
 def test_an_adapter_that_one_rank_cannot_read_is_used_by_none(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     request = make_adapter(tmp_path / "adapter", model)
-    spec = load_decoder_spec(tmp_path / "model")
+    network = load_network_config(tmp_path / "model")
     config = EngineConfig(model=str(tmp_path / "model"), enable_lora=True, tensor_parallel_size=2)
-    part = load_model(tmp_path / "model", spec, torch.float32, CPU, group=OtherRankFails(0, 2))
+    part = load_model(tmp_path / "model", network, torch.float32, CPU, group=OtherRankFails(0, 2))
     manager = LoRAManager(part, config)
-    adapter = AdapterRegistry(part.spec, 16).find(request)
+    adapter = AdapterRegistry(part.network, 16).find(request)
     expected = "the adapter 'adapter' cannot be loaded: rank 1 cannot read it, and has logged why"
     assert manager.begin_step([adapter]) == {adapter.number: expected}
     assert not manager.on_device and manager.of_rows([(adapter.number, 3)]) == []

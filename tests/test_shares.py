@@ -15,7 +15,7 @@ from nanovllm.apps.cli.main import main
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.shares import with_device_bytes
-from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.hf_config import read_network_config
 from nanovllm.rules import Share, num_bytes, share, with_unit
 from nanovllm.text.tokenizer import load_tokenizer
 
@@ -58,13 +58,13 @@ def test_sizes_with_units() -> None:
 def sized(model: str | Path, **arguments: Any) -> tuple[EngineConfig, int]:
     """The configuration for the tiny checkpoint, and the bytes of a block."""
     config = engine_config(model, arguments)
-    spec = read_decoder_spec(model)
-    sized_config = with_device_bytes(config, spec, 4)
-    return sized_config, layout_of(sized_config, spec, 4).block_bytes
+    network = read_network_config(model).network
+    sized_config = with_device_bytes(config, network)
+    return sized_config, layout_of(sized_config, network).block_bytes
 
 
 def test_a_share_is_of_the_longest_sequence_or_of_so_many_tokens(model: str) -> None:
-    token = layout_of(engine_config(model, {}), read_decoder_spec(model), 4).token_bytes
+    token = layout_of(engine_config(model, {}), read_network_config(model).network).token_bytes
     for arguments, tokens in (
         ({"kv_cache_memory_bytes": "25%"}, 1024 // 4),
         ({"kv_cache_memory_bytes": "25%", "max_model_len": 800}, 800 // 4),

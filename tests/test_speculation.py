@@ -27,9 +27,9 @@ from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.speculation.draft_model import DraftModel, Followed
 from nanovllm.features.speculation.lengths import STALE, PassCosts, draft_length, shared_out
 from nanovllm.features.speculation.ngrams import NgramIndex
+from nanovllm.layers import causal_lm
 from nanovllm.lora_request import LoRARequest
 from nanovllm.memory import states
-from nanovllm.models import decoder
 
 # the end of `write_byte_level`
 BLOCK = 16
@@ -189,7 +189,7 @@ def test_states_of_recurrent_layers_replay_right_drafts(
     known = {tuple(prompt): each[0] for prompt, each in zip(PROMPTS, expected, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         if way == "resident":
-            patch.setattr(decoder, "CPU_CHUNK_ROWS", 3)  # rows of a sequence go on in the next part of a step
+            patch.setattr(causal_lm, "CPU_CHUNK_ROWS", 3)  # rows of a sequence go on in the next part of a step
         if method == "scripted":
             scripted = Scripted(known, [0, 0, 1, 0, 0, 0, 0, 0, 0, 137])
             patch.setattr(build, "_drafter", lambda *arguments: scripted)

@@ -23,7 +23,9 @@ from waiting import eventually
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.distributed.group import _sum_in_order
-from nanovllm.layers.sharding import Sizes, shard
+from nanovllm.layers.build_context import BuildContext
+from nanovllm.layers.causal_lm import META
+from nanovllm.layers.parallel import MetaRanks
 
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 VOCAB = 199
@@ -46,7 +48,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [random_prompt(length, VOCAB, length) for length in lengths]
 
 
-# ---- the division of a decoder
+# ---- the division of a network
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
@@ -57,18 +59,17 @@ def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: 
     ranks_of_heads = [
         [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) for head in range(kv_heads)
     ]
-    sizes = Sizes(heads, kv_heads, head_dim=16, intermediate=96, vocab=199)
+    build = BuildContext(torch.float32, META, group=MetaRanks(0, num_ranks))
     if max(ranks_of_heads) > group:
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
-            shard(sizes, num_ranks)
+            build.split_heads(heads, kv_heads)
         return
-    shards = shard(sizes, num_ranks)
-    assert [head for each in shards for head in each.heads] == list(range(heads))
-    assert [row for each in shards for row in each.vocab] == list(range(199))
-    for each in shards:
-        own_group = len(each.heads) // len(each.kv_heads)
-        assert [each.kv_heads[i // own_group] for i in range(len(each.heads))] == [h // group for h in each.heads]
-        assert len(each.kv_heads) <= each.most_kv_heads
+    ranks = build.heads_of_ranks(heads, kv_heads)
+    assert [head for own, _ in ranks for head in own] == list(range(heads))
+    assert [row for part in build.splits(199, "vocab") for row in part.held] == list(range(199))
+    for own, own_kv in ranks:
+        own_group = len(own) // len(own_kv)
+        assert [own_kv[index // own_group] for index in range(len(own))] == [head // group for head in own]
 
 
 def test_a_sum_goes_through_the_ranks_in_order_in_fp32() -> None:

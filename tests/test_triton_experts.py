@@ -12,13 +12,16 @@ from packed_cases import VARIANTS, random_weight
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
-from nanovllm.data.network import ExpertSpec, SharedExpert
+from nanovllm.data.network import ExpertSpec
 from nanovllm.formats.quantization.config_fields import Modules
 from nanovllm.formats.quantization.mxfp4 import Mxfp4
 from nanovllm.formats.quantization.packed_method import PackedMethod
 from nanovllm.layers import experts as experts_module
+from nanovllm.layers.build_context import BuildContext
+from nanovllm.layers.dense_weight import linear
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.linear import Linear, linear
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.ops.packed_weights import dequantize
 from nanovllm.ops.triton_experts import ExpertConfig, expert_config, grouped_linear, weighted_sum
 from nanovllm.ops.triton_packed import round_inputs
@@ -35,18 +38,21 @@ PACKED = tuple(variant for variant in VARIANTS if variant.split()[0] in SCHEMES)
 # Of the kernel for few rows and of that for many; few programs: the interpreter runs them one by one.
 SMALL = ExpertConfig(16, 16, 64, 4, 1)
 LARGE = ExpertConfig(32, 32, 64, 4, 1)
-ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "softmax, not normalized": {"norm_topk_prob": False, "expert_scale": "scale"},
-    "sigmoid, groups": {
-        "scoring": "sigmoid", "correction_bias": "bias", "num_groups": 4, "chosen_groups": 2, "weight_scale": 2.5
-    },
-    "sigmoid, shared": {"scoring": "sigmoid", "correction_bias": "bias", "shared": SharedExpert(24)},
-    "shared, gated": {"shared": SharedExpert(24, "shared_expert", "shared_expert_gate")},
-    "softmax of chosen, biases": {"biases": True, "scoring": "softmax_of_chosen"},
+SOFTMAX = ExpertSpec(12, 3)
+SIGMOID = replace(SOFTMAX, scoring="sigmoid")
+# How experts are chosen, and what a layer has besides.
+ROUTERS: dict[str, tuple[ExpertSpec, dict[str, Any]]] = {
+    "softmax": (SOFTMAX, {}),
+    "softmax, not normalized": (replace(SOFTMAX, norm_topk_prob=False), {"expert_scale": "scale"}),
+    "sigmoid, groups": (
+        replace(SIGMOID, num_groups=4, chosen_groups=2, weight_scale=2.5), {"correction_bias": "bias"}
+    ),
+    "sigmoid, shared": (SIGMOID, {"correction_bias": "bias", "shared": "shared_experts"}),
+    "shared, gated": (SOFTMAX, {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}),
+    "softmax of chosen, biases": (replace(SOFTMAX, scoring="softmax_of_chosen"), {"biases": True}),
 }  # fmt: skip
 FAST_LAYERS = ("softmax of chosen, biases",)
-EVERY_ROUTER = pytest.mark.parametrize("facts", ROUTERS.values(), ids=ROUTERS)
+EVERY_ROUTER = pytest.mark.parametrize("name", ROUTERS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -150,9 +156,13 @@ def test_tiles_are_larger_where_experts_have_more_rows() -> None:
 # ---- the router and whole layers
 
 
-def made_layer(facts: dict[str, Any], method: PackedMethod | None = None) -> Experts:
-    spec = replace(ExpertSpec(12, 3, 32, True, (True,)), **facts)
-    made = Experts(spec, 0, 64, activation="silu", method=method, dtype=torch.float32, device=torch.device(DEVICE))
+def made_layer(name: str, method: PackedMethod | None = None) -> Experts:
+    """One with the router of this name and random weights."""
+    spec, others = ROUTERS[name]
+    build = BuildContext(torch.float32, torch.device(DEVICE), method).at("mlp")
+    if "shared" in others:
+        others = {**others, "shared": GatedMLP(64, 24, "silu", build.at(others["shared"]))}
+    made = Experts(64, 32, "silu", spec, build, **others)
     for seed, (_, slot) in enumerate(made.slots()):
         if slot.randomize is None:
             slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[-1] ** 0.5)
@@ -162,10 +172,10 @@ def made_layer(facts: dict[str, Any], method: PackedMethod | None = None) -> Exp
 
 
 @EVERY_ROUTER
-def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Of a part of a program's rows, of exactly those, and of several programs."""
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
-    made = made_layer(facts)
+    made = made_layer(name)
     k = 3
     for rows in (1, 16, 40):
         x = random(rows, 64, seed=rows)
@@ -174,7 +184,7 @@ def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, fact
         logits = linear(x, made.gate, made.gate_bias)
         share = None if made.shared_gate is None else linear(x, made.shared_gate)
         weights, grouping = route(made.spec, logits, share, made.correction_bias, made.expert_scale)
-        if made.spec.shared is not None:
+        if made.shared is not None:
             torch.testing.assert_close(weights[:, k:], made._share(x), atol=1e-6, rtol=0)
         torch.testing.assert_close(weights[:, :k], expected, atol=1e-6, rtol=0)
         experts, order = chosen.flatten().sort(stable=True)
@@ -184,13 +194,14 @@ def test_routers_choose_and_group_as_torch(monkeypatch: pytest.MonkeyPatch, fact
 
 
 @EVERY_ROUTER
-def test_of_equal_scores_the_first_are_chosen(facts: dict[str, Any]) -> None:
+def test_of_equal_scores_the_first_are_chosen(name: str) -> None:
     """And every expert once, whatever the scores: rows of NaN or infinity stay within the experts."""
-    spec = replace(ExpertSpec(12, 3, 64, True, (True,)), **facts)
+    spec, others = ROUTERS[name]
+    spec = replace(spec, has_shared="shared" in others)
     logits = torch.zeros(20, 12, device=DEVICE)
     bias = torch.zeros(12, device=DEVICE)
     scale = torch.ones(12, device=DEVICE)
-    tensors = (None, bias if spec.correction_bias else None, scale if spec.expert_scale else None)
+    tensors = (None, bias if "correction_bias" in others else None, scale if "expert_scale" in others else None)
     _, grouping = route(spec, logits, *tensors)
     assert grouping.ends.tolist() == [20, 40, *[60] * 10]
     logits[1], logits[2], logits[3, 4:8] = torch.nan, -torch.inf, torch.inf
@@ -220,18 +231,12 @@ MXFP4 = PackedMethod("mxfp4", Mxfp4(), Modules((), targets=(r"re:.*\.experts\.",
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [
-        pytest.param(facts, id=name, marks=[] if name in FAST_LAYERS else pytest.mark.slow)
-        for name, facts in ROUTERS.items()
-    ],
+    "name", [pytest.param(name, marks=[] if name in FAST_LAYERS else pytest.mark.slow) for name in ROUTERS]
 )
-def test_a_layer_computes_the_same_at_once_as_expert_by_expert(
-    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
-) -> None:
+def test_a_layer_computes_the_same_at_once_as_expert_by_expert(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
     for method in (None, MXFP4):
-        made = made_layer(facts, method)
+        made = made_layer(name, method)
         x = random(2, 64)
         monkeypatch.setattr(experts_module, "use_triton", lambda x: False)
         expected = made(x)
@@ -254,7 +259,7 @@ class AddsTheMean:
 def test_adapters_of_the_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """They add to its two products, and to no other."""
     monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
-    made = made_layer(ROUTERS["shared, gated"])
+    made = made_layer("shared, gated")
     x = random(2, 64)
     adapters = AddsTheMean()
     monkeypatch.setattr(experts_module, "use_triton", lambda x: False)

@@ -21,7 +21,7 @@ from nanovllm.features.lora.adapter_files import AdapterRegistry
 from nanovllm.features.lora.grouped_adapters import GroupedAdapters
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.lora_request import LoRARequest
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 from nanovllm.ops import triton_lora
 from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
@@ -118,13 +118,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def managers(folder: Path, monkeypatch: pytest.MonkeyPatch, max_loras: int) -> tuple[list[LoRAManager], list[Adapter]]:
     """A manager in plain torch and one with Triton, of one model, and its adapters."""
     config = EngineConfig(model=str(folder / "model"), enable_lora=True, max_loras=max_loras, max_lora_rank=8)
-    spec = load_decoder_spec(config.model, {})
-    model = load_model(config.model, spec, torch.float32, torch.device(DEVICE))
+    model = load_model(config.model, load_network_config(config.model), torch.float32, torch.device(DEVICE))
     found = []
     for triton in (False, True):
         monkeypatch.setattr(manager_module, "use_triton", lambda tensor, triton=triton: triton)
         found.append(LoRAManager(model, config))
-    registry = AdapterRegistry(spec, 8)
+    registry = AdapterRegistry(model.network, 8)
     requests = [LoRARequest(f"a{i}", i + 1, str(folder / f"a{i}")) for i in range(3)]
     return found, [registry.find(request) for request in requests]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers import linear
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers import dense_weight
+from nanovllm.layers.dense_weight import DenseWeight
 from nanovllm.ops import kernel_config
 from nanovllm.ops.kernel_config import (
     FEW_ROWS,
@@ -99,7 +99,7 @@ def test_few_rows_are_multiplied_by_the_kernel_that_a_table_names(
 
     monkeypatch.setattr("nanovllm.ops.triton_few_rows.few_rows_linear", counted)
     monkeypatch.setattr(
-        linear, "few_rows_config_on", lambda device, shape, dtype: few_rows_config_on(GPU, shape, dtype)
+        dense_weight, "few_rows_config_on", lambda device, shape, dtype: few_rows_config_on(GPU, shape, dtype)
     )
     weight = DenseWeight({"a": 40, "b": 8}, 96, torch.float16, torch.device("cpu"))
     weight.dense.normal_()

@@ -31,8 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.data.network import ExpertSpec, RecurrentSpec, SharedExpert
-from nanovllm.layers.gated_delta import runs_of_rows
+from nanovllm.data.network import ExpertSpec, RecurrentSpec
+from nanovllm.layers.state_rows import runs_of_rows
 from nanovllm.ops import triton_delta, triton_delta_chunks, triton_gguf, triton_packed, triton_rows, triton_unpack
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.delta_inputs import DecayWeights
@@ -209,7 +209,7 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
             weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
             grouped_linear(k[:, 0, :64], packed_experts, torch.zeros(32, dtype=torch.int64), numbers)
-            route(ExpertSpec(32, 2, 64, True, (True,)), x[:, :32].contiguous())
+            route(ExpertSpec(32, 2), x[:, :32].contiguous())
             of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
             for run in recurrent(rows, dtype).values():
                 run()
@@ -278,7 +278,7 @@ def segments(pool: Tensor, bytes_pool: Tensor, q: Tensor, state: AttentionState)
 def recurrent(rows: int, dtype: torch.dtype) -> Launches:
     """The operations of a recurrent layer with heads of Qwen3.5's shape: of one row, or of the next token of a sequence
     and of a part of a prompt that begins and ends within a chunk."""
-    spec = RecurrentSpec((True,), 16, 32, 128, 128, 4)
+    spec = RecurrentSpec(16, 32, 128, 128, 4)
     wide = torch.empty(rows, spec.channels + 2 * spec.num_value_heads, dtype=dtype)
     x, b, a = wide.split((spec.channels, spec.num_value_heads, spec.num_value_heads), dim=1)
     weight = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype)
@@ -388,14 +388,13 @@ def experts(arch: int, rows: int, width: int, dtype: torch.dtype) -> Launches:
 
 def routers(rows: int, dtype: torch.dtype) -> Launches:
     """Of Qwen3-30B-A3B, gpt-oss, GLM-4.5 with groups, and Qwen3-Next."""
-    softmax = ExpertSpec(128, 8, 768, True, (True,))
-    grouped = replace(softmax, scoring="sigmoid", correction_bias="bias", num_groups=8, chosen_groups=4)
-    shared = SharedExpert(512, "shared_expert", "shared_expert_gate")
+    softmax = ExpertSpec(128, 8)
+    grouped = replace(softmax, scoring="sigmoid", num_groups=8, chosen_groups=4)
     specs = {
         "softmax": softmax,
         "softmax of chosen": replace(softmax, num_experts=32, num_experts_per_tok=4, scoring="softmax_of_chosen"),
         "sigmoid, groups": grouped,
-        "shared, 512": replace(softmax, num_experts=512, num_experts_per_tok=10, shared=shared),
+        "shared, 512": replace(softmax, num_experts=512, num_experts_per_tok=10, has_shared=True),
     }
     logits = torch.empty(rows, 512, dtype=dtype)
     share = torch.empty(rows, 1, dtype=dtype)
@@ -404,8 +403,8 @@ def routers(rows: int, dtype: torch.dtype) -> Launches:
         f"router, {name}": lambda spec=spec: route(
             spec,
             logits[:, : spec.num_experts].contiguous(),
-            share if spec.shared else None,
-            bias if spec.correction_bias else None,
+            share if spec.has_shared else None,
+            bias if spec.scoring == "sigmoid" else None,
         )
         for name, spec in specs.items()
     }

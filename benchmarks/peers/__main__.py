@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             findings = measure(args, shape, args.gguf, workshop)
         return 1 if findings.failures else 0
     with open_shape(args.model, args.num_layers, args.dtype) as shape:
-        name = f"{shape.name}-{shape.spec.num_layers}-layers-{args.dtype}"
+        name = f"{shape.name}-{shape.network.num_layers}-layers-{args.dtype}"
         checkpoint = make_checkpoint(shape, args.work_dir / name, args.seed)
         findings = measure(args, shape, checkpoint, workshop)
     return 1 if findings.failures else 0

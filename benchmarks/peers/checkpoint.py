@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.shapes import Shape
-from nanovllm.models.spec import DecoderSpec
 
 
 def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
@@ -23,7 +22,7 @@ def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
-        _write_tokenizer(directory, shape.spec.vocab_size)
+        _write_tokenizer(directory, shape.network.vocab_size)
         save_file(random_weights(shape, seed), directory / "model.safetensors", metadata={"format": "pt"})
         stamp.write_text(facts)
     return directory
@@ -37,22 +36,23 @@ def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
+    norm = shape.config.on_meta().norm
     for name, size in _tensor_shapes(shape).items():
         noise = torch.empty(size).uniform_(-1, 1, generator=generator)
         if len(size) > 1:
             noise *= (3 / math.prod(size[1:])) ** 0.5
         else:
-            noise = noise * 0.1 + _middle(name, shape.spec)
+            noise = noise * 0.1 + _middle(name, zero_centered=norm.zero_centered)
         weights[name] = noise.to(shape.dtype)
     return weights
 
 
-def _middle(name: str, spec: DecoderSpec) -> float:
-    """What the weights of a vector scatter around."""
+def _middle(name: str, *, zero_centered: bool) -> float:
+    """What the weights of a vector scatter around; zero_centered: whether norms have them minus 1."""
     if name.endswith("A_log"):
         return -2.0
-    zero_centered = spec.zero_centered_norms and ".linear_attn." not in name
-    return 0.0 if zero_centered or name.endswith("bias") else 1.0
+    is_zero_centered = zero_centered and ".linear_attn." not in name
+    return 0.0 if is_zero_centered or name.endswith("bias") else 1.0
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:
@@ -63,7 +63,7 @@ def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(shape.path, trust_remote_code=False), trust_remote_code=False
         )
-    tied = {"lm_head.weight"} if shape.spec.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if shape.is_tied else set()
     return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
 
 

@@ -116,7 +116,7 @@ def job_of(shape: Shape, checkpoint: Path, gguf: Path | None, plan: Plan, prompt
         model=str(checkpoint),
         gguf=None if gguf is None else str(gguf),
         prompt=prompt,
-        warmup=[(warmup[0] + (warmup[0] == prompt[0])) % shape.spec.vocab_size, *warmup[1:]],
+        warmup=[(warmup[0] + (warmup[0] == prompt[0])) % shape.network.vocab_size, *warmup[1:]],
         output_len=plan.output_len,
         dtype=str(shape.dtype).removeprefix("torch."),
         threads=threads,

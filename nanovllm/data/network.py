@@ -1,28 +1,216 @@
-"""Parts of a network as plain data: rotary embeddings, mixtures of experts, recurrent layers, and Gemma 4's layers."""
+"""A network as plain data: what its layers keep and what its weights take, rotary embeddings, experts, recurrences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Literal
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
-# The norms of a layer of Gemma 4 with experts besides its other ones: of the router, which reads RMS-normalized rows
-# times this weight over the root of their width, before the experts, after the MLP, and after the experts.
-EXPERT_NORMS = (
-    "router.scale",
-    "pre_feedforward_layernorm_2.weight",
-    "post_feedforward_layernorm_1.weight",
-    "post_feedforward_layernorm_2.weight",
-)
 RECURRENT_CHUNK = 64  # tokens at whose multiples a GPU's kernels of recurrent layers begin to compute in another form
 STATE_ITEMSIZE = 4  # bytes of an element of a recurrent state, which is fp32
 
-PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
-PER_LAYER_PROJECTION = "model.per_layer_model_projection"
+ITEMSIZES: Mapping[str, int] = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
+DTYPE_NAMES = tuple(ITEMSIZES)
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """A layer that keeps the keys and values of its tokens."""
+
+    heads: int  # KV heads, of several ranks those of this one
+    head_dim: int
+    window: int | None = None  # keys that a query sees, its own included; None: all
+    most_heads: int = 0  # of the rank that has most of them; 0: `heads`
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """A layer that reads the keys and values of an earlier one."""
+
+    layer: int  # the index of that one among all layers
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """A layer that keeps one state of fixed size of a sequence."""
+
+    spec: RecurrentSpec
+
+
+Kept = KVLayer | SharedKV | RecurrentState  # what a sequence keeps in a layer between two steps
+
+
+class MatrixShape(NamedTuple):
+    """Output and input features of a matrix."""
+
+    whole: tuple[int, int]  # over all ranks
+    held: tuple[int, int]  # on this one
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """What the weights of a network, or of a rank's part, take in memory in the form in which they are stored."""
+
+    num_weights: int  # of all; tied embeddings count once
+    num_bytes: int
+    layer_bytes: int  # of all layers together
+    layer_matrix_weights: int  # the weights of all layers with which rows are multiplied
+    expert_weights: int  # those of them that are in experts of which a row reads a few
+    expert_bytes: int
+    head_bytes: int  # of the output projection
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the engine needs to know of a network besides how it computes, or of a tensor-parallel rank's part of it.
+
+    A network built on the meta device tells it (`CausalLM.network`). Plain data, which can be pickled.
+    """
+
+    architecture: str
+    dtype: str  # in which it runs
+    vocab_size: int
+    hidden_size: int
+    num_heads: int  # query heads of a layer with attention
+    attention_scale: float  # what multiplies the product of a query and a key
+    layers: tuple[Kept, ...]
+    weights: WeightSizes
+    modules: Mapping[str, MatrixShape]  # the matrices that adapters may change, all but routers and chosen experts
+    max_model_len: int  # the longest sequence, in tokens, that the checkpoint's positions support
+    yarn_positions: int | None = None  # the trained length in tokens, where the authors document YaRN
+    experts: ExpertSpec | None = None
+    num_expert_layers: int = 0
+    quantization: str | None = None  # the name of the form in which matrices are stored
+    num_ranks: int = 1
+    sums_per_layer: int = 2  # of hidden states over the ranks
+    sums_of_squares: int = 0  # over the ranks, in all layers
+    ropes: tuple[RopeSpec, ...] = ()  # the rotary embeddings of the layers, each once
+    has_layer_inputs: bool = False  # whether layers read more of a pass than the residual stream
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    # ---- keys and values. The KV cache counts the layers that attend: first those with keys and values of their own.
+
+    @property
+    def _kv_layers(self) -> tuple[KVLayer, ...]:
+        return tuple(kept for kept in self.layers if isinstance(kept, KVLayer))
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that own keys and values."""
+        return len(self._kv_layers)
+
+    @property
+    def kv_shared(self) -> tuple[int, ...]:
+        """Of each layer without keys and values of its own, the number of the layer among the owners whose it reads."""
+        owners = [index for index, kept in enumerate(self.layers) if isinstance(kept, KVLayer)]
+        return tuple(owners.index(kept.layer) for kept in self.layers if isinstance(kept, SharedKV))
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that own keys and values."""
+        return tuple(kept.window for kept in self._kv_layers)
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head_dim of each layer that owns keys and values, on the rank that has most heads."""
+        return tuple((kept.most_heads or kept.heads, kept.head_dim) for kept in self._kv_layers)
+
+    @property
+    def own_kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The same of this rank."""
+        return tuple((kept.heads, kept.head_dim) for kept in self._kv_layers)
+
+    @property
+    def token_features(self) -> int:
+        """Width of the queries, keys and values of a token in a layer, of those that have the fewest."""
+        return min((self.num_heads + 2 * kept.heads) * kept.head_dim for kept in self._kv_layers)
+
+    @property
+    def hardest_head_dim(self) -> int:
+        """The size of heads that the fewest kernels take: one that is no multiple of 16, or the largest."""
+        return max((kept.head_dim for kept in self._kv_layers), key=lambda size: (size % 16 > 0, size))
+
+    @property
+    def unwindowed_heads(self) -> frozenset[tuple[int, int, int]]:
+        """(heads, KV heads, head_dim) of the layers that attend to all earlier tokens."""
+        return frozenset((self.num_heads, kept.heads, kept.head_dim) for kept in self._kv_layers if kept.window is None)
+
+    @property
+    def kv_spans(self) -> tuple[range, ...]:
+        """Of each owner of keys and values, the layers from the one after the owner before it up to this one.
+
+        The last span goes on to the last layer.
+        """
+        owners = [index for index, kept in enumerate(self.layers) if isinstance(kept, KVLayer)]
+        edges = [0, *(layer + 1 for layer in owners[:-1]), self.num_layers]
+        return tuple(range(begin, end) for begin, end in pairwise(edges))
+
+    # ---- states
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(index for index, kept in enumerate(self.layers) if isinstance(kept, RecurrentState))
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The sizes of recurrent layers, which are alike."""
+        return next((kept.spec for kept in self.layers if isinstance(kept, RecurrentState)), None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states in all recurrent layers."""
+        one = 0 if self.recurrent is None else self.recurrent.state_bytes(self.itemsize)
+        return len(self.recurrent_layers) * one
+
+    @property
+    def draft_row_bytes(self) -> int:
+        """Bytes that all recurrent layers keep of a row with drafts."""
+        one = 0 if self.recurrent is None else self.recurrent.projected_size * self.itemsize
+        return len(self.recurrent_layers) * one
+
+    # ---- weights
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the dtype."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def num_weights(self) -> int:
+        return self.weights.num_weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory. Tied embeddings count once."""
+        return self.weights.num_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        return self.weights.head_bytes
+
+    def layer_weight_bytes(self, rows: int | None = None) -> int:
+        """Bytes of the weights of one layer, the mean of all layers if they differ.
+
+        rows: count only what so many rows read, which may be few of the experts; None: everything.
+        """
+        total = self.weights.layer_bytes
+        if self.experts is not None and rows is not None:
+            total -= round((1.0 - self.experts.share_read(rows)) * self.weights.expert_bytes)
+        return total // self.num_layers
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Number of weights in the matrices of all layers that one row is multiplied with."""
+        unread = 0.0 if self.experts is None else 1.0 - self.experts.share_read(1)
+        return self.weights.layer_matrix_weights - round(unread * self.weights.expert_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,97 +254,17 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """A gated MLP beside the experts of a layer, through which every token passes."""
-
-    intermediate_size: int
-    module: str = "shared_experts"  # its name within the block of the experts
-    gate: str | None = None  # the name there of a matrix [1, hidden]; the output is multiplied by the product's sigmoid
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Layers that have several MLPs ("experts"), of which a router chooses a few for each token. Names are those of the
-    checkpoint.
-    """
+    """How a router chooses a few of a layer's MLPs ("experts") for each token."""
 
     num_experts: int
     num_experts_per_tok: int
-    intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # whether the weights of a token's experts are scaled to the sum 1
-    layers: tuple[bool, ...]  # per layer: whether it has experts and not one MLP
-    block: str = "mlp"  # the module of a layer that holds its router and experts; "": the layer itself
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert: gate, up, down
+    norm_topk_prob: bool = True  # whether the weights of a token's experts are scaled to the sum 1
     scoring: Scoring = "softmax"  # what makes scores of the router's logits, of all of them or of the chosen ones
-    correction_bias: str | None = None  # a tensor [num_experts] of the block, added to the scores that choose
     num_groups: int = 1  # equal parts of neighbouring experts
     chosen_groups: int = 1  # of which a token's experts come: those whose two best scores have the largest sums
     weight_scale: float = 1.0  # multiplies the weights of a token's experts
-    expert_scale: str | None = None  # a tensor [num_experts] of the block, which multiplies an expert's weights too
-    fp32_router: bool = False  # whether the router multiplies in fp32, whatever the dtype
-    shared: SharedExpert | None = None
-    router_name: str = "gate"
-    biases: bool = False  # of router, gate, up and down
-    interleaved: bool = False  # the checkpoint has gate and up of all experts as one tensor, in which they alternate
-    beside_mlp: bool = False  # a layer with experts has its MLP as well
-    root: str = "model"  # what the names of all modules begin with
-
-    def prefix(self, layer: int) -> str:
-        """What the names of a layer's router and experts begin with."""
-        return f"{self.root}.layers.{layer}.{self.block}." if self.block else f"{self.root}.layers.{layer}."
-
-    def router(self, layer: int) -> str:
-        """The router's module, a matrix [num_experts, hidden] that is never quantized."""
-        return f"{self.prefix(layer)}{self.router_name}"
-
-    def expert(self, layer: int, index: int) -> tuple[str, str, str]:
-        """The modules of an expert: its gate, up and down projections."""
-        prefix = f"{self.prefix(layer)}experts.{index}."
-        gate, up, down = self.projections
-        return f"{prefix}{gate}", f"{prefix}{up}", f"{prefix}{down}"
-
-    def routing_tensors(self, layer: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        """Name and shape of each tensor that decides about a layer's experts, and whether it is fp32 in any case."""
-        yield f"{self.router(layer)}.weight", (self.num_experts, hidden), self.fp32_router
-        if self.biases:
-            yield f"{self.router(layer)}.bias", (self.num_experts,), self.fp32_router
-        prefix = self.prefix(layer)
-        if self.correction_bias is not None:
-            yield f"{prefix}{self.correction_bias}", (self.num_experts,), True
-        if self.expert_scale is not None:
-            yield f"{prefix}{self.expert_scale}", (self.num_experts,), False
-        if self.shared is not None and self.shared.gate is not None:
-            yield f"{prefix}{self.shared.gate}.weight", (1, hidden), False
-
-    def num_routing_weights(self, hidden: int, *, wide: bool = False) -> int:
-        """Number of weights in a layer's `routing_tensors`; wide: of those that are fp32 in any case."""
-        return sum(prod(shape) for _, shape, is_wide in self.routing_tensors(0, hidden) if is_wide or not wide)
-
-    def shared_matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Module, output features and input features of each matrix of a layer's shared expert, if there is one."""
-        if self.shared is not None:
-            prefix = self.shared_prefix(layer)
-            inner = self.shared.intermediate_size
-            yield f"{prefix}gate_proj", inner, hidden
-            yield f"{prefix}up_proj", inner, hidden
-            yield f"{prefix}down_proj", hidden, inner
-
-    def shared_prefix(self, layer: int) -> str:
-        """What the names of the shared expert's projections begin with."""
-        assert self.shared is not None, "these layers have no shared expert"
-        return f"{self.prefix(layer)}{self.shared.module}."
-
-    def matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Module, output features and input features of each matrix of a layer's experts."""
-        for index in range(self.num_experts):
-            gate, up, down = self.expert(layer, index)
-            yield gate, self.intermediate_size, hidden
-            yield up, self.intermediate_size, hidden
-            yield down, hidden, self.intermediate_size
-
-    def num_biases(self, hidden: int, adds_down: bool) -> int:
-        """Number of biases of a layer's experts; adds_down: with those of the down projections."""
-        return self.biases * self.num_experts * (2 * self.intermediate_size + adds_down * hidden)
+    has_shared: bool = False  # whether there is one more, through which every token passes
 
     def share_read(self, rows: int) -> float:
         """The share of a layer's experts that `rows` rows read, if each row chooses evenly and alone."""
@@ -172,13 +280,11 @@ class RecurrentSpec:
     Delta Networks" (2024).
     """
 
-    layers: tuple[bool, ...]  # per layer: whether it is recurrent and has no attention
     num_key_heads: int
     num_value_heads: int  # a multiple of num_key_heads
     key_dim: int  # of a head
     value_dim: int  # of a head
     conv_kernel: int  # tokens that the convolution sees, the token's own included
-    merged_projections: bool = False  # whether the checkpoint has one matrix for q, k, v and z, and one for b and a
 
     @property
     def key_size(self) -> int:
@@ -196,31 +302,12 @@ class RecurrentSpec:
         return 2 * self.key_size + self.value_size
 
     @property
-    def input_parts(self) -> Mapping[str, int]:
-        """The modules of the checkpoint that read the layer's input, and their output features.
+    def projected_size(self) -> int:
+        """Width of what a layer's input projection gives of a token.
 
         q, k, v and the output's gate z, and for each value head b, of the share that is written, and a, of the decay.
-        Merged projections have them key head by key head.
         """
-        heads = self.num_value_heads
-        if self.merged_projections:
-            return {"in_proj_qkvz": self.channels + self.value_size, "in_proj_ba": 2 * heads}
-        return {"in_proj_qkv": self.channels, "in_proj_z": self.value_size, "in_proj_b": heads, "in_proj_a": heads}
-
-    @property
-    def projected_size(self) -> int:
-        """Width of what a layer's input projection gives of a token."""
-        return sum(self.input_parts.values())
-
-    @property
-    def num_wide_vectors(self) -> int:
-        """Number of a layer's weights that are fp32 in memory: what gives the decay of each value head."""
-        return 2 * self.num_value_heads
-
-    @property
-    def num_vectors(self) -> int:
-        """Number of a layer's weights beyond its projections: decay, convolution, norm of a head."""
-        return self.num_wide_vectors + self.channels * self.conv_kernel + self.value_dim
+        return self.channels + self.value_size + 2 * self.num_value_heads
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -237,53 +324,3 @@ class RecurrentSpec:
         (channels, kept) = self.conv_shape
         (heads, key_dim, value_dim) = self.state_shape
         return channels * kept * itemsize + heads * key_dim * value_dim * STATE_ITEMSIZE
-
-
-@dataclass(frozen=True, slots=True)
-class Gemma4Spec:
-    """What sets the layers of a Gemma 4 apart, from each other and from those of other families.
-
-    Layers with full attention have heads of a size of their own. The last `num_shared` layers have no keys and values:
-    each reads those of the last layer before them with the same kind of attention. With `per_layer_size`, each layer
-    adds an input of its own to the residual stream, from a second embedding of the token and from the first one.
-    """
-
-    full: tuple[bool, ...]  # per layer: whether its attention is full
-    full_kv_heads: int  # of a layer with full attention
-    full_head_dim: int
-    key_is_value: bool  # the values of layers with full attention are their keys, before the norm of the keys
-    num_shared: int  # fewer than all layers
-    shared_intermediate_size: int  # of the MLP of a layer without keys and values
-    per_layer_size: int = 0  # width of a layer's own input; 0: there is none
-    per_layer_vocab: int = 0  # tokens of the second embedding
-    packed_layers: int = 0  # layers whose inputs are side by side in the second embedding
-    logit_cap: float | None = None  # c: logits are c * tanh(logits / c)
-
-    @property
-    def num_owners(self) -> int:
-        """Layers that have keys and values, the first ones."""
-        return len(self.full) - self.num_shared
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """For each layer without keys and values: the layer whose keys and values it reads."""
-        last = {self.full[layer]: layer for layer in range(self.num_owners)}
-        return tuple(last[is_full] for is_full in self.full[self.num_owners :])
-
-    def of_layers(self, indices: Sequence[int]) -> Gemma4Spec:
-        """Those of a network of some of the layers, in their order."""
-        shared = sum(index >= self.num_owners for index in indices)
-        return replace(self, full=tuple(self.full[index] for index in indices), num_shared=shared)
-
-    def layer_matrices(self, layer: int, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Module, output features and input features of the matrices with which a layer adds its own input."""
-        if self.per_layer_size:
-            yield f"model.layers.{layer}.per_layer_input_gate", self.per_layer_size, hidden
-            yield f"model.layers.{layer}.per_layer_projection", hidden, self.per_layer_size
-
-    def tables(self, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Module, output features and input features of what gives the inputs of all layers."""
-        if self.per_layer_size:
-            width = self.packed_layers * self.per_layer_size
-            yield PER_LAYER_EMBEDDING, self.per_layer_vocab, width
-            yield PER_LAYER_PROJECTION, width, hidden

@@ -1,7 +1,9 @@
 """The block manager: which sequences hold which KV blocks. `BlockPool` has the blocks themselves.
 
-Sequences share full blocks only. If a cached block begins with a sequence's next tokens and then differs, or is not
-full, the sequence gets a copy of that part (`BlockPool.continue_block`).
+Steps see only full blocks shared: `fork` shares a partly filled one too, and `grow` copies it before it is written. If
+a cached block begins with a sequence's next tokens and then differs, or is not full, the sequence gets a copy of that
+part, or the block itself if no other sequence has it (`BlockPool.continue_block`). A new block is on the device while
+one there is free or merely cached, else on the host (`BlockPool.new_block`).
 
 A sequence has a block table for each KV group. In groups without a window it holds blocks for all its tokens, from its
 admission on. In groups with a window it holds those that the next step sees and writes: `grow` adds blocks for a chunk,
@@ -100,7 +102,9 @@ class BlockManager:
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
-        """Give a waiting sequence the blocks of its next step; a cached prefix counts as computed.
+        """Give a waiting sequence its blocks; a cached prefix counts as computed.
+
+        In groups without a window they are those of all its tokens, in the others those of its next step.
 
         What a hook fills beyond that counts as computed too, while it is still being filled. Then `seq.pending` is set,
         and the sequence must not run before `end_pending`.
@@ -116,7 +120,7 @@ class BlockManager:
             self._continue_parts(seq, hit)
         seq.prefix.num_on_host = on_host
         if (end := self.reach(seq, hit.num_tokens)) > hit.num_tokens:
-            self.hold_beyond(seq, end)
+            self.hold_beyond(seq, end)  # if there are too few blocks, it computes those tokens itself
         self._extend(seq)
         for hook in self.hooks:
             hook.admitted(seq, hit)

@@ -101,7 +101,7 @@ class LLMEngine:
         self._token_texts = TokenTexts(self.tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
-        self.inboxes: dict[str, list[RequestOutput]] = {}  # of the clients, by the ids of their requests
+        self.inboxes: dict[str, list[RequestOutput]] = {}  # of each `EngineClient`, by the ids of its requests
         self._dropped: deque[str] = deque()  # requests to abort at the next use
         self._batch: Batch | None = None  # of the running step
 
@@ -287,10 +287,10 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the outputs of the requests that took part, in batch order, as `output_kind` asks.
 
-        Returns an empty list if there is nothing to run, or not yet, while requests wait for content of their blocks.
-        If the step fails, raises EngineError: all running requests end with finish_reason "error" and are in the
-        error's `outputs`; waiting requests stay, and the engine can be used again. The same after an interrupt, which
-        is raised as it is.
+        Returns an empty list if there is nothing to run, or not yet: requests wait for content of their blocks, or a
+        hook holds them back. If the step fails, raises EngineError: all running requests end with finish_reason "error"
+        and are in the error's `outputs`; waiting requests stay, and the engine can be used again. The same after an
+        interrupt, which is raised as it is.
         """
         with self.guard.operation("step"):
             try:

@@ -19,10 +19,10 @@ from nanovllm.engine.row_sampling import explain_non_finite_logits, sample_rows
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch, ForwardPass, PassHook, extended
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext, KVCache, StepStates, WatchedKVCache
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.upload import upload
 
@@ -72,7 +72,7 @@ class ChunkedPass:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalLM,
         kv_cache: KVCacheBase,
         hooks: Sequence[PassHook] = (),
         decode_runner: DecodeRunner | None = None,
@@ -137,7 +137,7 @@ class ModelRunner:
     def __init__(
         self,
         device: Device,
-        model: Decoder,
+        model: CausalLM,
         kv_cache: KVCacheBase,
         passes: Sequence[ForwardPass],
         sizing: KVSizing,
@@ -154,11 +154,11 @@ class ModelRunner:
         self.plan = plan
         self.num_swap_blocks = num_swap_blocks
         self.hooks = hooks
-        self.spec = model.spec  # of this process
+        self.network = model.network  # of this process
         self.dtype = model.dtype
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
-        self._watch = StepWatch(model.spec.num_kv_layers)
+        self._watch = StepWatch(model.network.num_kv_layers)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -177,6 +177,7 @@ class ModelRunner:
                 begun = [(one_pass, moved) for one_pass in passes if (moved := one_pass.begin_step(batch)) is not None]
                 for one_pass, moved in begun:
                     rows = one_pass.run(on_attend)
+                    # Logits of the last rows, then `layers.sampler.sample`.
                     sample_rows(self.model, rows, result, lambda: self._why_not_finite)
                     for hook in self.hooks:
                         hook.computed(rows)

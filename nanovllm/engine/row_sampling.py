@@ -10,10 +10,10 @@ from torch import Tensor
 from nanovllm.data.batch import Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.errors import told
 from nanovllm.kvcache.forward_pass import ComputedRows
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.logits import process
 from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.layers.sampler import NOT_FINITE, sample, token_logprobs
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.upload import upload
 
 EVERYTHING_BANNED = (
@@ -23,7 +23,7 @@ EVERYTHING_BANNED = (
 MOST_NAMED = 3  # weights in an error message
 
 
-def sample_rows(model: Decoder, rows: ComputedRows, result: StepResult, why_not_finite: Callable[[], str]) -> None:
+def sample_rows(model: CausalLM, rows: ComputedRows, result: StepResult, why_not_finite: Callable[[], str]) -> None:
     """Append the sequences of `rows` to `result`: the tokens that are due, and the asked prompt log-probabilities.
 
     why_not_finite: gives the error of a sequence whose logits hold NaN or infinity. The samples of a sequence with an
@@ -39,7 +39,7 @@ def sample_rows(model: Decoder, rows: ComputedRows, result: StepResult, why_not_
         result.errors[first + i] = error if error is not None else why_not_finite()
 
 
-def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]]) -> dict[int, str | None]:
+def _draw_samples(model: CausalLM, rows: ComputedRows, samples: list[list[Sample]]) -> dict[int, str | None]:
     """Append the tokens of each sequence's `samples`.
 
     Returns errors by index of a sequence; the error is None if the logits are not finite.
@@ -145,7 +145,7 @@ def _processed(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, T
     return changed, errors
 
 
-def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[TokenLogprobs]]) -> set[int]:
+def _measure_prompts(model: CausalLM, rows: ComputedRows, results: list[list[TokenLogprobs]]) -> set[int]:
     """Append the log-probabilities of each sequence's `prompt_targets`.
 
     Returns the indices of sequences whose logits are not finite. Computes the logits of LOGPROB_ROWS rows at a time, to
@@ -168,7 +168,7 @@ def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[Toke
     return failed
 
 
-def explain_non_finite_logits(model: Decoder) -> str:
+def explain_non_finite_logits(model: CausalLM) -> str:
     """A sentence that says which weights hold NaN or infinity, or that it was computed. Reads all weights."""
     damaged = [name for name, slot in model.slots() if not is_finite(slot.view)]
     if damaged:

@@ -24,11 +24,14 @@ class Scheduler:
 
     `schedule` lists the stages in which a step is filled. A request gets the blocks of its entire prompt when it is
     admitted, and grows block by block after that; in layers with a window it has the blocks of the window and of a
-    chunk, and grows chunk by chunk. When a running request cannot grow, the last running request is
+    chunk, and grows chunk by chunk. When a running request cannot grow, the last running or pending request is
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
 
     A request that waits for content of its blocks is *pending* between its admission and its first step: it holds
     blocks and a sequence slot, others run meanwhile, and it is preempted like them.
+
+    A hook may compute the next *part* of a long prompt in its own way, as layer by layer (`layerwise_scheduler`); the
+    part ends at `part_end`. All other tokens go chunk by chunk.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -42,7 +45,8 @@ class Scheduler:
         self.block_manager = block_manager
         self.hooks = block_manager.hooks
         self.preemption = Preemption(block_manager, limits.preemption_mode)
-        # All four are sorted by priority, then by arrival.
+        # All four are sorted by priority, then by arrival. Of a request, `live` has the sequences that go on, and
+        # `computing` those of the next step: the first one until its prompt is computed, then all.
         self.waiting: list[Request] = []
         self.pending: list[Request] = []
         self.swapped: list[Request] = []
@@ -58,7 +62,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that could not finish even with the KV cache to itself.
 
-        Preemption relies on this check: the last running request can always grow.
+        Preemption relies on this check: a request that runs alone can always grow.
         """
         capacity = self.block_manager.capacity
         seq = request.sequences[0]
@@ -158,7 +162,7 @@ class Scheduler:
                 self.block_manager.grow(request.computing)
 
     def _schedule_running(self, budget: SchedulingBudget) -> None:
-        """Schedule the decodes, then the prefills, but only reserve tokens for the long one, and plan its next part.
+        """Schedule the decodes, then the prefills; for the long one only plan its part, and reserve tokens.
 
         The long prefill is the one of which a hook computes a part, else the first that the tokens left in this step do
         not complete. A request whose sequences are recomputed side by side has no single prompt, and does not count.
@@ -323,7 +327,10 @@ class Scheduler:
         _insert(self.running, request)
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of a running or a pending request, which will be admitted, or swapped in, again."""
+        """Take the blocks of a running or a pending request, which will be admitted, or swapped in, again.
+
+        A single sequence is recomputed, and its full blocks stay cached; several are swapped out: see `Preemption`.
+        """
         queue = self.running
         if request.status is RequestStatus.PENDING:
             queue = self.pending
@@ -363,7 +370,7 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_tables=self.block_manager.physical_ids(seq, end),
-            samples=[other.sampling_row() for other in sampling],
+            samples=[other.sampling_row() for other in sampling],  # temperature, top_p and the others, seed and index
             prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
         )
@@ -382,11 +389,12 @@ class Scheduler:
     def _take_computed(self, seq: Sequence, scheduled: ScheduledSequence, samples: list[Sample]) -> list[Sample]:
         """Count what a step has computed of a sequence. Returns the samples to append now.
 
-        Of a sequence that looked ahead it is the first sample; `append_next` appends the others.
+        A sequence that looked ahead computed guesses of its next tokens too. It is then the first sample; `append_next`
+        appends the others.
         """
         begin = scheduled.context_len
         computed = len(scheduled.token_ids) - seq.num_ahead if scheduled.is_complete else 0
-        if seq.num_ahead and not samples:  # what lies ahead has spoiled it: it is computed again
+        if seq.num_ahead and not samples:  # a guess has spoiled the logits: it is computed again
             computed = 0
         seq.num_computed += computed
         prefilled = max(0, min(computed, seq.prompt_len - begin))

@@ -21,7 +21,7 @@ from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.formats.hub import INDEX
-from nanovllm.layers.sharding import Part
+from nanovllm.layers.linear_method import Part
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""The KV cache with offload: attention over a long context in chunks. Each group of KV blocks is attended where it is,
-and the partial results are merged in fp32.
+"""The KV cache with offload: attention over a long context, block group after block group. Each is attended where it
+is, and the partial results are merged in fp32.
 
 A layer goes through the groups of its `LayerPlan` in order. Resident groups are attended in the device pool. The
 `OffloadEngine` loads ring groups, in the order that the step announced, and they are attended in the ring slots. Groups
@@ -131,13 +131,13 @@ class OffloadedKVCache(KVCacheBase):
         """See `forward_context.KVCache`. Overwrites q.
 
         Uses up the next ring groups that were announced to the engine: layers must be attended in order, each once a
-        step. Raises EngineError otherwise.
+        step. A ring group that is attended out of turn raises EngineError.
         """
         if self._stores_scales:
             k = as_stored(k, self.engine.ring.dtype)
             v = as_stored(v, self.engine.ring.dtype)
         groups = self.layout.groups
-        index, plane = groups.of_layer[layer]
+        index, plane = groups.of_layer[layer]  # its KV group, and its place among the layers of a block
         window = groups[index].window
         resident = self.engine.resident_of[index]
         plan = self._plans[index]
@@ -154,6 +154,7 @@ class OffloadedKVCache(KVCacheBase):
             pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else resident[plane]
             for at, read in group.written:
                 self._write(read, pool[at], k, v, ctx.sequences)
+            # A layer that reads another's K/V writes the same rows again, which the host has from that layer.
             if in_ring and group.written and not groups.is_shared(layer):
                 self.engine.write_back()
             blocks = zip(group.indices, group.reads, strict=True)

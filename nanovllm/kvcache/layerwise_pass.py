@@ -21,8 +21,8 @@ from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.forward_pass import ComputedRows, PassHook, extended
 from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext, KVCache, StepStates, WatchedKVCache
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import upload
 
@@ -45,14 +45,14 @@ class LayerwisePass:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalLM,
         engine: OffloadEngine,
         geometry: AttentionGeometry,
         backend: AttentionBackend,
         hooks: Sequence[PassHook] = (),
     ) -> None:
         self._model = model
-        self._spans = model.spec.kv_spans
+        self._spans = model.network.kv_spans
         self._engine = engine
         self._hooks = hooks
         self._kv_cache = LayerwiseKVCache(engine, geometry, backend)

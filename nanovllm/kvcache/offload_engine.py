@@ -13,12 +13,13 @@
 The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds the
 other blocks. A forward pass announces the host blocks that it will attend to, layer after layer, before it begins
 (`begin`). So loads run ahead of attention through the ring, across layer boundaries too. The blocks of one
-attention call form a group, in neighbouring slots: with N groups of slots in the ring, group i of the pass uses slots
-i % N, and its loads start as soon as group i - N has released them. Neighbouring host blocks of a group are one strided
-copy.
+attention call form a group, in neighbouring slots. The ring has places for N such groups: group i of the pass uses
+place i % N, and its loads start as soon as group i - N has released it. Neighbouring host blocks of a group are one
+strided copy.
 
-For layer-by-layer prefill the device also holds a *layer buffer*: one layer of the first blocks of one sequence. Its
-slots are numbered after the ring's and ordered in the same way; `layerwise_cache` fills and releases them.
+For layer-by-layer prefill of a long prompt the device also holds a *layer buffer*: one layer of the first blocks of one
+sequence, so that each byte crosses the link once. Each of its blocks has a number after those of the ring's places, and
+is ordered like one; `layerwise_cache` fills and releases them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class BlockTokens:
     """The tokens of a block in a step. A ring slot loads those that the host has, and the new ones go to the host."""
 
     physical_id: int
-    stored_tokens: int  # are on the host before the step
+    stored_tokens: int  # are in the block before the step
     new_tokens: int  # after these; the step writes them
 
 
-RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together
+RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and the host blocks of one group of slots
 
 
 class OffloadEngine(KVPools):
@@ -72,7 +73,7 @@ class OffloadEngine(KVPools):
         self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
         self._ring = layout.views(self.ring)  # by KV group
         self._buffer = layout.views(self.layer_buffer)
-        self._blocks_in_reach = max(1, device.rows_in_reach(self.host))
+        self._blocks_in_reach = max(1, device.rows_in_reach(self.host))  # no copy crosses a multiple of it
         self._blocks: dict[tuple[int, int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
         self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
         self._next = 0  # index of the group to attend to next
@@ -89,7 +90,7 @@ class OffloadEngine(KVPools):
         """Announce a forward pass: the groups of host blocks that it attends to, in order. The first loads start now.
 
         Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
-        then `write_back` if it wrote tokens, then `release`.
+        then `write_back` if it wrote tokens for the host, then `release`.
         """
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)

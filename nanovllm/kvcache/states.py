@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import StateMove
+from nanovllm.data.network import Network
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
-from nanovllm.layers.gated_delta import GatedDelta, runs_of_rows
+from nanovllm.layers.gated_delta import GatedDelta
+from nanovllm.layers.state_rows import runs_of_rows
 from nanovllm.memory.sizing import StateSlots
-from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.upload import upload
 
 MOVE_KINDS: tuple[tuple[CopyKind, CopyKind], ...] = (("d2d", "d2h"), ("h2d", "h2h"))  # [from the host?][to the host?]
@@ -36,13 +37,14 @@ class StatePool:
     def __init__(
         self,
         device: Device,
-        spec: DecoderSpec,
+        network: Network,
         dtype: torch.dtype,
         slots: StateSlots,
         recurrences: Sequence[GatedDelta],
     ) -> None:
         """dtype: of the convolution's inputs, the network's. recurrences: of the recurrent layers."""
-        assert spec.recurrent is not None
+        recurrent = network.recurrent
+        assert recurrent is not None
         num_device_slots = slots.device
         num_host_slots = slots.host
         self.num_slots = num_device_slots, num_host_slots
@@ -50,10 +52,10 @@ class StatePool:
         self._device = device
         self._recurrences = recurrences
         self._rows_of = dict[int, range]()  # where the latest pass has kept the rows of a sequence, by its slot
-        self._layers = [layer for layer in range(spec.num_layers) if spec.recurrent.layers[layer]]
+        self._layers = network.recurrent_layers
         parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-            ("convolution states", spec.recurrent.conv_shape, dtype),
-            ("recurrent states", spec.recurrent.state_shape, torch.float32),
+            ("convolution states", recurrent.conv_shape, dtype),
+            ("recurrent states", recurrent.state_shape, torch.float32),
         ]
         count = len(self._layers)
         self._on_device = list[Tensor]()
@@ -64,7 +66,7 @@ class StatePool:
             on_host = device.empty_host(name, (num_host_slots, count, *one), kind)
             self._on_device.append(on_device.view(count, num_device_slots, *shape))
             self._on_host.append(on_host.view(num_host_slots, count, *shape))
-        width = spec.recurrent.projected_size
+        width = recurrent.projected_size
         kept = device.empty("inputs of rows with drafts", (count, slots.draft_rows, 1, 1, 1, width), dtype)
         self._kept = kept.view(count, slots.draft_rows, width)
         self.num_kept_rows = slots.draft_rows
@@ -92,7 +94,7 @@ class StatePool:
     def copy_layers(
         self, src: int, dst: int, layers: range, stream: Stream, count: Callable[[CopyKind, int, int], None]
     ) -> None:
-        """Submit the copy of a part of a state: that of the recurrent layers among these layers of the decoder."""
+        """Submit the copy of a part of a state: that of the recurrent layers among these layers of the network."""
         own = range(bisect_left(self._layers, layers.start), bisect_left(self._layers, layers.stop))
         if own:
             self._copy(src, dst, own, stream, count)
@@ -191,7 +193,7 @@ class KeptRowsOfStep:
     """Implements `layers.forward_context.KeptInputs`. memory: [layers, rows, width]."""
 
     device: Device
-    layers: Sequence[int]  # recurrent layers, by their index in the decoder
+    layers: Sequence[int]  # recurrent layers, by their index in the network
     memory: Tensor
     rows: Sequence[range]
 
@@ -208,7 +210,7 @@ class SlotStates:
     """Implements `layers.forward_context.StepStates`. memory: of the device, layers x slots."""
 
     device: Device
-    layers: Sequence[int]  # recurrent layers, by their index in the decoder
+    layers: Sequence[int]  # recurrent layers, by their index in the network
     memory: Sequence[Tensor]
     slot_ids: Sequence[int]
     slots: Tensor  # the same on the device

@@ -1,13 +1,13 @@
 """All streams, events and waits of the offload path. No other module orders copies, attention and CPU work.
 
-The ring's slots are loaded, attended and released in groups. Each group has one event of each kind, and so has each
-block of the layer buffer. Seven orderings keep the KV correct:
+The ring's slots are loaded, attended and released in groups. Each group has one event of each kind that is said to be
+per group, and so has each block of the layer buffer. Seven orderings keep the KV correct:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
-2. A host block is complete before it is read, and copies to and from its old content end before it is overwritten. Once
-   a step, before its first copy, loads and block moves wait for all copies to the host of earlier steps: `stored`, then
-   `host_ready`. This also makes it safe to reuse the blocks of aborted and preempted sequences. Within a step no host
-   memory is both written and loaded.
+2. A host block is complete before it is read, and copies to its old content end before it is overwritten. When a step
+   begins, loads and block moves wait once for all copies to the host of earlier steps: `stored`, then `host_ready`.
+   This also makes it safe to reuse the blocks of aborted and preempted sequences. Within a step no host memory is both
+   written and loaded.
 3. A load ends before attention reads the slots: `ring_slot_ready`, per group.
 4. Attention, and the copy of what was written, end before the slots are overwritten: `ring_slot_compute_done` and
    `ring_slot_stored`, per group.
@@ -17,8 +17,8 @@ block of the layer buffer. Seven orderings keep the KV correct:
    its own stream, it starts after its queries are written to host memory (`queries_written`), and its partial state is
    merged, from host memory, after it is written (`partial_written`).
 7. Outside copies, between blocks and buffers that are not of this cache, run after everything that used the blocks
-   before: the event of `before_outside_copies`. The thread that issues the copies waits until they have ended, so that
-   blocks are attended or written again only after that.
+   before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits until they have
+   ended, so that blocks are attended or written again only after that.
 
 What needs no event:
 
@@ -32,8 +32,8 @@ What needs no event:
   the last partial state.
 
 Copies in one direction share one link, and one stream keeps it busy: on an H200 as busy as four streams did. An engine
-has seven streams at most, with those of computation, host tasks, the clock and outside copies, fewer than CUDA has
-hardware queues by default (eight, CUDA_DEVICE_MAX_CONNECTIONS), so no two of them share a queue.
+of one process has seven streams at most, with those of computation, CPU attention, the clock and outside copies, fewer
+than CUDA has hardware queues by default (eight; `create_device` asks for 32), so no two of them share a queue.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TransferOrder:
         self._make_events()
 
     def _make_events(self) -> None:
-        # By group. An event is created at its first record.
+        # By group of slots, which is no KV group. An event is created at its first record.
         self._ring_slot_ready = defaultdict[int, Event](self._device.new_event)
         self._ring_slot_compute_done = defaultdict[int, Event](self._device.new_event)
         self._ring_slot_stored = defaultdict[int, Event](self._device.new_event)
@@ -80,7 +80,7 @@ class TransferOrder:
         self._queries_written = self._device.new_event()
         self._partial_written = self._device.new_event()
 
-    # ---- once a step, in this order
+    # ---- before a step's copies, in this order; `moves` also between layers, where recurrent states are copied
 
     @contextmanager
     def moves(self, any_moves: bool) -> Iterator[Stream]:
@@ -200,7 +200,10 @@ class TransferOrder:
     # ---- everything
 
     def synchronize(self) -> None:
-        """Block the host until no copy is under way. Raises the first failure, after all copies have ended."""
+        """Block the host until no copy of a step is under way. Raises the first failure, after all copies have ended.
+
+        The thread of outside copies waits for them itself.
+        """
         failure: EngineError | None = None
         for stream in [*self._streams, self._compute]:
             try:
@@ -211,7 +214,7 @@ class TransferOrder:
             raise failure
 
     def reset(self) -> None:
-        """Let all work under way end, failed or not, and start with new events: then there is nothing to wait for."""
+        """Let all work of steps end, failed or not, and start with new events: then there is nothing to wait for."""
         with suppress(EngineError):  # the caller resets because of this failure or an earlier one
             self.synchronize()
         self._make_events()

@@ -4,7 +4,9 @@ Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,8 +14,19 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec, Scoring
-from nanovllm.layers.linear import DenseWeight, GatedMLP, RowAdapters, create_weight, linear
-from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
+from nanovllm.layers.build_context import BuildContext, Split
+from nanovllm.layers.dense_weight import DenseWeight, create_weight, linear
+from nanovllm.layers.linear import RowAdapters, stored_weights
+from nanovllm.layers.linear_method import (
+    CheckpointTensor,
+    NamedSlots,
+    NamedTensors,
+    StoredWeight,
+    dense_tensors,
+    slot_of,
+)
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.module import Matrix, Module, Parameter, Weights
 from nanovllm.layers.packed_matrix import PackedMatrix
 from nanovllm.ops.cpu_kernels import use_huge_pages
 from nanovllm.ops.packed_weights import packed_linear
@@ -39,10 +52,10 @@ class Routing(NamedTuple):
     chosen: Tensor | Grouping
 
 
-class Experts:
+class Experts(Module):
     """The MLP of a layer with experts: the weighted sum of those that the router chooses for a row.
 
-    In some families also of one that all rows share.
+    In some families also of one that all rows share. Each rank has some of the inner features of every expert.
 
     The rows are grouped by expert. On the CPU the bits of a row do not depend on the other rows: products compute each
     row alone, and its experts are added in the order of their numbers.
@@ -50,42 +63,80 @@ class Experts:
 
     def __init__(
         self,
-        spec: ExpertSpec,
-        layer: int,
         hidden_size: int,
+        intermediate_size: int,
         activation: str,
-        method: LinearMethod | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        adds_biases: bool = True,
+        spec: ExpertSpec,
+        build: BuildContext,
+        *,
+        router: str = "gate",
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        correction_bias: str | None = None,
+        expert_scale: str | None = None,
+        fp32_router: bool = False,
+        biases: bool = False,
+        shared: GatedMLP | None = None,
+        shared_gate: str | None = None,
+        fused_prefix: str | None = None,
+        interleaved: bool = False,
     ) -> None:
-        """activation: one of GATED_UNITS; method: how the matrices of the experts are stored; adds_biases: see
-        `DecoderSpec`."""
-        self.spec = spec
+        """intermediate_size: of one expert; activation: one of GATED_UNITS.
+
+        Names below `build`: router: a matrix [num_experts, hidden] that is never quantized; projections: of an expert
+        gate, up and down; correction_bias: a tensor [num_experts] that is added to the scores that choose;
+        expert_scale: one that multiplies an expert's weights; shared_gate: a matrix [1, hidden], whose product's
+        sigmoid multiplies the output of the shared expert.
+        fp32_router: whether the router multiplies in fp32, whatever the dtype; biases: of router, gate, up and down.
+        fused_prefix: what the names of tensors begin with that hold all experts of a layer, by default as of `build`;
+        interleaved: in those gate and up alternate, see `models.fused_experts`.
+        """
+        self.spec = replace(spec, has_shared=shared is not None)
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.prefix = build.prefix
+        self.fused_prefix = fused_prefix or build.prefix
+        self.interleaved = interleaved
         self._gated_unit = GATED_UNITS[activation]
-        self._routing = {
-            name: torch.empty(shape, dtype=torch.float32 if wide else dtype, device=device)
-            for name, shape, wide in spec.routing_tensors(layer, hidden_size)
-        }
-        self.gate, *others = self._routing.values()
-        self.gate_bias = others.pop(0) if spec.biases else None
-        self.correction_bias = None if spec.correction_bias is None else others.pop(0)
-        self.expert_scale = None if spec.expert_scale is None else others.pop(0)
-        modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
-        inner = spec.intermediate_size
-        down_biases = spec.biases and adds_biases
-        gate_up = [{gate: inner, up: inner} for gate, up, _ in modules]
-        self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device, spec.biases)
-        down = [{down: hidden_size} for _, _, down in modules]
-        self.down = ExpertWeights(down, inner, method, dtype, device, down_biases)
-        self.shared: GatedMLP | None = None
-        self.shared_gate = None if spec.shared is None or spec.shared.gate is None else others.pop(0)
-        if spec.shared is not None:
-            inner = spec.shared.intermediate_size
-            parts = {"gate_proj": inner, "up_proj": inner}
-            prefix = spec.shared_prefix(layer)
-            stored = (activation, method, dtype, device)
-            self.shared = GatedMLP(hidden_size, inner, parts, prefix, (False, False), *stored)
+        self._fp32_router = fp32_router
+        self._build = build
+        self._routing: list[Parameter] = []  # what decides about experts, which every rank has whole
+        of_experts = (spec.num_experts,)
+        wide = torch.float32 if fp32_router else build.dtype
+        self.gate = self._routing_tensor(f"{router}.weight", (spec.num_experts, hidden_size), wide)
+        self.gate_bias = self._routing_tensor(f"{router}.bias", of_experts, wide) if biases else None
+        self.correction_bias: Tensor | None = None
+        self.expert_scale: Tensor | None = None
+        self.shared_gate: Tensor | None = None
+        if correction_bias is not None:
+            self.correction_bias = self._routing_tensor(correction_bias, of_experts, torch.float32)
+        if expert_scale is not None:
+            self.expert_scale = self._routing_tensor(expert_scale, of_experts, build.dtype)
+        if shared_gate is not None:
+            self.shared_gate = self._routing_tensor(f"{shared_gate}.weight", (1, hidden_size), build.dtype)
+        self.names = [
+            tuple(f"{build.prefix}experts.{index}.{name}" for name in projections) for index in range(spec.num_experts)
+        ]
+        inner = self._split(build)
+        hidden = Split.whole(hidden_size)
+        self.gate_up = ExpertWeights([names[:2] for names in self.names], inner, hidden, build, bias=biases)
+        down = [names[2:] for names in self.names]
+        self.down = ExpertWeights(down, hidden, inner, build, bias=biases, adds_bias=build.is_first_rank)
+        self.shared = shared
+
+    def _routing_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        data = torch.empty(shape, dtype=dtype, device=self._build.device)
+        self._routing.append(Parameter(f"{self._build.prefix}{name}", data, is_matrix=True))
+        return data
+
+    def _split(self, build: BuildContext) -> Split:
+        """The inner features of this rank."""
+        units: list[int] = []
+        if build.group is not None and build.method is not None:
+            inner, hidden = self.intermediate_size, self.hidden_size
+            for gate, up, down in self.names:
+                units += (build.method.units(name, inner, hidden)[0] for name in (gate, up))
+                units.append(build.method.units(down, hidden, inner)[1])
+        return build.split(self.intermediate_size, "expert_intermediate", units)
 
     def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]. Outputs of experts are added in fp32 and rounded once.
@@ -121,7 +172,7 @@ class Experts:
         GPU takes the first; or the softmax of the top k alone. The weights stay in fp32, where Transformers rounds
         those of Qwen3-MoE and gpt-oss to the dtype of x.
         """
-        logits = linear(widened(x) if self.spec.fp32_router else x, self.gate, self.gate_bias)
+        logits = linear(widened(x) if self._fp32_router else x, self.gate, self.gate_bias)
         if self.is_recordable:
             from nanovllm.ops.triton_routing import route
 
@@ -165,23 +216,12 @@ class Experts:
         inner = self._gated_unit(self.gate_up.all_at_once(x, grouping.ends, grouping.rows))
         return weighted_sum(self.down.all_at_once(inner, grouping.ends), grouping.entries, weights, shared)
 
-    def slots(self) -> NamedSlots:
-        for name, tensor in self._routing.items():
-            yield name, slot_of(tensor)
-        yield from self.gate_up.slots()
-        yield from self.down.slots()
-        if self.shared is not None:
-            yield from self.shared.slots()
-
-    def weights(self) -> Iterator[StoredWeight]:
-        """The matrices of the experts, without the router's."""
-        yield from self.gate_up
-        yield from self.down
-        if self.shared is not None:
-            yield from self.shared.weights()
+    def routing_tensors(self) -> Iterator[str]:
+        """The names of the tensors that decide about experts."""
+        return (parameter.name for parameter in self._routing)
 
 
-class ExpertWeights:
+class ExpertWeights(Module):
     """One matrix [out, in] of every expert.
 
     On a GPU those of all experts are one weight, one below the other, so that a kernel finds each, and where a file has
@@ -193,32 +233,51 @@ class ExpertWeights:
 
     def __init__(
         self,
-        parts: Sequence[Mapping[str, int]],
-        in_features: int,
-        method: LinearMethod | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        names: Sequence[Sequence[str]],
+        rows: Split,
+        columns: Split,
+        build: BuildContext,
+        *,
         bias: bool = False,
+        adds_bias: bool = True,
     ) -> None:
-        """parts: of each expert's matrix; see `LinearMethod.create`."""
-        self._parts = parts
+        """names: of each expert's modules in the checkpoint; rows: the output features of one module; columns: inputs.
+
+        adds_bias: False on a rank to whose products another one adds the biases.
+        """
+        self._build = build
+        self._rows = rows
+        self._columns = columns
+        self._has_bias = bias
+        self._parts = [dict.fromkeys(of_expert, rows.size) for of_expert in names]
         self.dense: Tensor | None = None
-        stacks = _stacks(parts, in_features, method, dtype) if stacked_on(device) else None
+        stacks = _stacks(self._parts, columns.size, build) if stacked_on(build.device) else None
+        self._stacked = stacks
         self.is_stacked = stacks is not None
-        self._sizes = [sum(parts[0].values())] if stacks is None or len(stacks) == 1 else list(parts[0].values())
+        whole = rows.size * len(names[0])
+        self._sizes = [whole] if stacks is None or len(stacks) == 1 else list(self._parts[0].values())
         self._biases: list[Tensor | None] = [
-            torch.empty(len(parts), size, dtype=dtype, device=device) if bias else None for size in self._sizes
+            torch.empty(len(names), size, dtype=build.dtype, device=build.device) if bias and adds_bias else None
+            for size in self._sizes
         ]
-        self._weights: list[StoredWeight] = []
-        if stacks is not None:
-            self._weights += [create_weight(method, stack, in_features, dtype, device) for stack in stacks]
-        elif method is not None:
-            self._weights += [method.create(of_expert, in_features, dtype, device) for of_expert in parts]
-        else:
-            self.dense = torch.empty(len(parts), self._sizes[0], in_features, dtype=dtype, device=device)
+        if stacks is None and build.method is None:
+            shape = (len(names), whole, columns.size)
+            self.dense = torch.empty(shape, dtype=build.dtype, device=build.device)
             use_huge_pages(self.dense)
-            for of_expert, memory in zip(parts, self.dense, strict=True):
-                self._weights.append(DenseWeight(of_expert, in_features, dtype, device, memory))
+        if build.device.type != "meta":
+            self._weights  # noqa: B018 # memory is taken now
+
+    @cached_property
+    def _weights(self) -> list[StoredWeight]:
+        """Of all experts together, or of each. On the meta device only a pass needs them: there may be thousands."""
+        build = self._build
+        stored = (self._columns.size, build.dtype, build.device)
+        if self._stacked is not None:
+            return [create_weight(build.method, stack, *stored) for stack in self._stacked]
+        if self.dense is None:
+            return [create_weight(build.method, of_expert, *stored) for of_expert in self._parts]
+        pairs = zip(self._parts, self.dense, strict=True)
+        return [DenseWeight(of_expert, *stored, memory) for of_expert, memory in pairs]
 
     def __getitem__(self, expert: int) -> StoredWeight:
         return self._weights[expert]
@@ -251,10 +310,10 @@ class ExpertWeights:
                 outputs.append(grouped_linear(x, weight.dense.view(len(ends), size, -1), ends, rows, biases))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def __iter__(self) -> Iterator[StoredWeight]:
-        return iter(self._weights)
+    def own_weights(self) -> Iterable[StoredWeight]:
+        return self._weights
 
-    def slots(self) -> NamedSlots:
+    def own_slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
         for expert, parts in enumerate(self._parts):
@@ -263,20 +322,47 @@ class ExpertWeights:
             for module, part in zip(parts, parts_of_bias, strict=bool(biases)):
                 yield f"{module}.bias", slot_of(part)
 
+    def own_tensors(self) -> NamedTensors:
+        method = self._build.method
+        shape = (self._rows.total, self._columns.total)
+        held = (self._rows.parts, self._columns.parts)
+        for module in (module for of_expert in self._parts for module in of_expert):
+            tensors = dense_tensors(module, *shape) if method is None else method.tensors(module, *shape)
+            for name, tensor in tensors:
+                yield name, tensor._replace(held=held)
+            if self._has_bias:
+                yield f"{module}.bias", CheckpointTensor(shape[:1], held=held)
+
+    def own_matrices(self) -> Iterable[Matrix]:
+        columns = self._columns.size
+        return ((module, rows, columns) for of_expert in self._parts for module, rows in of_expert.items())
+
+    @cached_property
+    def _in_memory(self) -> Weights:
+        return stored_weights(self.own_matrices(), self._build)
+
+    def own_matrix_weights(self) -> Weights:
+        return self._in_memory
+
+    def own_expert_weights(self) -> Weights:
+        return self._in_memory
+
+    def own_vector_weights(self) -> Weights:
+        biases = [biases for biases in self._biases if biases is not None]
+        return Weights(sum(biases.numel() for biases in biases), sum(biases.nbytes for biases in biases))
+
 
 def stacked_on(device: torch.device) -> bool:
     """Whether the matrices of all experts are one weight there."""
     return device.type == "cuda"
 
 
-def _stacks(
-    parts: Sequence[Mapping[str, int]], in_features: int, method: LinearMethod | None, dtype: torch.dtype
-) -> list[dict[str, int]] | None:
+def _stacks(parts: Sequence[Mapping[str, int]], in_features: int, build: BuildContext) -> list[dict[str, int]] | None:
     """The modules of one weight for all experts, or of one for each part of their matrices; None if these have several
     forms."""
 
     def has_one_form(stack: dict[str, int]) -> bool:
-        weight = create_weight(method, stack, in_features, dtype, torch.device("meta"))
+        weight = create_weight(build.method, stack, in_features, build.dtype, torch.device("meta"))
         return weight.dense is not None or isinstance(weight, PackedMatrix)
 
     whole = {module: size for of_expert in parts for module, size in of_expert.items()}

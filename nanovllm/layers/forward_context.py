@@ -17,7 +17,7 @@ from nanovllm.ops.delta_inputs import StatePart
 class KVCache(Protocol):
     """What an attention layer needs of the KV cache. Layers do not know where blocks are stored.
 
-    A layer is counted among those that have keys and values: `DecoderSpec.kv_layer`.
+    A layer is counted among those that have keys and values of their own.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -57,7 +57,7 @@ class StepStates(Protocol):
         """What is updated in place: conv [slots, channels, conv_kernel - 1] in the model's dtype, and the recurrent
         state, fp32 [slots, value_heads, key_dim, value_dim]. Slots may be strided, what is in one is contiguous.
 
-        layer: the decoder's index of a recurrent layer.
+        layer: the index of a recurrent layer among all layers.
         """
         ...
 
@@ -85,10 +85,10 @@ class ForwardContext:
     positions: Tensor  # int64 [tokens]
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
-    adapters: Sequence[RowAdapters | None] = ()  # of each part of `Decoder.chunk_rows` rows; empty if no row has one
+    adapters: Sequence[RowAdapters | None] = ()  # of each part of `CausalLM.chunk_rows` rows; empty if no row has one
     states: StepStates | None = None  # of recurrent layers, if the network has any
     hidden: Tensor | None = None  # [tokens, hidden], which a head for multi-token prediction reads beside the tokens
-    state_parts: Sequence[StatePart] = ()  # `gated_delta.parts_of_states` makes them of `sequences` if there are none
+    state_parts: Sequence[StatePart] = ()  # `state_rows.parts_of_states` makes them of `sequences` if there are none
 
     @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:

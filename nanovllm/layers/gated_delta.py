@@ -3,151 +3,137 @@ Networks: Improving Mamba2 with Delta Rule" (2024); the form is that of Qwen3-Ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from nanovllm.data.network import RECURRENT_CHUNK, RecurrentSpec
-from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.linear_method import LinearMethod, NamedSlots, WeightSlot, slot_of
+from nanovllm.data.network import Kept, RecurrentSpec, RecurrentState
+from nanovllm.errors import ConfigError
+from nanovllm.layers.build_context import BuildContext, Split, held_ranges
+from nanovllm.layers.layer_inputs import LayerInputs, row_parts
+from nanovllm.layers.linear import ColumnParallelLinear, RowAdapters, RowParallelLinear, Rows
+from nanovllm.layers.mixer import MixedRows, Mixer
+from nanovllm.layers.module import Parameter
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.ops.cpu_delta import FewRows
-from nanovllm.ops.delta_inputs import ChunkRows, DecayWeights, KeptRows, StatePart, StateRows
+from nanovllm.ops.cpu_kernels import FewRowLayer, HeadLayout
+from nanovllm.ops.delta_inputs import DecayWeights, StateRows
 from nanovllm.ops.recurrent_kernels import recurrent_kernels_on
-from nanovllm.ops.upload import upload
 
 
-def part_sizes(ctx: ForwardContext, most: int) -> list[int]:
-    """The rows of each part of a step, at most `most`. No part ends within a chunk, in rows that have the chunk whole,
-    so that what else is in a step has no influence on how a sequence is computed.
-    """
-    ends = [0]
-    total = sum(seq.query_len for seq in ctx.sequences)
-    while ends[-1] < total:
-        end = min(ends[-1] + most, total)
-        cut = next((seq for seq in ctx.sequences if seq.query_start < end < seq.query_start + seq.query_len), None)
-        if cut is not None:
-            edge = end - (cut.context_len + end - cut.query_start) % RECURRENT_CHUNK
-            end = edge if edge >= cut.query_start and edge > ends[-1] else end
-        ends.append(end)
-    return [stop - start for start, stop in pairwise(ends)]
+class GatedDelta(Mixer):
+    """out_proj(norm(delta_rule(conv(q, k, v))) * silu(z)), with b and a for the shares that are written and kept.
 
-
-def parts_of_states(ctx: ForwardContext, sizes: Sequence[int]) -> Sequence[StatePart]:
-    """Each part of so many rows of a step, all rows being of sequences that follow each other."""
-    if ctx.state_parts:
-        return ctx.state_parts
-    assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
-    slots = ctx.states.slots
-    device = ctx.states.slots.device
-    parts = list(pairwise(accumulate(sizes, initial=0)))
-    return [StatePart(_runs(ctx, *part, slots), _kept_rows(ctx, *part, device)) for part in parts]
-
-
-def runs_of_rows(lengths: Sequence[int], slots: Tensor, positions: Sequence[int] | None = None) -> StateRows:
-    """Runs of so many rows, one after the other.
-
-    positions: of the first token of each in its sequence; None: rows are not computed in chunks.
-    """
-    starts = [*accumulate(lengths, initial=0)]
-    whole = [range(0)] * len(lengths) if positions is None else list(map(_whole_chunks, starts, lengths, positions))
-    begins = [rows.start for rows in whole]
-    ends = [rows.stop for rows in whole]
-    firsts = [row for rows in whole for row in rows]
-    parts = [starts, firsts, [*accumulate(map(len, whole), initial=0)], begins, ends]
-    uploaded = upload(torch.tensor([number for part in parts for number in part]), slots.device)
-    on_device, *of_chunks = uploaded.split([*map(len, parts)])
-    rows = StateRows(slots, on_device, upload(torch.repeat_interleave(torch.tensor(lengths)), slots.device))
-    if not firsts:
-        return rows
-    any_before = any(start < begin for start, begin in zip(starts, begins, strict=False))
-    any_after = any(end < stop for end, stop in zip(ends, starts[1:], strict=True))
-    first_rows, of_runs, first, after = of_chunks
-    return rows._replace(chunks=ChunkRows(first_rows, of_runs, first, after, any_before, any_after))
-
-
-def _whole_chunks(start: int, length: int, position: int) -> range:
-    """The first rows of the whole chunks of a run that begins in row `start`; empty and at its end if it has none."""
-    begin = start + -position % RECURRENT_CHUNK
-    count = max(0, start + length - begin) // RECURRENT_CHUNK
-    end = begin + count * RECURRENT_CHUNK
-    return range(begin, end, RECURRENT_CHUNK) if count else range(start + length, start + length, RECURRENT_CHUNK)
-
-
-def _runs(ctx: ForwardContext, begin: int, end: int, slots: Tensor) -> StateRows:
-    """The runs of rows [begin, end)."""
-    ends = [(index, seq.query_start + seq.query_len) for index, seq in enumerate(ctx.sequences)]
-    first = next(index for index, stop in ends if stop > begin)
-    last = next(index for index, stop in ends if stop >= end)
-    sequences = ctx.sequences[first : last + 1]
-    starts = [max(seq.query_start, begin) for seq in sequences] + [end]
-    positions = [seq.context_len + start - seq.query_start for seq, start in zip(sequences, starts, strict=False)]
-    return runs_of_rows([stop - start for start, stop in pairwise(starts)], slots[first : last + 1], positions)
-
-
-def _kept_rows(ctx: ForwardContext, begin: int, end: int, device: torch.device) -> KeptRows | None:
-    """Those of rows [begin, end)."""
-    if ctx.states is None or ctx.states.kept is None:
-        return None
-    source = list[int]()
-    target = list[int]()
-    for seq, places in zip(ctx.sequences, ctx.states.kept.rows, strict=True):
-        for row, place in enumerate(places, seq.query_start):
-            if begin <= row < end:
-                source.append(row - begin)
-                target.append(place)
-    return KeptRows(*(upload(torch.tensor(indices), device) for indices in (source, target))) if source else None
-
-
-class GatedDelta:
-    """out(norm(delta_rule(conv(q, k, v))) * silu(z)), with b and a for the shares that are written and kept.
-
-    Parameters are allocated and not initialized.
+    Each rank has some of the key heads with their value heads.
     """
 
     def __init__(
         self,
-        spec: RecurrentSpec,
         hidden_size: int,
-        prefix: str,
+        spec: RecurrentSpec,
         eps: float,
-        method: LinearMethod | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        layer: int,
+        build: BuildContext,
+        *,
+        merged: bool = False,
     ) -> None:
-        """prefix: of the names of its modules in the checkpoint; method: how its matrices are stored."""
-        self.spec = spec
-        self._prefix = prefix
+        """spec: of all ranks together; layer: the index among all layers, by which the states are known.
+
+        merged: whether the checkpoint has one matrix for q, k, v and z, and one for b and a, key head by key head.
+        """
+        self.layer = layer
         self._eps = eps
-        self._kernels = recurrent_kernels_on(device, dtype)
-        linear = partial(Linear, prefix=prefix, bias=False, method=method, dtype=dtype, device=device)
-        self.input = linear(hidden_size, spec.input_parts)
-        self.out = linear(spec.value_size, {"out_proj": hidden_size})
-        self.conv = torch.empty(spec.conv_kernel, spec.channels, dtype=dtype, device=device)
-        wide = partial(torch.empty, spec.num_value_heads, dtype=torch.float32, device=device)
-        self.decay = DecayWeights(rate=wide(), bias=wide())
-        self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
-        self.few_rows = None if spec.merged_projections else FewRows(spec, self.conv, self.decay, self.norm)
+        self._merged = merged
+        self._kernels = recurrent_kernels_on(build.device, build.dtype)
+        keys, values = _heads_of_rank(spec, build)
+        self.spec = spec = replace(spec, num_key_heads=keys.size, num_value_heads=values.size)
+        key_rows = keys.times(spec.key_dim)
+        value_rows = values.times(spec.value_dim)
+        of_channels = (key_rows, key_rows, value_rows)
+        rows: Rows = {"in_proj_qkv": of_channels, "in_proj_z": (value_rows,)}
+        rows = {**rows, "in_proj_b": (values,), "in_proj_a": (values,)}
+        if merged:
+            group = values.size // keys.size
+            qkvz = keys.times(2 * (spec.key_dim + group * spec.value_dim))
+            rows = {"in_proj_qkvz": (qkvz,), "in_proj_ba": (keys.times(2 * group),)}
+        self.input = ColumnParallelLinear(hidden_size, rows, build)
+        self.output = RowParallelLinear("out_proj", value_rows, hidden_size, build)
+        self._conv = torch.empty(spec.conv_kernel, spec.channels, dtype=build.dtype, device=build.device)
+        wide = partial(torch.empty, values.size, dtype=torch.float32, device=build.device)
+        self._decay = DecayWeights(rate=wide(), bias=wide())
+        self._norm = torch.empty(spec.value_dim, dtype=build.dtype, device=build.device)
+        self.parameters = self._parameters(of_channels, values, build)
+        self._few_rows = None if merged else FewRows(spec, self._conv, self._decay, self._norm)
+
+    def _parameters(self, of_channels: Sequence[Split], values: Split, build: BuildContext) -> Sequence[Parameter]:
+        """What the layer has besides its projections; the arguments are what ranks share of them."""
+        prefix = build.prefix
+        conv = (sum(split.total for split in of_channels), 1, self.spec.conv_kernel)
+        heads = (values.total,)
+        of_conv, of_heads = (None if build.group is None else held_ranges(split) for split in (of_channels, (values,)))
+        return (
+            Parameter(f"{prefix}conv1d.weight", self._conv.T[:, None], conv, held=of_conv),
+            Parameter(f"{prefix}dt_bias", self._decay.bias, heads, held=of_heads),
+            Parameter(f"{prefix}A_log", self._decay.rate, heads, convert=lambda log: log.float().exp(), held=of_heads),
+            Parameter(f"{prefix}norm.weight", self._norm),
+        )
+
+    @property
+    def kept(self) -> Kept:
+        return RecurrentState(self.spec)
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """There are no queries, of which the kernels would ask."""
+        return HeadLayout(self.spec.value_dim, self.spec.value_dim)
+
+    def mix(
+        self, x: Tensor, inputs: LayerInputs, norm: RMSNorm | None, few_rows: FewRowLayer | None
+    ) -> Iterator[MixedRows]:
+        ctx = inputs.ctx
+        assert ctx.states is not None, "a step of a network with recurrent layers brings their states"
+        states = ctx.states.of_layer(self.layer)
+        parts = zip(ctx.adapters_of_parts, inputs.state_parts, row_parts(inputs.parts, x), strict=False)
+        for adapters, (rows, kept), (x_rows,) in parts:
+            mixed, projected = self.recur_(x_rows, rows, states, norm, adapters, few_rows)
+            if ctx.states.kept is not None and kept is not None:
+                ctx.states.kept.of_layer(self.layer).index_copy_(0, kept.target, projected[kept.source])
+            yield MixedRows(x_rows, mixed, adapters)
+
+    def recur_(
+        self,
+        x: Tensor,
+        rows: StateRows,
+        states: tuple[Tensor, Tensor],
+        norm: RMSNorm | None,
+        adapters: RowAdapters | None,
+        few_rows: FewRowLayer | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the output projection reads of rows x, and what the input projection gives; advances their states."""
+        if adapters is None and self._few_rows is not None and few_rows is not None and few_rows.takes(x):
+            return self._few_rows(few_rows, x, rows, states)
+        projected = self.input(x if norm is None else norm(x), adapters)
+        return self(projected, rows, states), projected
 
     def __call__(self, projected: Tensor, rows: StateRows, states: tuple[Tensor, Tensor]) -> Tensor:
-        """What `out` projects, [rows, value_heads * value_dim], of what `input` gives. Advances the states of the rows.
+        """What the output projection reads, [rows, value_heads * value_dim], of what the input projection gives.
 
-        states: of the layer, as `StepStates.of_layer` gives them.
+        Advances the states of the rows. states: of the layer, as `StepStates.of_layer` gives them.
         """
         conv, state = states
         mixed, z, b, a = self._split(projected)
-        inputs = self._kernels.delta_inputs_(self.spec, rows, mixed, self.conv, conv, b, a, self.decay)
+        inputs = self._kernels.delta_inputs_(self.spec, rows, mixed, self._conv, conv, b, a, self._decay)
         y = self._kernels.delta_rule_(self.spec, rows, inputs, state)
-        return self._kernels.gated_rms_norm(y, z, self.norm, self._eps)
+        return self._kernels.gated_rms_norm(y, z, self._norm, self._eps)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v side by side, z, b and a, head after head each, from the order of the checkpoint's modules."""
         spec = self.spec
         heads = self.spec.num_value_heads
-        if not spec.merged_projections:
+        if not self._merged:
             mixed, z, b, a = projected.split((spec.channels, spec.value_size, heads, heads), dim=1)
             return mixed, z, b, a
         group = heads // spec.num_key_heads
@@ -158,12 +144,13 @@ class GatedDelta:
         b, a = (part.flatten(1).contiguous() for part in ba.split(group, dim=2))
         return torch.cat((q, k, v), dim=1), z, b, a
 
-    def slots(self) -> NamedSlots:
-        """The slots of what it has besides its projections."""
-        prefix = self._prefix
-        heads = (self.spec.num_value_heads,)
-        shape = (self.spec.channels, 1, self.spec.conv_kernel)
-        yield f"{prefix}conv1d.weight", WeightSlot(self.conv.T[:, None], shape)
-        yield f"{prefix}dt_bias", slot_of(self.decay.bias)
-        yield f"{prefix}A_log", WeightSlot(self.decay.rate, heads, lambda weight: weight.float().exp())
-        yield f"{prefix}norm.weight", slot_of(self.norm)
+
+def _heads_of_rank(spec: RecurrentSpec, build: BuildContext) -> tuple[Split, Split]:
+    """The key heads and the value heads of this rank: value heads go with their key head."""
+    if spec.num_key_heads % build.num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={build.num_ranks}: the model has {spec.num_key_heads} key heads in a recurrent "
+            "layer, which cannot be divided evenly; take another number of ranks"
+        )
+    keys = build.split(spec.num_key_heads, "key heads")
+    return keys, keys.times(spec.num_value_heads // spec.num_key_heads)

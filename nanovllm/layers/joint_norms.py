@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.layers.linear import linear
+from nanovllm.layers.build_context import Split
+from nanovllm.layers.dense_weight import linear
 from nanovllm.layers.parallel import RankGroup
-from nanovllm.layers.sharding import Sharding
 from nanovllm.ops.row_kernels import kernels_on
 
 
@@ -25,9 +25,9 @@ class JointNorms:
         self._kernels = kernels_on(weight.device, dtype)
         self._ranks: _SquaresOfRanks | None = None
 
-    def divide(self, sharding: Sharding, group: RankGroup) -> None:
+    def divide(self, heads: Split, kv_heads: Split, group: RankGroup) -> None:
         """Take means over the heads of all ranks of the group."""
-        self._ranks = _SquaresOfRanks(self._sizes, sharding, group, self.weight.device)
+        self._ranks = _SquaresOfRanks(self._sizes, heads, kv_heads, group, self.weight.device)
 
     def normalize_(self, q_and_k: Tensor) -> None:
         """Normalize rows [tokens, features of q and k] in place."""
@@ -44,14 +44,17 @@ class JointNorms:
 class _SquaresOfRanks:
     """The means of squares over the heads of all ranks. A KV head that several ranks hold counts once."""
 
-    def __init__(self, sizes: tuple[int, int], sharding: Sharding, group: RankGroup, device: torch.device) -> None:
-        whole = sharding.whole
-        has_first_queries = sharding.heads.start % (whole.heads // whole.kv_heads) == 0  # of its first KV head
+    def __init__(
+        self, sizes: tuple[int, int], heads: Split, kv_heads: Split, group: RankGroup, device: torch.device
+    ) -> None:
+        has_first_queries = heads.held.start % (heads.total // kv_heads.total) == 0  # of its first KV head
+        head_dim = sizes[0] // heads.size
         self._group = group
         self._summed = torch.zeros(2, sum(sizes), dtype=torch.float32, device=device)  # of q, and of k
         self._summed[0, : sizes[0]] = 1.0
         self._summed[1, sizes[0] :] = float(has_first_queries)
-        self._widths = torch.tensor([whole.q_rows, whole.kv_rows], dtype=torch.float32, device=device)
+        widths = [heads.total * head_dim, kv_heads.total * head_dim]
+        self._widths = torch.tensor(widths, dtype=torch.float32, device=device)
 
     def means(self, q_and_k: Tensor) -> Tensor:
         """[tokens, features of q and k] -> fp32 [tokens, 2]. The bits of a row do not depend on the other rows."""

@@ -1,6 +1,6 @@
 """The seam of stored weights: how a matrix lies in the checkpoint and in memory, and how it is applied. No torch.
 
-`Linear` and the decoder know nothing else about a matrix. `layers.linear.DenseWeight` is the plain form; a quantized
+`Linear` and model files know nothing else about a matrix. `dense_weight.DenseWeight` is the plain form; a quantized
 checkpoint brings its own `LinearMethod`.
 """
 
@@ -22,6 +22,10 @@ ROWS = 0
 COLUMNS = 1
 
 
+# Of each axis of a tensor the slices that are read, one behind the other; () is the whole tensor.
+Part = Sequence[Sequence[slice]]
+
+
 class Axis(NamedTuple):
     """What an entry along an axis of a checkpoint tensor stands for: `size` rows or columns of the matrix."""
 
@@ -34,15 +38,30 @@ class CheckpointTensor(NamedTuple):
 
     shape: as stored, unless it is one of other_shapes; dtypes: the types that are read, in the checkpoint's own codes;
     required: False if the tensor may be absent. axes: how tensor-parallel ranks divide it with the matrix. check: of a
-    tensor that fills nothing and is only checked, by every rank as a whole; raises ModelError.
+    tensor that fills nothing and is only checked, by every rank as a whole; raises ModelError. held: the rows and the
+    columns of the matrix that this rank has, () for all.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
     other_shapes: tuple[tuple[int, ...], ...] = ()
-    axes: tuple[Axis, ...] = (Axis(ROWS), Axis(COLUMNS))
+    axes: tuple[Axis | None, ...] = (Axis(ROWS), Axis(COLUMNS))
     check: Callable[[Tensor], None] | None = None
+    held: tuple[Sequence[range], Sequence[range]] = ((), ())
+
+    def part(self, shape: Sequence[int]) -> Part:
+        """The part of the tensor, which has this shape in the file, that this rank reads.
+
+        An axis with one entry is not divided: the entry holds for all rows or columns.
+        """
+        slices_of_axes = [
+            [slice(span.start // axis.size, -(-span.stop // axis.size)) for span in self.held[axis.dimension]]
+            if axis is not None and size > 1
+            else []
+            for axis, size in zip(self.axes, shape, strict=False)
+        ]
+        return [slices or [slice(None)] for slices in slices_of_axes] if any(slices_of_axes) else ()
 
 
 NamedTensors = Iterator[tuple[str, CheckpointTensor]]

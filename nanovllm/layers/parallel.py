@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from nanovllm.layers.linear_method import StoredWeight
 
 T = TypeVar("T")
+GATHERED_BYTES = 256 << 10  # a sum of fewer bytes sends them to every rank at once, see `all_reduce_bytes`
 
 
 class RankGroup(Protocol):
@@ -39,8 +40,18 @@ class RankGroup(Protocol):
         ...
 
 
+def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Bytes that a rank receives for the sum of a tensor of `num_bytes` over the ranks.
+
+    The other ranks' tensors, or of a larger one the others' share of a part and then the other parts, as in a ring.
+    """
+    if num_ranks > 2 and num_bytes > GATHERED_BYTES:
+        return 2 * (num_ranks - 1) * num_bytes // num_ranks
+    return (num_ranks - 1) * num_bytes
+
+
 class MetaRanks:
-    """The ranks of a decoder on meta tensors, whose memory is counted: what a collective allocates, nothing sent."""
+    """The ranks of a model on meta tensors, whose memory is counted: what a collective allocates, nothing sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -57,13 +68,3 @@ class MetaRanks:
     def exchange(self, value: T) -> list[T]:
         """See `RankGroup`."""
         return [value] * self.size
-
-
-def embedding(token_ids: Tensor, table: StoredWeight, vocab: range, group: RankGroup) -> Tensor:
-    """Rows of an embedding whose rows are divided: int64 [tokens] -> [tokens, hidden]. table holds those of `vocab`.
-
-    A token's row is on one rank. The others add zeros to it, which is exact.
-    """
-    elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
-    rows = table.rows((token_ids - vocab.start).masked_fill(elsewhere, 0))
-    return group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))

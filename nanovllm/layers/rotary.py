@@ -77,10 +77,11 @@ def rotated_order(rotary_dim: int, head_dim: int, device: torch.device) -> Tenso
 
     The first `rotary_dim` features are rotated, in pairs half of that apart.
     """
-    rotated = torch.arange(rotary_dim, device=device)
-    others = torch.arange(rotary_dim, head_dim, device=device)
+    rotated = torch.arange(rotary_dim)
+    others = torch.arange(rotary_dim, head_dim)
     parts = zip(rotated.chunk(2), others.chunk(2), strict=True)
-    return torch.cat([part for both in parts for part in both])
+    # On the meta device these operations would make torch import its decompositions, which takes a second.
+    return torch.cat([part for both in parts for part in both]).to(device)
 
 
 def _exponents(head_dim: int) -> Tensor:

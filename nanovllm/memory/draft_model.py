@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig, engine_config
 from nanovllm.data.memory_checks import check_fits
+from nanovllm.data.network import Network
 from nanovllm.memory.layout import layout_of
 from nanovllm.memory.sizing import MemoryFacts
-from nanovllm.models.mtp_spec import mtp_spec, mtp_weight_bytes
-from nanovllm.models.spec import DecoderSpec
 from nanovllm.speculative_config import SpeculativeConfig, speculative_config
 
 BLOCK_SIZE = 256  # tokens, unless those of the engine are smaller: sequences of all lengths share the blocks
@@ -39,28 +38,28 @@ class DraftMemory:
         return replace(memory, device_free=memory.device_free - taken, host_free=memory.host_free - shared)
 
 
-def mtp_memory(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> DraftMemory | None:
-    """Of the head of a model, which is allocated after its KV cache is sized; None if it is not asked for."""
+def asked_mtp(config: EngineConfig) -> SpeculativeConfig | None:
+    """What the arguments ask of the model's own head; None if they do not ask for it."""
     asked = None if config.speculative_config is None else speculative_config(config.speculative_config)
-    if asked is None or asked.method != "mtp":
-        return None
-    own = mtp_spec(spec)
-    engine, longest = mtp_engine(config, asked, spec, config.max_model_len or spec.max_model_len)
+    return None if asked is None or asked.method != "mtp" else asked
+
+
+def mtp_memory(config: EngineConfig, asked: SpeculativeConfig, head: Network) -> DraftMemory:
+    """Of the head of a model, which is allocated after its KV cache is sized. asked: as of `asked_mtp`."""
+    engine, longest = mtp_engine(config, asked, head, config.max_model_len or head.max_model_len)
     return DraftMemory(
         "the head for multi-token prediction takes",
-        mtp_weight_bytes(own, itemsize),
-        engine.num_gpu_blocks * layout_of(engine, own, itemsize).block_bytes,
+        head.weight_bytes,
+        engine.num_gpu_blocks * layout_of(engine, head).block_bytes,
         longest,
-        2 * config.max_num_batched_tokens * spec.hidden_size * itemsize,  # those of a step, and a copy
+        2 * config.max_num_batched_tokens * head.hidden_size * head.itemsize,  # those of a step, and a copy
     )
 
 
-def mtp_engine(
-    config: EngineConfig, asked: SpeculativeConfig, spec: DecoderSpec, longest: int
-) -> tuple[EngineConfig, int]:
+def mtp_engine(config: EngineConfig, asked: SpeculativeConfig, head: Network, longest: int) -> tuple[EngineConfig, int]:
     """The arguments of the part of an engine with `config` that is the head of its model, as `sized_draft_engine`."""
     engine = draft_engine(config, replace(asked, model=str(config.model)))
-    return sized_draft_engine(engine, mtp_spec(spec), asked, longest)
+    return sized_draft_engine(engine, head, asked, longest)
 
 
 def draft_engine(config: EngineConfig, asked: SpeculativeConfig) -> EngineConfig:
@@ -84,13 +83,13 @@ def draft_engine(config: EngineConfig, asked: SpeculativeConfig) -> EngineConfig
 
 
 def sized_draft_engine(
-    engine: EngineConfig, spec: DecoderSpec, asked: SpeculativeConfig, longest: int
+    engine: EngineConfig, network: Network, asked: SpeculativeConfig, longest: int
 ) -> tuple[EngineConfig, int]:
     """The arguments with the number of KV blocks, and the tokens of the longest sequence that is drafted for.
 
-    spec: of the draft model. longest: tokens of the longest sequence of the engine.
+    network: of the draft model. longest: tokens of the longest sequence of the engine.
     """
-    longest = min(longest, spec.max_model_len, asked.max_model_len or longest)
-    groups = layout_of(engine, spec, 2).groups  # sizes in tokens do not depend on bytes: the block size is given
+    longest = min(longest, network.max_model_len, asked.max_model_len or longest)
+    groups = layout_of(engine, network).groups
     blocks = max(MIN_GPU_BLOCKS, int(SPARE * groups.most_blocks(longest, engine.chunk)) + 1)
     return replace(engine, num_gpu_blocks=blocks, max_model_len=longest), longest

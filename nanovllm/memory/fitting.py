@@ -19,7 +19,7 @@ class KVSizing:
     model_max_len: int  # tokens: where the model's positions end
     memory: MemoryFacts
     watermark: float  # the share of the blocks that stays free
-    yarn_positions: int | None = None  # the trained length, if YaRN can extend it; see `DecoderSpec.yarn_positions`
+    yarn_positions: int | None = None  # the trained length, if YaRN can extend it; see `Network.yarn_positions`
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""

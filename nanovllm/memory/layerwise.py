@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import LayerwisePrefill
+from nanovllm.data.network import Network
 from nanovllm.memory.layout import KVLayout
-from nanovllm.models.spec import DecoderSpec
 
 ID_BYTES = 8  # of a token id or position
 
@@ -147,12 +147,11 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
     return full * steps * (steps - 1) // 2
 
 
-def layerwise_token_bytes(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> int:
+def layerwise_token_bytes(network: Network, config: EngineConfig) -> int:
     """What layer-by-layer prefill keeps for each token: residual stream and id; 0 if no prompt goes that way.
 
-    itemsize: bytes of an element of the residual stream. Prompts go chunk by chunk where layers read the keys and
-    values of another one, which are in the layer buffer no more, or where layers have inputs of their own.
+    Prompts go chunk by chunk where layers read the keys and values of another one, which are in the layer buffer no
+    more, or where layers have inputs of their own.
     """
-    per_layer = spec.gemma4 is not None and spec.gemma4.per_layer_size > 0
-    goes = config.enable_cpu_offload and not spec.kv_shared and not per_layer
-    return spec.hidden_size * itemsize + ID_BYTES if goes else 0
+    goes = config.enable_cpu_offload and not network.kv_shared and not network.has_layer_inputs
+    return network.hidden_size * network.itemsize + ID_BYTES if goes else 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.kv_groups import Heads, KVGroups, hash_unit_of, kv_groups
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.data.network import Network
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,27 +186,23 @@ class KVLayout:
         return (num_slots, *self.block_shape)
 
 
-def layout_of(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> KVLayout:
-    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads; see `of_rank`.
-
-    itemsize: bytes of one element of the model's dtype.
-    """
-    layout = kv_layout(spec, config.kv_cache_dtype, itemsize)
-    return layout.with_block_size(block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
+def layout_of(config: EngineConfig, network: Network) -> KVLayout:
+    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads; see `of_rank`."""
+    layout = kv_layout(network, config.kv_cache_dtype)
+    return layout.with_block_size(block_size_of(config, layout.token_layer_bytes, network.max_model_len))
 
 
-def kv_layout(spec: DecoderSpec, kv_cache_dtype: str, itemsize: int) -> KVLayout:
+def kv_layout(network: Network, kv_cache_dtype: str) -> KVLayout:
     """The layout of a network's K and V, in blocks of a token; see `KVLayout.with_block_size`."""
-    sizes = (spec.num_kv_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
-    layout = replace(KVLayout.of(kv_cache_dtype, *sizes), windows=spec.kv_windows, shared=spec.kv_shared)
-    return layout.with_heads(spec.kv_heads) if spec.kv_heads else layout
+    layout = KVLayout.of(kv_cache_dtype, network.num_kv_layers, *network.kv_heads[0], 1, network.itemsize)
+    return replace(layout, windows=network.kv_windows, shared=network.kv_shared).with_heads(network.kv_heads)
 
 
-def of_rank(layout: KVLayout, spec: DecoderSpec) -> KVLayout:
-    """The layout on the rank whose part of the network `spec` is."""
-    if spec.sharding is None or layout.heads:  # heads of several sizes are divided evenly
+def of_rank(layout: KVLayout, network: Network) -> KVLayout:
+    """The layout on the rank whose part of the network this is."""
+    if layout.heads:  # heads of several sizes are divided evenly
         return layout
-    return replace(layout, num_kv_heads=spec.num_kv_heads)
+    return replace(layout, num_kv_heads=network.own_kv_heads[0][0])
 
 
 def block_size_of(config: EngineConfig, token_layer_bytes: int, model_max_len: int) -> int:

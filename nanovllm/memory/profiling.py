@@ -20,14 +20,12 @@ from nanovllm.data.batch import SamplingRow
 from nanovllm.data.network import RecurrentSpec
 from nanovllm.device import Device
 from nanovllm.layers import sampler
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext, KVCache
-from nanovllm.layers.parallel import MetaRanks
 from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.sizing import MemoryFacts, check_step_fits, needs_activation_peak, sized_from_memory
-from nanovllm.models.create import create_decoder
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import peak_context
@@ -37,12 +35,11 @@ from nanovllm.ops.kv_quantization import stored_dtype
 class ScratchKVCache:
     """A KV cache of a single block, used as every block of one sequence with max_num_batched_tokens new tokens."""
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
-        spec = model.spec
+    def __init__(self, model: CausalLM, backend: AttentionBackend, config: EngineConfig) -> None:
         tokens = config.max_num_batched_tokens
-        layout = of_rank(layout_of(config, spec, model.dtype.itemsize), spec)
+        layout = of_rank(layout_of(config, model.network), model.network)
         self._backend = backend
-        self._scale = spec.attention_scale
+        self._scale = model.network.attention_scale
         self._groups = layout.groups
         dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
         self._pools = layout.views(torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device))
@@ -64,7 +61,7 @@ class ScratchKVCache:
 class ScratchStates:
     """One state slot for every recurrent layer. Implements `layers.forward_context.StepStates`."""
 
-    def __init__(self, model: Decoder, recurrent: RecurrentSpec) -> None:
+    def __init__(self, model: CausalLM, recurrent: RecurrentSpec) -> None:
         self.slots = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.kept = None
         self._conv = torch.zeros(1, *recurrent.conv_shape, dtype=model.dtype, device=model.device)
@@ -73,9 +70,6 @@ class ScratchStates:
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `StepStates`."""
         return self._conv, self._state
-
-
-_META = torch.device("meta")
 
 
 class _NoKVCache:
@@ -120,7 +114,7 @@ class _LiveBytes(TorchDispatchMode):
 
 def measure_memory(
     device: Device,
-    model: Decoder,
+    model: CausalLM,
     backend: AttentionBackend,
     config: EngineConfig,
     to_load: int = 0,
@@ -131,14 +125,14 @@ def measure_memory(
     to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
     graph_bytes: what CUDA graphs will take.
     """
-    check_step_fits(model.spec, model.dtype.itemsize, config, device.free_memory() - to_load)
+    check_step_fits(model.network, config, device.free_memory() - to_load)
     # Before free memory is read: kernels and libraries that this pass loads stay loaded.
     if sized_from_memory(config):
         peak = _peak(device, model, backend, config) + graph_bytes()
     else:
         peak = activation_peak(model, config) if needs_activation_peak(config) else 0
     shared = device.torch_device.type == "cpu"
-    token_bytes = layerwise_token_bytes(model.spec, model.dtype.itemsize, config)
+    token_bytes = layerwise_token_bytes(model.network, config)
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory() - to_load,
@@ -151,7 +145,7 @@ def measure_memory(
     )
 
 
-def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+def _peak(device: Device, model: CausalLM, backend: AttentionBackend, config: EngineConfig) -> int:
     def run() -> None:
         largest_step(model, ScratchKVCache(model, backend, config), config)
 
@@ -160,28 +154,26 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
 
 
 @torch.inference_mode()
-def activation_peak(model: Decoder, config: EngineConfig) -> int:
+def activation_peak(model: CausalLM, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling for max_num_seqs of them.
 
     Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
     allocate themselves is not counted.
     """
-    group = model.group and MetaRanks(model.group.rank, model.group.size)
-    twin = create_decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
-    twin.chunk_rows = model.chunk_rows
+    twin = model.one_of_each_kind()
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)
     return counter.peak
 
 
 @torch.inference_mode()
-def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
+def largest_step(model: CausalLM, kv_cache: KVCache, config: EngineConfig) -> None:
     """Run one prefill of max_num_batched_tokens tokens, with prompt log-probabilities and max_num_seqs samples."""
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs + config.num_speculative_tokens, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
-    recurrent = model.spec.recurrent
+    recurrent = model.network.recurrent
     states = None if recurrent is None else ScratchStates(model, recurrent)
     hidden = model(zeros, ForwardContext(zeros, (sequence,), kv_cache, states=states))
     prompt_logits = model.compute_logits(hidden[:LOGPROB_ROWS])
@@ -192,7 +184,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     if not model.has_logits:
         return
     _score(logits[:LOGPROB_ROWS].clone(), config.max_logprobs)
-    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
+    _draw(logits[: sampler.rows_at_once(model.vocab_size, model.device)])
 
 
 def _score(logits: Tensor, max_logprobs: int) -> None:

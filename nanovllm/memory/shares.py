@@ -6,30 +6,30 @@ import logging
 from dataclasses import replace
 
 from nanovllm.config import MIN_BLOCK_SIZE, EngineConfig
+from nanovllm.data.network import Network
 from nanovllm.memory.layout import KVLayout, layout_of
 from nanovllm.memory.sizing import fewest_blocks
-from nanovllm.models.spec import DecoderSpec
 
 RESIDENT_BLOCKS = 8  # that a device of a named size holds besides the fewest, if smaller blocks can reach that
 
 logger = logging.getLogger(__name__)
 
 
-def with_device_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> EngineConfig:
+def with_device_bytes(config: EngineConfig, network: Network) -> EngineConfig:
     """The configuration with a number of bytes for a share, and a block size that suits the bytes of the device.
 
     Other configurations are returned as they are. A share is of the most K and V that a sequence keeps at once, and at
-    least the ring. spec: of this rank. itemsize: bytes of an element of the model's dtype.
+    least the ring. network: of this rank.
     """
     asked = config.kv_share
     given = config.num_bytes("kv_cache_memory_bytes")
     if asked is None and given is None:
         return config
-    layout = layout_of(config, spec, itemsize)
+    layout = layout_of(config, network)
     tokens = 0
     needed = 0
     if asked is not None:
-        tokens = asked.tokens or config.max_model_len or spec.max_model_len
+        tokens = asked.tokens or config.max_model_len or network.max_model_len
         needed = layout.held_bytes(tokens, config.chunk)
         given = int(needed * asked.part)
     assert given is not None

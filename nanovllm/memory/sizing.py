@@ -10,11 +10,11 @@ from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.data.batch import StateMove
 from nanovllm.data.kv_groups import ANY_LENGTH
 from nanovllm.data.memory_checks import check_fits, gib
+from nanovllm.data.network import Network
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, TransferCount, split_device
 from nanovllm.memory.layerwise import ID_BYTES, NO_LAYERWISE, LayerwiseMemory, divide_memory, prefill_loads
 from nanovllm.memory.layout import KVLayout, layout_of
-from nanovllm.models.spec import DecoderSpec
 
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 CPU_HOST_SEQUENCES = 4  # of full length for which the CPU's host tier has blocks by default
@@ -348,7 +348,7 @@ def larger_cache(config: EngineConfig) -> str:
 def longer_positions(tokens: int, trained: int | None) -> str:
     """The end of a sentence: the argument that extends the positions to `tokens` with YaRN, if it can.
 
-    trained: `DecoderSpec.yarn_positions`.
+    trained: `Network.yarn_positions`.
     """
     if trained is None or tokens > MOST_YARN * trained:
         return ": the model's authors document no RoPE scaling that reaches further"
@@ -364,31 +364,31 @@ def longer_positions(tokens: int, trained: int | None) -> str:
 # ---- a step
 
 
-def check_step_fits(spec: DecoderSpec, itemsize: int, config: EngineConfig, free: int) -> None:
+def check_step_fits(network: Network, config: EngineConfig, free: int) -> None:
     """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
 
-    Called before that step is run to measure it. itemsize: bytes of an element of the model's dtype.
+    Called before that step is run to measure it.
     """
     tokens = config.max_num_batched_tokens
     seqs = config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        layout = layout_of(config, spec, itemsize)
+        layout = layout_of(config, network)
         blocks //= len(layout.groups)  # each token is in a block of every group
         tokens = min(tokens, blocks * layout.block_size)
         seqs = min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
-    least = least_step_bytes(spec, itemsize, tokens, seqs)
+    least = least_step_bytes(network, tokens, seqs)
     check_fits(what, least, free, "next to the weights the device has", "lower them")
 
 
-def least_step_bytes(spec: DecoderSpec, itemsize: int, tokens: int, seqs: int) -> int:
+def least_step_bytes(network: Network, tokens: int, seqs: int) -> int:
     """A lower bound in bytes of a step of `tokens` tokens that samples for `seqs` sequences.
 
     For each token its residual stream, q, k, v and ids; for each sequence its logits.
     """
-    row = (spec.hidden_size + spec.q_size + 2 * spec.kv_size) * itemsize + 2 * ID_BYTES
-    return tokens * row + min(seqs, tokens) * spec.vocab_size * LOGIT_BYTES
+    row = (network.hidden_size + network.token_features) * network.itemsize + 2 * ID_BYTES
+    return tokens * row + min(seqs, tokens) * network.vocab_size * LOGIT_BYTES
 
 
 def sized_from_memory(config: EngineConfig) -> bool:

@@ -8,22 +8,22 @@ from dataclasses import replace
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import check_fits
+from nanovllm.data.network import Network
 from nanovllm.memory.sizing import CPU_KV_BYTES, MemoryFacts, StateSlots, cache_budget
-from nanovllm.models.spec import DecoderSpec
 
 STATE_SHARE = 4  # states take at most 1 / STATE_SHARE of the device's memory for the cache, if more than are needed fit
 HOST_STATE_SHARE = 8  # and 1 / HOST_STATE_SHARE of the host's free memory
 SNAPSHOTS_PER_SEQUENCE = 2  # slots beside those of running sequences, on either tier, where memory allows
 
 
-def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: MemoryFacts) -> StateSlots | None:
-    """The state slots of a network with recurrent layers; None for others. itemsize: bytes of an element.
+def plan_states(config: EngineConfig, network: Network, memory: MemoryFacts) -> StateSlots | None:
+    """The state slots of a network with recurrent layers; None for others.
 
     Raises ConfigError if the device has no memory for the state of one sequence.
     """
-    if spec.recurrent is None:
+    if network.recurrent is None:
         return None
-    one = spec.state_bytes(itemsize)
+    one = network.state_bytes
     most = config.max_num_seqs
     budget = max(0, cache_budget(config, memory)) // STATE_SHARE
     host_budget = memory.host_free // HOST_STATE_SHARE
@@ -42,13 +42,13 @@ def plan_states(config: EngineConfig, spec: DecoderSpec, itemsize: int, memory: 
     return StateSlots(device, min(most + snapshots, host_budget // one), running, one, draft_rows)
 
 
-def without_states(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+def without_states(memory: MemoryFacts, config: EngineConfig, network: Network) -> MemoryFacts:
     """What is left of the memory besides the states, which are allocated before KV blocks are sized."""
-    slots = plan_states(config, spec, itemsize, memory)
+    slots = plan_states(config, network, memory)
     if slots is None:
         return memory
-    on_device, on_host = (count * spec.state_bytes(itemsize) for count in (slots.device, slots.host))
-    rows = slots.draft_rows * spec.draft_row_bytes(itemsize)
+    on_device, on_host = (count * network.state_bytes for count in (slots.device, slots.host))
+    rows = slots.draft_rows * network.draft_row_bytes
     remedy = "lower num_speculative_tokens or max_num_seqs"
     check_fits("rows with drafts take", rows, memory.device_free - on_device, "the device has", remedy)
     on_device += rows

@@ -1,1 +1,1 @@
-"""What the network computes: one decoder for the dense families, and how checkpoints become one."""
+"""What networks compute, a file for each architecture, and how checkpoints become one."""

@@ -8,24 +8,23 @@ refuses the values that it does not compute.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.data.json_fields import checked_fields, read_json_object
+from nanovllm.data.network import DTYPE_NAMES
 from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS
 from nanovllm.formats.hub import MODELOPT, is_gguf
-from nanovllm.models.families import FAMILIES
-from nanovllm.models.family import Family, decoder_spec
-from nanovllm.models.rope_config import rope_specs
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.models.network_config import NetworkConfig
+from nanovllm.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:  # imports torch
     from nanovllm.formats.gguf.model import GgufConfig
@@ -40,9 +39,9 @@ _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 _GIVEN = ("rope_scaling", "per_layer_config")
 # Fields of a larger model's config that its text model reads too.
 _SHARED = (*_DTYPES, "eos_token_id", "tie_word_embeddings", "quantization_config")
-WHOLE_MODELS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.wholes))
+WHOLE_MODELS = tuple(dict.fromkeys(name for model in ARCHITECTURES.values() for name in model.wholes))
 # Architectures that can be the text model of a larger one, whose tensors then have other names.
-TEXT_ARCHITECTURES = frozenset(name for name, family in FAMILIES.items() if family.wholes)
+TEXT_ARCHITECTURES = frozenset(name for name, model in ARCHITECTURES.items() if model.wholes)
 # Prefixes of tensors, of newer and older checkpoints: those of the text model with its own, and the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = (
@@ -55,7 +54,7 @@ _IMAGES = (
 class ModelConfig:
     """What a model directory or GGUF file says about its network and its use. Each file is read once.
 
-    spec: the network that `model_dir`/config.json describes, with the fields of `overrides` in the place of its own.
+    network_config: what `model_dir`/config.json describes, with the fields of `overrides` in the place of its own.
     Raises ModelError on a missing directory or file, broken JSON, and everything that is not supported, with what is;
     of generation_config.json when it is asked for.
     """
@@ -68,12 +67,12 @@ class ModelConfig:
         self._generation_config = generation_config
         self._file = _read_config(self._model, overrides)
         self._network = _Network(self._file)
-        self.spec = self._network.spec
+        self.network_config = self._network.network_config
 
     @property
     def model_type(self) -> str:
         """The family's name in Transformers, which selects its tokenizer class."""
-        return self._network.family.model_type
+        return self._network.model.model_types[0]
 
     @cached_property
     def _generation(self) -> Mapping[str, Any]:
@@ -115,17 +114,17 @@ class ModelConfig:
         return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
 
 
-def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
-    """`ModelConfig.spec`."""
-    return ModelConfig(model_dir, overrides).spec
+def load_network_config(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> NetworkConfig:
+    """`ModelConfig.network_config`."""
+    return ModelConfig(model_dir, overrides).network_config
 
 
-def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
-    """As `load_decoder_spec`; `config` may also be a single config file. Raises ModelError as `ModelConfig`."""
+def read_network_config(config: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> NetworkConfig:
+    """As `load_network_config`; `config` may also be a single config file. Raises ModelError as `ModelConfig`."""
     path = Path(config)
     if not path.is_file() or is_gguf(path):
-        return load_decoder_spec(path, overrides)
-    return _Network(_with_overrides(path, read_json_object(path), overrides)).spec
+        return load_network_config(path, overrides)
+    return _Network(_with_overrides(path, read_json_object(path), overrides)).network_config
 
 
 def _generation_fields(directory: Path) -> dict[str, Any]:
@@ -246,28 +245,28 @@ def _with_theta(rope: Mapping[str, Any], theta: Any) -> dict[str, Any]:
 
 
 class _Network:
-    """What a config file describes: its family, Transformers' config object of it, and the network."""
+    """What a config file describes: its architecture, Transformers' config object of it, and the network."""
 
     def __init__(self, file: _ConfigFile) -> None:
         """Raises ModelError for what cannot be read or is not supported."""
-        self.family = _family(file)
+        self.model = _model(file)
         with _quiet_transformers():
-            self.config = _transformers_config(file, self.family)
+            self.config = _transformers_config(file, self.model)
             try:
-                self.spec = _spec(file, self.family, self.config)
+                self.network_config = _network_config(file, self.model, self.config)
             except ModelError as error:
                 raise ModelError(f"{file.where}: {error}") from None
 
 
-def _family(file: _ConfigFile) -> Family:
-    """The family of a config, by its architecture, and of a larger model by the type of its text model too."""
+def _model(file: _ConfigFile) -> type[CausalLM]:
+    """The class of a config's architecture, and of a larger model by the type of its text model too."""
     names = file.fields.get("architectures") or []
-    families = [family for family in FAMILIES.values() if not {family.architecture, *family.wholes}.isdisjoint(names)]
-    if not families:
+    models = [model for name, model in ARCHITECTURES.items() if not {name, *model.wholes}.isdisjoint(names)]
+    if not models:
         given = f"architectures={quoted(names)} is not supported" if names else "it names no architecture"
-        raise ModelError(f"{file.where}: {given}; supported: {', '.join((*FAMILIES, *WHOLE_MODELS))}.")
-    types = {name: family for family in families for name in family.model_types}
-    model_type = file.fields.get("model_type", families[0].model_type)
+        raise ModelError(f"{file.where}: {given}; supported: {', '.join((*ARCHITECTURES, *WHOLE_MODELS))}.")
+    types = {name: model for model in models for name in model.model_types}
+    model_type = file.fields.get("model_type", models[0].model_types[0])
     if model_type in types:
         return types[model_type]
     if file.whole_type is not None:
@@ -276,8 +275,8 @@ def _family(file: _ConfigFile) -> Family:
             f"text model has {' or '.join(map(repr, types))}."
         )
     raise ModelError(
-        f"{file.where} contradicts itself: architecture {families[0].architecture} has model_type "
-        f"{families[0].model_type!r}, not {quoted(model_type)}."
+        f"{file.where} contradicts itself: architecture {models[0].__name__} has model_type "
+        f"{models[0].model_types[0]!r}, not {quoted(model_type)}."
     )
 
 
@@ -294,7 +293,7 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _transformers_config(file: _ConfigFile, family: Family) -> Any:
+def _transformers_config(file: _ConfigFile, model: type[CausalLM]) -> Any:
     """Transformers' config object of a network. Raises ModelError for what its class refuses."""
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -305,7 +304,7 @@ def _transformers_config(file: _ConfigFile, family: Family) -> Any:
     }
     try:
         if file.whole_type is None:
-            config = AutoConfig.for_model(family.model_type, **fields)
+            config = AutoConfig.for_model(model.model_types[0], **fields)
         else:
             fields |= {name: file.fields[name] for name in ("model_type",) if name in file.fields}
             config = AutoConfig.for_model(file.whole_type, text_config=fields).get_text_config()
@@ -313,10 +312,10 @@ def _transformers_config(file: _ConfigFile, family: Family) -> Any:
         config.allow_global_per_layer_attribute_access = True
     except Exception as error:  # the validators of config classes raise many types
         raise ModelError(f"{file.where}: Transformers' config class refuses it: {told(error)}") from None
-    if (own_type := type(config).model_type) not in family.model_types:
+    if (own_type := type(config).model_type) not in model.model_types:
         raise ModelError(
             f"{file.where} contradicts itself: a model of type {quoted(file.whole_type)} has a text model of type "
-            f"{own_type!r}, not {family.model_type!r}."
+            f"{own_type!r}, not {model.model_types[0]!r}."
         )
     known = {*NETWORK_FIELDS, *(field.name for field in fields_of(config))} - {"text_config"}
     unknown = [name for name in file.added if name not in known]
@@ -326,54 +325,52 @@ def _transformers_config(file: _ConfigFile, family: Family) -> Any:
     return config
 
 
-def _spec(file: _ConfigFile, family: Family, config: Any) -> DecoderSpec:
-    dtype = next((file.fields[name] for name in _DTYPES if file.fields.get(name) is not None), None)
-    spec = decoder_spec(family, config, dtype, rope_specs(family, config))
+def _network_config(file: _ConfigFile, model: type[CausalLM], config: Any) -> NetworkConfig:
+    dtype = next((file.fields[name] for name in _DTYPES if file.fields.get(name) is not None), model.default_dtype)
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in DTYPE_NAMES:
+        raise ModelError(f"The dtype {quoted(dtype)} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
+    network = NetworkConfig(model.__name__, _plain(config), dtype)
     quantization = file.fields.get("quantization_config")
     if file.gguf is not None:
-        return _gguf_spec(spec, quantization, file.gguf)
-    return _with_quantization(spec, quantization, file.whole_type is not None)
+        network = _gguf_network(network, quantization, file.gguf)
+    elif quantization is not None:
+        network = _quantized(network, quantization, file.whole_type is not None)
+    network.network  # noqa: B018 # built once, which refuses what is not computed
+    return network
 
 
-def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
+def _plain(config: Any) -> SimpleNamespace:
+    """What a config object says. Ranks get it without importing Transformers' class, which takes 80 MiB in each."""
+    values = _public(config, *type(config).attribute_map, "is_heterogeneous", "per_layer_config")
+    layers = values["per_layer_config"]
+    values["per_layer_config"] = layers and [SimpleNamespace(**_public(layer)) for layer in layers]
+    return SimpleNamespace(**values)
+
+
+def _public(config: Any, *others: str) -> dict[str, Any]:
+    names = {*vars(config), *others}
+    return {name: getattr(config, name, None) for name in names if not name.startswith("_")}
+
+
+def _gguf_network(network: NetworkConfig, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> NetworkConfig:
     """The network with what a config.json cannot say. RoPE factors apply to RoPE as the file has it."""
     if quantization is not None:
         raise ModelError(
             f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
         )
-    rope = spec.rope
-    factors = gguf.rope_factors
-    if factors and rope.kind == "default":
-        if len(factors) != spec.head_dim // 2:
-            raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {spec.head_dim} numbers.")
-        rope = replace(rope, frequency_factors=factors)
-    if spec.gemma4 is not None:
-        from nanovllm.formats.gguf.gemma4 import rotated_pairs  # numpy
-
-        rope = replace(rope, rotated_pairs=rotated_pairs(factors, spec.gemma4.full_head_dim))
-    recurrent = spec.recurrent
-    if recurrent is not None:  # a file has the parts of merged projections one by one
-        recurrent = replace(recurrent, merged_projections=False)
-    return replace(spec, rope=rope, quantization=gguf.method, recurrent=recurrent)
+    return replace(network, method=gguf.method, rope_factors=gguf.rope_factors, is_gguf=True)
 
 
-def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None, is_part: bool) -> DecoderSpec:
+def _quantized(network: NetworkConfig, config: Mapping[str, Any], is_part: bool) -> NetworkConfig:
     """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported.
 
     is_part: of a larger model, whose names of modules the config has.
     """
-    if config is None:
-        return spec
-    from nanovllm.formats.quantization import read_quantization  # imports torch, which no other config needs
+    from nanovllm.formats.quantization import read_quantization
 
     prefixes = tuple((own, whole) for whole, own in _TEXT.items()) if is_part else ()
-    quantization = read_quantization(config, spec.dtype, prefixes)
-    for module, rows, columns in spec.matrices():
-        try:
-            deque(quantization.tensors(module, rows, columns), maxlen=0)
-        except ModelError as error:
-            raise ModelError(f"{module} cannot be stored as {quantization.name}: {error}") from None
-    return replace(spec, quantization=quantization)
+    return network.stored_as(read_quantization(config, network.dtype, prefixes))
 
 
 def _token_ids(value: Any) -> list[int]:

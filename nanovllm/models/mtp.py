@@ -11,54 +11,52 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.linear_method import NamedSlots, StoredWeight
-from nanovllm.models.decoder import Decoder, norm_dtype, norm_slot, row_parts
-from nanovllm.models.families import MTP
-from nanovllm.models.mtp_spec import INPUT_NORMS, mtp_spec, mtp_weight_bytes
+from nanovllm.layers.layer_inputs import row_parts
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.module import Module
+
+MTP = "mtp"  # what the names of its tensors begin with
 
 
-class MTPHead(Decoder):
-    """A decoder of one layer, which reads hidden states beside the tokens. See `Decoder`.
+class MTPHead(CausalLM):
+    """A model of one layer, which reads hidden states beside the tokens. See `CausalLM`.
 
     Row p gets the token at position p + 1, and `ForwardContext.hidden` has the model's hidden state of position p after
     the final norm. Its own hidden states take their place for tokens that the model has not computed.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        """model: the decoder whose head it is, and whose embedding and output projection it uses."""
-        spec = mtp_spec(model.spec)
-        super().__init__(spec, model.dtype, model.device, shared=model)
-        linear = partial(Linear, method=spec.quantization, prefix=MTP, dtype=self.dtype, device=self.device)
-        self.fc = linear(2 * spec.hidden_size, {"fc": spec.hidden_size}, bias=False)
-        weight = partial(torch.empty, spec.hidden_size, dtype=norm_dtype(spec, self.dtype), device=self.device)
-        self.input_norms = tuple(weight() for _ in INPUT_NORMS)
+    def __init__(self, model: CausalLM) -> None:
+        """model: whose head it is, and whose embedding and output projection it uses. It says `has_mtp_head`."""
+        self._model = model
+        build = model.build.at(MTP)
+        hidden = model.embedding.in_features
+        norm = partial(type(model.norm), hidden, model.norm.eps)
+        self.fc = ReplicatedLinear(2 * hidden, {"fc": hidden}, build)
+        # of what `fc` reads, in its order
+        self.input_norms = [norm(build.at(name)) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")]
+        layers = [model.mtp_layer(build.at("layers.0"))]
+        tables = (model.embedding, model.lm_head)
+        super().__init__(model.config, layers, norm(build.at("norm")), model.rope, model.build, tables=tables)
+
+    def children(self) -> Iterator[Module]:
+        """Those of its own: without the model, its embedding and its output projection."""
+        return iter((self.fc, *self.input_norms, *self.layers, self.norm))
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the head's norm: int64 [tokens] -> [tokens, hidden]. `compute_logits` takes them."""
         assert ctx.hidden is not None, "a head reads the hidden states of its model"
         x = self.embed(input_ids)
-        eps = self.spec.rms_norm_eps
         for parts in row_parts(self.chunk_rows, x, ctx.hidden):
-            pairs = zip(parts, self.input_norms, strict=True)
-            both = torch.cat([self._kernels.rms_norm(part, norm, eps) for part, norm in pairs], dim=1)
+            both = torch.cat([norm(rows) for norm, rows in zip(self.input_norms, parts, strict=True)], dim=1)
             self._kernels.copy_(parts[0], self.fc(both))
-        self.layers[0].forward_(x, self._inputs(x, ctx, range(1)))
+        self.forward_layers_(range(1), x, ctx)
         return self.normalize_(x)
 
-    def slots(self) -> NamedSlots:
-        """The parameter view of each of the head's own checkpoint tensors."""
-        yield from self.fc.slots()
-        yield from self.layers[0].slots()
-        for name, norm in zip((*INPUT_NORMS, "norm"), (*self.input_norms, self.norm), strict=True):
-            yield f"{MTP}{name}.weight", norm_slot(self.spec, norm, norm.shape)
-
-    def _weights(self) -> Iterator[StoredWeight]:
-        layer = self.layers[0]
-        yield from (self.fc.weight, layer.qkv.weight, layer.o.weight, *layer.mlp.weights())
+    def on_meta(self) -> CausalLM:
+        return MTPHead(self._model.on_meta())
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the head's own parameters."""
-        return mtp_weight_bytes(self.spec, self.dtype.itemsize)
+    def architecture(self) -> str:
+        return self._model.architecture

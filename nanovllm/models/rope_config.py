@@ -11,42 +11,79 @@ from nanovllm.data.json_fields import checked_fields
 from nanovllm.data.network import RopeSpec
 from nanovllm.errors import ModelError, quoted
 from nanovllm.formats.config_fields import ROPE_FIELDS
-from nanovllm.models.family import Family, head_dim_of
+from nanovllm.layers.build_context import BuildContext
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.config_fields import FULL, SLIDING, head_dim_of
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def rope_specs(family: Family, config: Any) -> tuple[RopeSpec, RopeSpec | None]:
-    """The RoPE of a network, and that of its layers with a sliding window if they have one of their own.
+def rotary_embedding(
+    config: Any,
+    build: BuildContext,
+    kinds: Collection[str] = KINDS,
+    *,
+    rotates_part: bool = False,
+    scales_queries: bool = False,
+) -> RotaryEmbedding:
+    """The rotary embedding of all layers.
 
-    config: Transformers' object, whose `rope_parameters` are in its newest form. Raises ModelError on what is not
-    supported.
+    config: Transformers' object, whose `rope_parameters` are in its newest form; kinds: those that the architecture
+    has; rotates_part: whether it may rotate only the first features of a head; scales_queries: whether queries are
+    scaled by their positions, as the parameters say. Raises ModelError on what is not supported.
     """
-    if not family.has_local_rope:
-        return _rope(family, config, config.rope_parameters, head_dim_of(config)), None
-    unknown = sorted(set(config.rope_parameters) - set(_LAYER_TYPES))
+    head_dim = head_dim_of(config)
+    parameters = rope_parameters(config.rope_parameters or {})
+    if not scales_queries:
+        parameters.pop("llama_4_scaling_beta", None)
+    rope = rope_spec(parameters, config.max_position_embeddings, head_dim, kinds, rotates_part)
+    return _made(_with_factors(rope, build, head_dim), head_dim, build)
+
+
+def rotary_embeddings(
+    config: Any, build: BuildContext, kinds: Collection[str] = KINDS, full_head_dim: int | None = None
+) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+    """The rotary embedding of layers with full attention, and that of layers with a window; see `rotary_embedding`.
+
+    full_head_dim: of layers with full attention, if it is another.
+    """
+    known = (FULL, SLIDING)
+    unknown = sorted(set(config.rope_parameters) - set(known))
     if unknown:
-        raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(_LAYER_TYPES)}.")
-    full, local = (config.rope_parameters.get(name) for name in _LAYER_TYPES)
-    full_head_dim = (family.full_head_dim or head_dim_of)(config)
-    ropes = _rope(family, config, full, full_head_dim), _rope(family, config, local, head_dim_of(config))
+        raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(known)}.")
     positions = config.max_position_embeddings
-    return _scaled_before(ropes[0], positions), _scaled_before(ropes[1], positions)
+    ropes = []
+    for kind, head_dim in zip(known, (full_head_dim or head_dim_of(config), head_dim_of(config)), strict=True):
+        parameters = rope_parameters(config.rope_parameters.get(kind) or {})
+        parameters.pop("llama_4_scaling_beta", None)
+        rope = _scaled_before(rope_spec(parameters, positions, head_dim, kinds), positions)
+        rope = _with_factors(rope, build, head_dim) if kind == FULL else rope
+        ropes.append(_made(rope, head_dim, build))
+    return ropes[0], ropes[1]
+
+
+def _made(rope: RopeSpec, head_dim: int, build: BuildContext) -> RotaryEmbedding:
+    return RotaryEmbedding(rope.for_length(build.longest, head_dim), head_dim, build.device)
+
+
+def _with_factors(rope: RopeSpec, build: BuildContext, head_dim: int) -> RopeSpec:
+    """What a GGUF file says besides: a divisor of each frequency, or by very large ones which pairs are not rotated."""
+    factors = build.rope_factors
+    if rope.kind == "proportional" and build.is_gguf:
+        from nanovllm.formats.gguf.gemma4 import rotated_pairs  # numpy
+
+        return replace(rope, rotated_pairs=rotated_pairs(factors, head_dim))
+    if not factors or rope.kind != "default":
+        return rope
+    if len(factors) != head_dim // 2:
+        raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {head_dim} numbers.")
+    return replace(rope, frequency_factors=factors)
 
 
 def _scaled_before(spec: RopeSpec, positions: int) -> RopeSpec:
     """The trained length of Gemma 3, whose max_position_embeddings counts the positions after linear scaling."""
     trained = max(1, int(positions / spec.factor))
     return replace(spec, original_max_position=trained) if spec.kind == "linear" else spec
-
-
-def _rope(family: Family, config: Any, given: Mapping[str, Any] | None, head_dim: int) -> RopeSpec:
-    parameters = rope_parameters(given or {})
-    if not family.scales_queries:
-        parameters.pop("llama_4_scaling_beta", None)
-    elif "llama_4_scaling_beta" not in parameters:
-        raise ModelError(f"rope_parameters: llama_4_scaling_beta is missing, which a {family.architecture} needs.")
-    return rope_spec(parameters, config.max_position_embeddings, head_dim, family.rope_kinds, family.rotates_part)
 
 
 def rope_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +103,7 @@ def rope_spec(
     parameters: Mapping[str, Any],
     max_position: int,
     head_dim: int,
-    kinds: Collection[str] = ("default", "linear", "dynamic", "llama3", "yarn"),
+    kinds: Collection[str] = KINDS,
     rotates_part: bool = False,
 ) -> RopeSpec:
     """The RoPE of these `rope_parameters`, for a family that has these kinds.

@@ -222,7 +222,7 @@ def route(
     (rows, _) = logits.shape
     experts = spec.num_experts
     k = spec.num_experts_per_tok
-    shared = spec.shared is not None
+    shared = spec.has_shared
     weights = logits.new_empty(rows, k + shared, dtype=torch.float32)
     grouping = Grouping(*(logits.new_empty(shape, dtype=torch.int32) for shape in (experts, rows * k, (rows, k))))
     if not rows:

@@ -105,8 +105,8 @@ def _load(path: Path) -> None:
     config.eos_token_ids()
     config.sampling_defaults()
     HuggingFaceTokenizer(path).encode("a 42 th")
-    decoder = load_model(path, config.spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
-    assert decoder.embed(torch.tensor([0])).shape == (1, config.spec.hidden_size)
+    decoder = load_model(path, config.network_config, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
+    assert decoder.embed(torch.tensor([0])).shape == (1, decoder.network.hidden_size)
 
 
 TARGET = FuzzTarget("gguf", check, damage=DAMAGE)

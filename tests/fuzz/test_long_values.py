@@ -21,10 +21,11 @@ from test_quantized_fuzz import FORMS
 from test_quantized_fuzz import original as quantized
 from test_quantized_fuzz import outcome as quantized_outcome
 
+from nanovllm.data.network import Network
 from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_files import CONFIG, FIELDS, read_adapter
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, ROPE_FIELDS
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 
 JSON_VALUES: dict[str, Any] = {
     "long text": "x" * 5000,
@@ -104,20 +105,20 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("value", fast_only(FAST, JSON_VALUES))
 def test_adapter_config(adapter: tuple[Path, Path], value: str) -> None:
     model, directory = adapter
-    spec = load_decoder_spec(model)
+    network = load_network_config(model).network
     content = json.loads((directory / CONFIG).read_text())
     try:
         for name in {**FIELDS, "of the future\n": None}:
             (directory / CONFIG).write_bytes(as_json({**content, name: JSON_VALUES[value]}))
-            refusal = _refusal(directory, spec)
+            refusal = _refusal(directory, network)
             assert "\n" not in refusal and len(refusal) < LONGEST, refusal
     finally:
         (directory / CONFIG).write_text(json.dumps(content))
 
 
-def _refusal(directory: Path, spec: Any) -> str:
+def _refusal(directory: Path, network: Network) -> str:
     try:
-        read_adapter(directory, spec, max_lora_rank=8)
+        read_adapter(directory, network, max_lora_rank=8)
     except ModelError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from quantized_checkpoints import quantize
 from test_model_files import CHANGES, as_json, changed
 
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_network_config
 from nanovllm.models.loader import load_model
 
 GROWTH = 64 << 10  # KiB that the process may grow by besides the file
@@ -48,11 +48,11 @@ def outcome(form: str, file: str, content: bytes) -> str:
 
 def _load(model: Path) -> None:
     """Load the weights and compute with them."""
-    spec = load_decoder_spec(model)
-    decoder = load_model(model, spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
+    config = load_network_config(model)
+    decoder = load_model(model, config, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
     layer = decoder.layers[0]
-    assert layer.mlp.down(torch.ones(1, spec.intermediate_size)).shape == (1, spec.hidden_size)
-    assert layer.qkv(torch.ones(1, spec.hidden_size)).shape == (1, spec.q_size + 2 * spec.kv_size)
+    for linear in layer.linears:
+        assert linear(torch.ones(1, linear.in_features)).shape == (1, sum(linear.parts.values()))
 
 
 def config_by_values(form: str, changes: list[dict[str, Any]]) -> str:

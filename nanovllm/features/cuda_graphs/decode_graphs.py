@@ -25,11 +25,11 @@ from nanovllm.features.cuda_graphs.shapes import Shape, step_shapes
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch
 from nanovllm.kvcache.states import StatePool
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.sizing import StateSlots
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -103,7 +103,7 @@ class DecodeGraphs:
     def __init__(
         self,
         device: Device,
-        model: Decoder,
+        model: CausalLM,
         shapes: Sequence[Shape],
         tables: DecodeTables | None,
         states: RecordedStates | None = None,
@@ -223,7 +223,7 @@ class DecodeGraphs:
 @torch.inference_mode()
 def record_decode_graphs(
     device: Device,
-    model: Decoder,
+    model: CausalLM,
     kv_cache: KVCacheBase,
     max_len: int,
     config: EngineConfig,
@@ -251,7 +251,7 @@ def record_decode_graphs(
 
 def record(
     device: Device,
-    model: Decoder,
+    model: CausalLM,
     pool: AttendedPool | None,
     states: StatePool | None,
     max_len: int,
@@ -275,7 +275,7 @@ def record(
 
 
 @torch.inference_mode()
-def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+def graph_bytes(device: Device, model: CausalLM, backend: AttentionBackend, config: EngineConfig) -> int:
     """Bytes of device memory that graphs will take, measured by recording some over a KV cache of one block.
 
     The largest shape takes the memory that all share. The memory of the others is extrapolated from TRIED_SHAPES of
@@ -283,7 +283,6 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
     """
     if not device.captures:
         return 0
-    spec = model.spec
     kept = list[DecodeGraphs]()
     try:
         with device.compute():
@@ -294,7 +293,7 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
             few = min(TRIED_SHAPES, others)
             free = [device.free_memory()]
             for tried in (slice(-1, None), slice(0, few))[: 1 + (few > 0)]:
-                max_len = config.max_model_len or spec.max_model_len
+                max_len = config.max_model_len or model.max_model_len
                 kept.append(record(device, model, pool, states, max_len, config, None, tried))
                 free.append(device.free_memory())
     except Exception:  # `record_decode_graphs` will fail in the same way, and logs why
@@ -302,22 +301,22 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
     return max(0, free[0] - free[1]) + max(0, free[1] - free[-1]) * others // max(1, few)
 
 
-def _scratch_states(device: Device, model: Decoder, config: EngineConfig) -> StatePool | None:
+def _scratch_states(device: Device, model: CausalLM, config: EngineConfig) -> StatePool | None:
     """State slots for the recording of graphs, of which none is used."""
-    if model.spec.recurrent is None:
+    if model.network.recurrent is None:
         return None
     rows = config.max_num_seqs + config.num_speculative_tokens
-    return StatePool(device, model.spec, model.dtype, StateSlots(1, 0, 1, 0, rows), model.recurrences)
+    return StatePool(device, model.network, model.dtype, StateSlots(1, 0, 1, 0, rows), model.recurrences)
 
 
-def _scratch_pool(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> AttendedPool | None:
+def _scratch_pool(model: CausalLM, backend: AttentionBackend, config: EngineConfig) -> AttendedPool | None:
     """The pool that the engine will have, as a single block that takes the part of every block of every layer."""
-    spec = model.spec
+    network = model.network
     if config.enable_cpu_offload:
         return None
-    layout = of_rank(layout_of(config, spec, model.dtype.itemsize), spec)
+    layout = of_rank(layout_of(config, network), network)
     shape = layout.block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(layout.planes, 1, *shape)
-    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, model.dtype, model.sinks)
+    geometry = AttentionGeometry(network.attention_scale, network.num_heads, model.dtype, model.sinks)
     return AttendedPool(layout.views(pool), layout.groups, geometry, backend)

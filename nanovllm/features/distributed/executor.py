@@ -43,7 +43,7 @@ from nanovllm.features.distributed.rank import (
 )
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.network_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,16 @@ class TensorParallelExecutor:
     """As `ModelRunner`, with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
 
     def __init__(
-        self, config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None = None
+        self, config: EngineConfig, network: NetworkConfig, make_runner: MakeRunner, make_part: MakePart | None = None
     ) -> None:
         """Start the ranks and wait until they have loaded the model.
 
-        spec: of the whole model. make_runner: assembles the runner of each rank. make_part: what a feature does there.
+        network: of the whole model. make_runner: assembles the runner of each rank. make_part: what a feature does
+        there.
         Raises ConfigError and ModelError as a rank does, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
-        spec.of_ranks(self._size)  # refuses too many ranks at once
+        network.check_ranks(self._size)
         self._patience = config.distributed_timeout_seconds
         self._kept: list[LogitsProcessors] = []  # of the step in progress, which the ranks do not get
         self._reported: deque[tuple[int, Any]] = deque()  # by parts, each with the number of its rank
@@ -78,7 +79,7 @@ class TensorParallelExecutor:
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        self._ranks, store = launch.start_ranks(config, spec, make_runner, make_part)
+        self._ranks, store = launch.start_ranks(config, network, make_runner, make_part)
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:
             self._selector.register(rank.channel.connection.fileno(), selectors.EVENT_READ, (rank, False))
@@ -216,7 +217,7 @@ class TensorParallelExecutor:
                 num_ready += 1
                 self.part_facts[rank.index] = message.part_facts
                 if rank.index == 0:
-                    self.spec = message.spec
+                    self.network = message.network
                     self.dtype = message.dtype
                     self._stats = message.stats
                     self.sizing = message.sizing

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.errors import EngineError, told
-from nanovllm.layers.sharding import GATHERED_BYTES
+from nanovllm.layers.parallel import GATHERED_BYTES
 
 T = TypeVar("T")
 # torch 2.13 gave the collective a new name and deprecates the old one.

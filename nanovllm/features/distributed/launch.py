@@ -21,7 +21,7 @@ from torch.multiprocessing import get_context
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, told
 from nanovllm.features.distributed.rank import LOOPBACK, Channel, MakePart, MakeRunner, RankSetup, of_attempt, run_rank
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.network_config import NetworkConfig
 
 START_SECONDS = 300.0  # until ranks on other machines have come
 ENGINE_KEY = "nanovllm-engine"  # in torchrun's store: where the engine listens
@@ -38,21 +38,21 @@ class Rank:
 
 
 def start_ranks(
-    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None
+    config: EngineConfig, network: NetworkConfig, make_runner: MakeRunner, make_part: MakePart | None
 ) -> tuple[list[Rank], list[dist.TCPStore]]:
     """All ranks, in order, and the store that they need while they run.
 
-    spec: of the whole model. The store is in a list: emptying that closes its port, even if an error's traceback still
-    refers to it. Does not return in a process that torchrun has started as a rank other than the first.
+    network: of the whole model. The store is in a list: emptying that closes its port, even if an error's traceback
+    still refers to it. Does not return in a process that torchrun has started as a rank other than the first.
     """
     size = config.tensor_parallel_size
     if config.distributed_executor_backend == "external_launcher":
         _check_torchrun(size)
-        connections, store = _start_with_torchrun(config, spec, make_runner, make_part)
+        connections, store = _start_with_torchrun(config, network, make_runner, make_part)
     else:
         store, port = local_store()
         setups = [
-            RankSetup(config, spec, make_runner, rank, rank, size, LOOPBACK, port, make_part) for rank in range(size)
+            RankSetup(config, network, make_runner, rank, rank, size, LOOPBACK, port, make_part) for rank in range(size)
         ]
         connections = [_spawn(setup) for setup in setups]
     ranks = [Rank(index, Channel(connection), process) for index, (connection, process) in enumerate(connections)]
@@ -103,7 +103,7 @@ def _check_torchrun(size: int) -> None:
 
 
 def _start_with_torchrun(
-    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, make_part: MakePart | None
+    config: EngineConfig, network: NetworkConfig, make_runner: MakeRunner, make_part: MakePart | None
 ) -> tuple[list[tuple[Connection, BaseProcess | None]], dist.TCPStore]:
     given = os.environ
     rank = int(given["RANK"])
@@ -121,7 +121,7 @@ def _start_with_torchrun(
         raise ConfigError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: the ranks' store cannot be {what} there: {told(error)}; {advice}"
         ) from error
-    setup = RankSetup(config, spec, make_runner, rank, local_rank, local_size, host, port, make_part)
+    setup = RankSetup(config, network, make_runner, rank, local_rank, local_size, host, port, make_part)
     if rank != 0:
         _become_rank(store, setup)
     key = secrets.token_bytes(32)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import LogitsProcessors, StepResult
+from nanovllm.data.network import Network
 from nanovllm.device import Busy, create_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import ConfigError, EngineError, ModelError, told
@@ -34,14 +35,14 @@ from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.network_config import NetworkConfig
 from nanovllm.ops import kernel_choice
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 
 LOOPBACK = "127.0.0.1"
 LOAD_TIME = timedelta(days=1)  # most, until all ranks have loaded their weights
 
-MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner]  # can be pickled
+MakeRunner = Callable[[EngineConfig, NetworkConfig, RankGroup | None], ModelRunner]  # can be pickled
 
 
 class RankPart(Protocol):
@@ -67,7 +68,7 @@ class RankSetup:
     """
 
     config: EngineConfig
-    spec: DecoderSpec  # of the whole model
+    network: NetworkConfig  # of the whole model
     make_runner: MakeRunner
     rank: int
     local_rank: int  # among the ranks of its machine
@@ -126,7 +127,7 @@ class Reported:
 class Ready:
     """The model is loaded. The facts are those of the rank."""
 
-    spec: DecoderSpec
+    network: Network
     dtype: torch.dtype
     sizing: KVSizing
     plan: KVPlan
@@ -291,14 +292,14 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     # The ranks' sums fit together only with the same instruction sets.
     kernel_choice.pin(kernel_choice.agreed(group.exchange(setup.cpu_kernels)))
     join(config, setup)
-    runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
+    runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.network, group)
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     part = None
     if setup.make_part is not None:
         threading.Thread(target=_send_reports, args=(channel, reports), name="reports", daemon=True).start()
         part = setup.make_part(config, runner, setup.rank, reports.put)
     ready = Ready(
-        spec=runner.spec,
+        network=runner.network,
         dtype=runner.dtype,
         sizing=runner.sizing,
         plan=runner.plan,

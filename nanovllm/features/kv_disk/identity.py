@@ -130,7 +130,7 @@ def facts_of(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
         "format": files.MAGIC.decode(),
         "unit": UNIT,
         "torch": torch.__version__,
-        "spec": runner.spec,
+        "network": runner.network,
         "overrides": config.hf_overrides,
         "random": (config.load_format, config.seed) if config.load_format == "dummy" else None,
         "dtypes": (str(runner.dtype), str(kv_dtype), config.kv_cache_dtype),

@@ -20,13 +20,12 @@ from typing import Any
 from nanovllm.data import json_fields as rules
 from nanovllm.data.batch import Adapter
 from nanovllm.data.json_fields import FLAG, NULL, OBJECT, TEXT, Field, checked_fields, read_json_object
+from nanovllm.data.network import Network
 from nanovllm.errors import ConfigError, ModelError, RequestError, quoted, told
 from nanovllm.formats.checkpoint import StoredTensor, headers, some_of
 from nanovllm.layers.linear_method import FLOATS
 from nanovllm.lora_request import LoRARequest
-from nanovllm.memory.adapters import modules_of
 from nanovllm.models.hf_config import TEXT_ARCHITECTURES, text_name
-from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +123,8 @@ class AdapterRegistry:
     `data.batch.Adapters`.
     """
 
-    def __init__(self, spec: DecoderSpec, max_lora_rank: int) -> None:
-        self._spec = spec
+    def __init__(self, network: Network, max_lora_rank: int) -> None:
+        self._network = network
         self._max_lora_rank = max_lora_rank
         self._known: dict[tuple[str, tuple[int, ...]], Adapter] = {}
         self._paths: dict[int, str] = {}  # by lora_int_id
@@ -155,8 +154,8 @@ class AdapterRegistry:
             )
         adapter = self._known.get((str(path), stamp))
         if adapter is None:
-            _tell_left_out(path / WEIGHTS, self._spec)
-            read_adapter(path, self._spec, self._max_lora_rank)
+            _tell_left_out(path / WEIGHTS, self._network)
+            read_adapter(path, self._network, self._max_lora_rank)
             adapter = Adapter(len(self._known) + 1, lora_request, path, stamp)
             self._known[str(path), stamp] = adapter
         self._paths[lora_request.lora_int_id] = str(path)
@@ -190,19 +189,19 @@ def check_unchanged(adapter: Adapter) -> None:
         raise ModelError(f"the files in {adapter.directory} have changed since the request was added: send it again.")
 
 
-def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> dict[str, ModuleAdapter]:
+def read_adapter(directory: Path, network: Network, max_lora_rank: int) -> dict[str, ModuleAdapter]:
     """The parts of the adapter in a directory, by the names of their modules.
 
-    spec: of the model, or of a tensor-parallel rank's part of it. Raises ModelError, which names the field or tensor,
-    if the adapter does not fit the model.
+    network: of the model, or of a tensor-parallel rank's part of it. Raises ModelError, which names the field or
+    tensor, if the adapter does not fit the model.
     """
-    spec = spec.whole or spec
     config = _read_config(directory / CONFIG)
     path = directory / WEIGHTS
     stored = headers(path)
-    prefix = _check_names(path, spec, config, stored)
+    prefix = _check_names(path, network, config, stored)
     modules: dict[str, ModuleAdapter] = {}
-    for module, (out_size, in_size) in modules_of(spec).items():
+    for module, shape in network.modules.items():
+        out_size, in_size = shape.whole
         trained = prefix + module.removeprefix(TEXT_PREFIX)
         adapter = ModuleAdapter(module, trained, config.rank_of(trained), config.scale_of(trained))
         if adapter.a not in stored and adapter.b not in stored and not config.targets_module(trained):
@@ -261,27 +260,26 @@ def _names(name: str, module: str) -> bool:
     return module == name.removeprefix("^") or module.endswith(f".{name}")
 
 
-def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> str:
+def _check_names(path: Path, network: Network, config: AdapterConfig, stored: Mapping[str, StoredTensor]) -> str:
     """Raise ModelError for tensors that are no low-rank addition to a linear layer of the model.
 
     Returns what the names of the text model's layers begin with in the model that the adapter was trained on.
     """
     if not stored:
         raise ModelError(f"{path} holds no tensors: save the adapter anew.")
-    known = modules_of(spec)
     prefixes = dict[str, str]()
     for name in stored:
         match = TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
         trained = match[1]
-        module = _text_module(match[1], spec)
+        module = _text_module(match[1], network)
         if module is None:
             continue
-        if module not in known:
+        if module not in network.modules:
             raise ModelError(
-                f"{path} holds {quoted(name)}: a {spec.architecture} of {spec.num_layers} layers has no such linear "
-                f"layer to adapt; take an adapter of this model, or {MERGE}."
+                f"{path} holds {quoted(name)}: a {network.architecture} of {network.num_layers} layers has no such "
+                f"linear layer to adapt; take an adapter of this model, or {MERGE}."
             )
         if config.targets is not None and not config.targets_module(trained):
             raise ModelError(f"{path} holds {quoted(name)}: target_modules of {CONFIG} does not name it.")
@@ -294,14 +292,14 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
     return next(iter(prefixes))
 
 
-def _text_module(trained: str, spec: DecoderSpec) -> str | None:
+def _text_module(trained: str, network: Network) -> str | None:
     """The text model's name of a module of the model that the adapter was trained on; None if no text needs it."""
-    return text_name(trained) if spec.architecture in TEXT_ARCHITECTURES else trained
+    return text_name(trained) if network.architecture in TEXT_ARCHITECTURES else trained
 
 
-def _tell_left_out(path: Path, spec: DecoderSpec) -> None:
+def _tell_left_out(path: Path, network: Network) -> None:
     matches = {name: TENSOR.fullmatch(name) for name in headers(path)}
-    unread = [name for name, match in matches.items() if match is not None and _text_module(match[1], spec) is None]
+    unread = [name for name, match in matches.items() if match is not None and _text_module(match[1], network) is None]
     if unread:
         logger.info("%s: tensors that text does not need are left out (%s)", path, some_of(unread))
 

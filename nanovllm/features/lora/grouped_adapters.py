@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.lora.weights import AdapterWeights, LinearLayout, ranges_of_parts
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.linear import Linear
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.triton_lora import A_OFFSET, B_OFFSET, END_COLUMN, FIELDS, FIRST_COLUMN, RANK, add_low_rank_
 from nanovllm.ops.upload import refill, upload
 
@@ -19,7 +19,7 @@ DeviceAdapters = Mapping[int, tuple[int, AdapterWeights]]  # by number: the slot
 
 @dataclass(frozen=True, slots=True)
 class GroupedAdapters:
-    """The adapters of a part of a batch. See `layers.linear.RowAdapters`."""
+    """The adapters of a part of a batch. See `layers.dense_weight.RowAdapters`."""
 
     rows: Tensor  # that have an adapter, sorted by its slot: int64 [entries]
     ends: Tensor  # where the rows of each slot end in `rows`: int64 [slots]
@@ -36,7 +36,7 @@ class GroupedAdapters:
 class AdapterTables:
     """Where the matrices of each slot's adapter are, as tables on the device for `ops.triton_lora.add_low_rank_`."""
 
-    def __init__(self, model: Decoder, memory: Tensor, max_rank: int) -> None:
+    def __init__(self, model: CausalLM, memory: Tensor, max_rank: int) -> None:
         """memory: of the adapters, [slots, elements]."""
         linears = [linear for layer in model.layers for linear in layer.linears]
         parts = max(len(linear.parts) for linear in linears)

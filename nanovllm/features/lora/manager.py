@@ -14,9 +14,9 @@ from nanovllm.data.batch import Adapter
 from nanovllm.errors import ConfigError, ModelError, told
 from nanovllm.features.lora.adapter_files import check_unchanged, read_adapter
 from nanovllm.features.lora.weights import AdapterWeights, PackedAdapter, batch_parts, read_packed
+from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.memory.adapters import most_elements
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.triton_support import use_triton
 
 if TYPE_CHECKING:  # imports triton
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class LoRAManager:
     """Holds up to max_loras adapters on the device and max_cpu_loras in host memory."""
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self._model = model
         self._max_lora_rank = config.max_lora_rank
         self._max_cpu_loras = config.num_cpu_loras
-        elements = most_elements(model.spec, config.max_lora_rank)
+        elements = most_elements(model.network, config.max_lora_rank)
         self._slots = torch.empty(config.max_loras, elements, dtype=model.dtype, device=model.device)
         self._tables: AdapterTables | None = None  # where Triton multiplies
         if use_triton(self._slots):
@@ -111,7 +111,7 @@ class LoRAManager:
         """The adapter in host memory, read from its files if it is not there. Raises ModelError."""
         if adapter.number not in self.on_host:
             check_unchanged(adapter)
-            modules = read_adapter(adapter.directory, self._model.spec, self._max_lora_rank)
+            modules = read_adapter(adapter.directory, self._model.network, self._max_lora_rank)
             while len(self.on_host) >= self._max_cpu_loras:
                 self.on_host.popitem(last=False)
             packed = read_packed(adapter.directory, modules, self._model)

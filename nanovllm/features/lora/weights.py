@@ -14,11 +14,11 @@ from torch import Tensor
 from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_files import WEIGHTS, ModuleAdapter
 from nanovllm.formats.checkpoint import joined, open_file
+from nanovllm.layers.causal_lm import CausalLM
+from nanovllm.layers.dense_weight import linear as multiply
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.linear import linear as multiply
-from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.memory.adapters import aligned
-from nanovllm.models.decoder import Decoder
 from nanovllm.ops.upload import upload
 
 
@@ -86,7 +86,7 @@ class PackedAdapter:
         return {linear.linear: linear.views(memory) for linear in self.layout}
 
 
-def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: Decoder) -> PackedAdapter:
+def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: CausalLM) -> PackedAdapter:
     """Read the tensors of the parts that `read_adapter` has found.
 
     A tensor-parallel rank that has some rows of a module reads these rows of B. A rank that has some columns reads
@@ -101,18 +101,21 @@ def read_packed(directory: Path, modules: Mapping[str, ModuleAdapter], model: De
             weights = linear_layout.views(elements)
             for part, (_, ranks, b) in zip(linear_layout.parts, weights.parts, strict=True):
                 adapter = part.adapter
-                a = _read(stored, adapter, adapter.a, (None, Axis(COLUMNS)), model)
+                held = linear_layout.linear.held(adapter.module)
+                a = _read(stored, adapter.a, (None, Axis(COLUMNS)), held)
                 weights.a[ranks].copy_(_finite(path, adapter.a, a, model.dtype))
-                scaled_b = _read(stored, adapter, adapter.b, (Axis(ROWS), None), model) * adapter.scale
+                scaled_b = _read(stored, adapter.b, (Axis(ROWS), None), held) * adapter.scale
                 b.copy_(_finite(path, adapter.b, scaled_b, model.dtype))
     return PackedAdapter(elements, layout)
 
 
-def _read(stored: Any, adapter: ModuleAdapter, name: str, axes: Sequence[Axis | None], model: Decoder) -> Tensor:
-    """What this rank holds of a tensor, in fp32; `axes` as in `Sharding.part`."""
-    sharding = model.spec.sharding_of(adapter.module)
+def _read(
+    stored: Any, name: str, axes: tuple[Axis | None, ...], held: tuple[Sequence[range], Sequence[range]]
+) -> Tensor:
+    """What this rank holds of a tensor, in fp32; axes, held: as in `CheckpointTensor`."""
     tensor = stored.get_slice(name)
-    part = () if sharding is None else sharding.part(adapter.module, axes, tensor.get_shape())
+    shape = tuple(tensor.get_shape())
+    part = CheckpointTensor(shape, axes=axes, held=held).part(shape)
     return joined(lambda slices: tensor[slices or slice(None)], part).float()
 
 
@@ -124,7 +127,7 @@ def _finite(path: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor
     return converted
 
 
-def _layout(modules: Mapping[str, ModuleAdapter], model: Decoder) -> tuple[list[LinearLayout], int]:
+def _layout(modules: Mapping[str, ModuleAdapter], model: CausalLM) -> tuple[list[LinearLayout], int]:
     """Where each matrix is, and the number of elements."""
     layout: list[LinearLayout] = []
     offset = 0
@@ -151,7 +154,7 @@ def _layout(modules: Mapping[str, ModuleAdapter], model: Decoder) -> tuple[list[
 
 @dataclass(frozen=True, slots=True)
 class BatchAdapters:
-    """The adapters of a part of a batch. See `layers.linear.RowAdapters`."""
+    """The adapters of a part of a batch. See `layers.dense_weight.RowAdapters`."""
 
     groups: Sequence[tuple[slice | Tensor, AdapterWeights]]  # rows of an adapter, int64 or a slice, and its weights
 

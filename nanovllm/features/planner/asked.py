@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
-from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan
 from nanovllm.features.planner.predict import Rates
 from nanovllm.features.planner.units import show_bytes
@@ -23,8 +22,10 @@ from nanovllm.memory.layout import layout_of
 from nanovllm.memory.shares import with_device_bytes
 from nanovllm.memory.sizing import MemoryFacts, NoMemoryError, check_step_fits, needs_activation_peak, smallest
 from nanovllm.memory.states import without_states
-from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.rules import share_of
+
+if TYPE_CHECKING:  # imports torch
+    from nanovllm.layers.causal_lm import CausalLM
 
 HOST_SIZES = ("num_cpu_blocks", "kv_offloading_size")  # engine arguments that only offload has
 
@@ -64,18 +65,26 @@ def plan_of(asked: PlanRequest) -> Plan:
 
 def _plan(asked: PlanRequest, offload: bool) -> Plan:
     config = _config(asked, offload)
-    spec = read_decoder_spec(asked.model, config.hf_overrides)
-    if config.tensor_parallel_size > 1:
-        spec = max(spec.of_ranks(config.tensor_parallel_size), key=lambda part: part.num_weights)
-    network = Network(spec, spec.dtype if config.dtype == "auto" else config.dtype, config.kv_cache_dtype)
-    itemsize = network.itemsize
-    config = with_device_bytes(config, spec, itemsize)
-    memory = _memory_here(network, config) if asked.device_memory is None else _memory_given(asked, network, config)
-    memory = without_adapters(smallest([memory], network.num_ranks), config, spec, itemsize)
-    memory = without_states(memory, config, spec, itemsize)
-    layout = layout_of(config, spec, itemsize)
-    sizing = KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)
+    model = _largest_part(config, asked.model)
+    network = model.network
+    config = with_device_bytes(config, network)
+    memory = _memory_here(model, config) if asked.device_memory is None else _memory_given(asked, model, config)
+    memory = without_adapters(smallest([memory], network.num_ranks), config, network)
+    memory = without_states(memory, config, network)
+    layout = layout_of(config, network)
+    sizing = KVSizing(config, layout, network.max_model_len, memory, WATERMARK, network.yarn_positions)
     return Plan(network, sizing, asked.rates, sizing.plan())
+
+
+def _largest_part(config: EngineConfig, path: str) -> CausalLM:
+    """The model without memory; of several ranks the part with the most weights."""
+    from nanovllm.models.hf_config import read_network_config  # imports torch
+
+    described = read_network_config(path, config.hf_overrides)
+    dtype = None if config.dtype == "auto" else config.dtype
+    ranks = config.tensor_parallel_size
+    parts = [described.on_meta(dtype, rank, ranks) for rank in range(ranks)]
+    return max(parts, key=lambda part: part.network.num_weights)
 
 
 def _config(asked: PlanRequest, offload: bool) -> EngineConfig:
@@ -89,35 +98,34 @@ def _config(asked: PlanRequest, offload: bool) -> EngineConfig:
     return engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
 
 
-def _memory_given(asked: PlanRequest, network: Network, config: EngineConfig) -> MemoryFacts:
+def _memory_given(asked: PlanRequest, model: CausalLM, config: EngineConfig) -> MemoryFacts:
     """The memory of the machine that is described, once its device holds the weights."""
     if asked.host_memory is None and (config.enable_cpu_offload or config.enable_lora):
         needed = "offloaded KV blocks need it" if config.enable_cpu_offload else "adapters are in host memory too"
         raise ConfigError(f"--host-mem is not given, and {needed}: name it, such as --host-mem 256GB")
-    return _facts(network, config, asked.device_memory or 0, asked.device_memory or 0, asked.host_memory or 0)
+    return _facts(model, config, asked.device_memory or 0, asked.device_memory or 0, asked.host_memory or 0)
 
 
-def _memory_here(network: Network, config: EngineConfig) -> MemoryFacts:
+def _memory_here(model: CausalLM, config: EngineConfig) -> MemoryFacts:
     """The memory of the device that an engine on this machine would choose, once it holds the weights."""
-    import torch
-
     from nanovllm.device import create_device
     from nanovllm.ops import is_chunk_invariant, select_backend
     from nanovllm.ops.kv_quantization import stored_dtype
 
-    stored = stored_dtype(network.kv_cache_dtype, getattr(torch, network.dtype))
+    stored = stored_dtype(config.kv_cache_dtype, model.dtype)
     with closing(create_device(None)) as device:
-        backend = select_backend(device.torch_device, network.spec.hardest_head_dim, stored)
+        backend = select_backend(device.torch_device, model.network.hardest_head_dim, stored)
         total = device.total_memory()
         free = device.free_memory()
-        facts = _facts(network, config, total, free, device.free_host_memory(), device.shares_host)
+        facts = _facts(model, config, total, free, device.free_host_memory(), device.shares_host)
     return facts if is_chunk_invariant(backend) else replace(facts, layerwise_token_bytes=0)
 
 
 def _facts(
-    network: Network, config: EngineConfig, total: int, free: int, host_free: int, shared: bool = False
+    model: CausalLM, config: EngineConfig, total: int, free: int, host_free: int, shared: bool = False
 ) -> MemoryFacts:
     """total, free: bytes of the device; host_free: of the host; shared: whether they are the same memory."""
+    network = model.network
     weights = network.weight_bytes * (network.num_ranks if shared else 1)
     if weights >= free:
         raise NoMemoryError(
@@ -125,7 +133,7 @@ def _facts(
             "quantized weights, a larger card or a larger tensor_parallel_size takes less of it"
         )
     try:
-        check_step_fits(network.spec, network.itemsize, config, free - weights)
+        check_step_fits(network, config, free - weights)
     except ConfigError as error:
         raise NoMemoryError(str(error)) from None
     return MemoryFacts(
@@ -133,27 +141,20 @@ def _facts(
         device_free=free - weights,
         host_free=host_free - weights if shared else host_free,
         tiers_share_memory=shared,
-        activation_peak=_step_bytes(network, config, shared) if needs_activation_peak(config) else 0,
-        layerwise_token_bytes=layerwise_token_bytes(network.spec, network.itemsize, config),
+        activation_peak=_step_bytes(model, config, shared) if needs_activation_peak(config) else 0,
+        layerwise_token_bytes=layerwise_token_bytes(network, config),
     )
 
 
-def _step_bytes(network: Network, config: EngineConfig, on_cpu: bool) -> int:
+def _step_bytes(model: CausalLM, config: EngineConfig, on_cpu: bool) -> int:
     """Bytes of the largest step: what the network's operators allocate, and on a GPU the scratch of a product with
     quantized weights."""
-    import torch
-
-    from nanovllm.layers.parallel import MetaRanks
     from nanovllm.layers.row_limits import CPU_CHUNK_ROWS
     from nanovllm.memory.profiling import activation_peak
-    from nanovllm.models.create import create_decoder
     from nanovllm.ops.dequantized_product import SCRATCH_BYTES
 
-    group = MetaRanks(0, network.num_ranks) if network.num_ranks > 1 else None
-    spec = network.spec.one_of_each_kind()
-    model = create_decoder(spec, getattr(torch, network.dtype), torch.device("meta"), group)
     if on_cpu:
         model.chunk_rows = CPU_CHUNK_ROWS
         return activation_peak(model, config)
-    scratch = 0 if spec.quantization is None else SCRATCH_BYTES
+    scratch = 0 if model.network.quantization is None else SCRATCH_BYTES
     return activation_peak(model, config) + scratch

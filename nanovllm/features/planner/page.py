@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from nanovllm.features.planner.network import Network
+from nanovllm.data.network import Network
 from nanovllm.features.planner.plan import Plan, RequestPlan
 from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, INTERCONNECT, LINK, Prediction, Rates
 from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan
-from nanovllm.models.spec import DecoderSpec
 
 WORK = {
     COMPUTE: "computing",
@@ -34,7 +33,7 @@ def page(plan: Plan, name: str, machine: str, prompt_len: int | None, output_len
     longest = plan.kv.max_model_len
     tokens = prompt_len or longest
     request = plan.request(min(tokens, longest), output_len)
-    lines = [f"{name}: {_network(plan.network.spec)}, {plan.network.dtype}", f"on {machine}", ""]
+    lines = [f"{name}: {_network(plan.network)}, {plan.network.dtype}", f"on {machine}", ""]
     if plan.fits(tokens):
         limit = plan.sizing.longest_limit(plan.kv)
         end = f"The longest that fits has {longest:,} ({ENDS.get(limit, limit)})."
@@ -64,7 +63,7 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
         "fits": plan.fits(tokens),
         "advice": None if plan.fits(tokens) else plan.sizing.advice(tokens),
         "model": {
-            "architecture": network.spec.architecture,
+            "architecture": network.architecture,
             "dtype": network.dtype,
             "weight_bytes": network.weight_bytes,
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
@@ -100,21 +99,21 @@ class EnginePlan(Plan):
         return page(self, "this engine", "this machine", None, 1)
 
 
-def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> EnginePlan:
+def engine_plan(network: Network, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> EnginePlan:
     """The plan of an engine whose KV memory is `kv`."""
-    return EnginePlan(Network(spec, dtype, sizing.config.kv_cache_dtype), sizing, rates or Rates(), kv)
+    return EnginePlan(network, sizing, rates or Rates(), kv)
 
 
 def _row(label: str, value: str, note: str = "") -> str:
     return f"  {label:<18}{value:>19}   {note}".rstrip()
 
 
-def _network(spec: DecoderSpec) -> str:
-    experts = spec.experts
-    text = f"{spec.architecture}, {spec.num_layers} layers"
+def _network(network: Network) -> str:
+    experts = network.experts
+    text = f"{network.architecture}, {network.num_layers} layers"
     if experts is not None:
         text += f" with {experts.num_experts} experts, of which a token uses {experts.num_experts_per_tok}"
-    return text if spec.quantization is None else f"{text}, quantized ({spec.quantization.name})"
+    return text if network.quantization is None else f"{text}, quantized ({network.quantization})"
 
 
 def _output(request: RequestPlan, wanted: int) -> str:
@@ -129,18 +128,17 @@ def _memory(plan: Plan) -> list[str]:
     memory = plan.sizing.memory
     config = plan.sizing.config
     network = plan.network
-    spec = network.spec
     kv = plan.kv
     note = ""
-    if spec.experts is not None:
-        read = spec.num_layers * spec.layer_weight_bytes(network.itemsize, rows=1) + spec.head_bytes(network.itemsize)
+    if network.experts is not None:
+        read = network.num_layers * network.layer_weight_bytes(rows=1) + network.head_bytes
         note = f"with all experts; a token reads {show_bytes(read)} of them"
     rows = [_row("in all", show_bytes(memory.device_total)), _row("weights", show_bytes(network.weight_bytes), note)]
     if memory.adapter_bytes:
         note = f"{config.max_loras} of rank {config.max_lora_rank}; {config.num_cpu_loras} are in host memory too"
         rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
     if (states := memory.states) is not None:
-        kept = states.draft_rows * spec.draft_row_bytes(network.itemsize)
+        kept = states.draft_rows * network.draft_row_bytes
         note = f"{states.device} of {show_bytes(network.state_bytes)}, for {states.running} sequences at once"
         note += " and for prefixes that are kept" * (states.device > states.running)
         rows.append(_row("recurrent states", show_bytes(states.device * network.state_bytes + kept), note))
@@ -163,7 +161,7 @@ def _memory(plan: Plan) -> list[str]:
 def _kv_cache(plan: Plan, request: RequestPlan) -> list[str]:
     total = request.kv_bytes
     layout = plan.sizing.layout
-    stored = f", stored as {plan.network.kv_cache_dtype} with scales" if layout.scale_bytes else ""
+    stored = f", stored as {plan.sizing.config.kv_cache_dtype} with scales" if layout.scale_bytes else ""
     has_windows = any(group.window is not None for group in layout.groups)
     rows = [_row("at the end" if has_windows else "in all", show_bytes(total), f"{_kept(plan)}{stored}")]
     if has_windows:
@@ -178,7 +176,7 @@ def _kv_cache(plan: Plan, request: RequestPlan) -> list[str]:
         chunks = f"chunks of {plan.sizing.config.max_num_batched_tokens:,} tokens"
         told = f"{by_layer:,} tokens go layer by layer, where each byte moves once" if by_layer else f"in {chunks}"
         rows.append(_row("prefilled", "layer by layer" if by_layer else "chunk by chunk", told))
-    if count := plan.network.spec.num_recurrent_layers:
+    if count := len(plan.network.recurrent_layers):
         note = f"{count} layers are recurrent and keep this in the place of KV, however many tokens there are"
         rows.append(_row("recurrent state", show_bytes(plan.network.state_bytes), note))
     return rows
@@ -187,7 +185,6 @@ def _kv_cache(plan: Plan, request: RequestPlan) -> list[str]:
 def _kept(plan: Plan) -> str:
     """What a token takes in the layers that keep all, and what the others keep."""
     layout = plan.sizing.layout
-    spec = plan.network.spec
     by_window = sorted(
         ((group.window, own) for group, own in zip(layout.groups, layout.of_groups, strict=True)),
         key=lambda pair: pair[0] or 0,
@@ -197,7 +194,7 @@ def _kept(plan: Plan) -> str:
         layouts = [own for _, own in pairs]
         layers = sum(own.num_layers for own in layouts)
         size = show_bytes(sum(own.token_bytes for own in layouts))
-        where = f"in {'all ' * (layers == spec.num_layers)}{layers} layers"
+        where = f"in {'all ' * (layers == plan.network.num_layers)}{layers} layers"
         parts.append(f"{size} for each {f'of the last {window:,} tokens' if window else 'token'} {where}")
     return ", and ".join(parts)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
+from nanovllm.data.network import Network
 from nanovllm.errors import RequestError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.dry_run import NOTHING_MOVED, dry_run
-from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import Prediction, Rates, StepModel, total
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing

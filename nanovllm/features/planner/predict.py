@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.data.batch import LayerwisePrefill
+from nanovllm.data.network import Network
 from nanovllm.features.cpu_attention.shares import (
     ONE_PROCESSOR,
     Bandwidths,
@@ -33,7 +34,7 @@ from nanovllm.features.cpu_attention.shares import (
     blocks_for_cpu_attention,
     cpu_attention_query_len,
 )
-from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.step_work import StepWork
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layout import KVLayout
 
@@ -93,8 +94,7 @@ class StepModel:
 
     def can_share(self, query_len: int) -> bool:
         """Whether the CPU attends to a share of the host blocks in a chunk of `query_len` tokens."""
-        spec = self.network.spec
-        most = cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
+        most = cpu_attention_query_len(self.network.num_heads, self.layout.num_kv_heads)
         return self.cpu_attention and not self.no_cpu_attention and query_len <= most
 
     def share_of(self, host_bytes: int, resident_bytes: int, block_bytes: int) -> float:
@@ -110,7 +110,7 @@ class StepModel:
             rates = self.rates
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             bandwidths = Bandwidths(rates.link, rates.host_bandwidth, rates.device_bandwidth)
-        weights = self.network.spec.layer_weight_bytes(self.network.itemsize, rows=1)
+        weights = self.network.layer_weight_bytes(rows=1)
         load = LayerLoad([HostRead(block_bytes)] * num_blocks, rest, resident_bytes + rest, weights)
         return blocks_for_cpu_attention(load, bandwidths) / num_blocks
 
@@ -122,7 +122,7 @@ class StepModel:
         In layer-by-layer prefill the layer buffer holds a layer's KV, so that the link never waits for a ring slot.
         """
         network = self.network
-        spec = network.spec
+        work = self._work
         compute = self.rates.compute
         bandwidth = self.rates.device_bandwidth
         query_len = step.end - step.begin
@@ -132,18 +132,18 @@ class StepModel:
         products = 0.0
         for chunk in range(step.num_chunks):
             tokens = len(step.positions(chunk))
-            read = spec.num_layers * spec.layer_weight_bytes(network.itemsize, tokens)  # of experts, the chosen ones
-            products += max(network.matrix_operations(tokens) / compute, read / bandwidth)
-        operations = network.attention_operations(step.begin, query_len)
+            read = network.num_layers * network.layer_weight_bytes(tokens)  # of experts, the chosen ones
+            products += max(work.matrix_operations(tokens) / compute, read / bandwidth)
+        operations = work.attention_operations(step.begin, query_len)
         layout = self.layout.of_groups[0]  # as if all layers were like the first ones, which stream the most
         cpu_keys = moved.cpu_attention_bytes // layout.token_layer_bytes
-        operations = max(0, operations - 4 * spec.num_heads * layout.head_dim * query_len * cpu_keys)
+        operations = max(0, operations - 4 * network.num_heads * layout.head_dim * query_len * cpu_keys)
         return self._step(
             COMPUTE,
             products,
             operations / compute,
             products if step.num_chunks == 1 else 0.0,
-            spec.head_bytes(network.itemsize) / bandwidth if samples else 0.0,
+            network.head_bytes / bandwidth if samples else 0.0,
             query_len,
             moved,
         )
@@ -151,13 +151,12 @@ class StepModel:
     def decode(self, context_len: int, moved: TransferCount) -> Prediction:
         """One token after `context_len` stored ones. Recurrent states are read and written."""
         network = self.network
-        spec = network.spec
         bandwidth = self.rates.device_bandwidth
         missing = self._missing(moved, "device_bandwidth")
         if bandwidth is None or missing:
             return Prediction(missing=missing)
-        weights = spec.num_layers * spec.layer_weight_bytes(network.itemsize, 1) / bandwidth
-        attended = network.attended_bytes(context_len, 1)
+        weights = network.num_layers * network.layer_weight_bytes(1) / bandwidth
+        attended = self._work.attended_bytes(context_len, 1)
         resident = max(0, attended - moved.without_cpu_attention.h2d_bytes)
         on_device = max(0, attended - moved.cpu_attention_bytes)
         return self._step(
@@ -165,12 +164,16 @@ class StepModel:
             weights,
             (on_device + 2 * network.state_bytes) / bandwidth,
             weights + resident / bandwidth,
-            spec.head_bytes(network.itemsize) / bandwidth,
+            network.head_bytes / bandwidth,
             1,
             moved,
         )
 
     # ---- helpers
+
+    @property
+    def _work(self) -> StepWork:
+        return StepWork(self.network, self.layout)
 
     def _step(
         self,
@@ -183,7 +186,7 @@ class StepModel:
         moved: TransferCount,
     ) -> Prediction:
         """The formula of the module's docstring. All times in seconds; resource: what limits the device."""
-        num_layers = self.network.spec.num_layers
+        num_layers = self.network.num_layers
         terms = {resource: products + attention + head}
         if moved.cpu_attention_bytes:
             # One processor reads all memory at one rate, so either rate serves.
@@ -207,9 +210,8 @@ class StepModel:
         rates = self.rates
         if rates.interconnect is None:
             return 0.0
-        network = self.network
-        received = network.all_reduce_bytes(tokens)
-        return network.num_all_reduces * rates.all_reduce_seconds + received / rates.interconnect
+        received = self._work.all_reduce_bytes(tokens)
+        return self._work.num_all_reduces * rates.all_reduce_seconds + received / rates.interconnect
 
     def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
         names = [*needed, *(["link"] if moved else []), *(["interconnect"] if self.network.num_ranks > 1 else [])]

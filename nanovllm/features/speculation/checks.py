@@ -6,17 +6,16 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.formats.hub import is_gguf
 from nanovllm.models.loader import holds_mtp_head
-from nanovllm.models.mtp_spec import has_mtp_head
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.registry import ARCHITECTURES
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 OTHERS = "use method='ngram' or 'draft_model'"
 
 
-def check_mtp_head(config: EngineConfig, spec: DecoderSpec) -> None:
+def check_mtp_head(config: EngineConfig, architecture: str) -> None:
     """Raise ConfigError unless models of this kind have a head for multi-token prediction that is read."""
-    if not has_mtp_head(spec) or is_gguf(config.model):
-        what = "GGUF file" if is_gguf(config.model) else spec.architecture
+    if not ARCHITECTURES[architecture].has_mtp_head or is_gguf(config.model):
+        what = "GGUF file" if is_gguf(config.model) else architecture
         raise ConfigError(
             f"speculative_config: method='mtp': of a {what} no head for multi-token prediction is read: {OTHERS}"
         )
@@ -31,17 +30,18 @@ def check_mtp_weights(config: EngineConfig) -> None:
         )
 
 
-def check_vocabulary(
-    name: str, large: tuple[Tokenizer | None, DecoderSpec], draft: tuple[Tokenizer | None, DecoderSpec]
-) -> None:
-    """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell."""
-    (tokenizer, spec) = large
-    (draft_tokenizer, own_spec) = draft
+def check_vocabulary(name: str, large: tuple[Tokenizer | None, int], draft: tuple[Tokenizer | None, int]) -> None:
+    """Raise ConfigError unless both models mean the same by a token: without tokenizers their sizes tell.
+
+    large, draft: the tokenizer and the number of tokens of the model that is drafted for, and of the draft model.
+    """
+    (tokenizer, size) = large
+    (draft_tokenizer, own_size) = draft
     known = _vocabulary(tokenizer)
     drafted = _vocabulary(draft_tokenizer)
     if known is None or drafted is None:
-        is_same = own_spec.vocab_size == spec.vocab_size
-        differs = f"has {own_spec.vocab_size:,} tokens, and the model {spec.vocab_size:,}"
+        is_same = own_size == size
+        differs = f"has {own_size:,} tokens, and the model {size:,}"
     else:
         is_same = known == drafted
         differs = "has another tokenizer than the model"

@@ -54,7 +54,7 @@ class DraftModel:
         self._manager = BlockManager(plan.split.resident_blocks, 0, groups, caching, chunk=self._chunk)
         self._runner = runner
         self._longest = min(longest, plan.max_model_len)
-        self._vocab_sizes = runner.spec.vocab_size, vocab_size  # of the draft model, and of the other
+        self._vocab_sizes = runner.network.vocab_size, vocab_size  # of the draft model, and of the other
         self._costs = PassCosts()
         self._pass_seconds = 0.0  # of drafting one token of each sequence
         self._followed: dict[int, Followed] = {}  # by seq_id

@@ -28,7 +28,7 @@ class MTPDrafter(DraftModel):
 
     def __init__(self, runner: ModelRunner, longest: int, hidden: HiddenStates) -> None:
         """runner: of the head, which reads `hidden`. longest: as of `DraftModel`."""
-        super().__init__(runner, longest, runner.spec.vocab_size)
+        super().__init__(runner, longest, runner.network.vocab_size)
         self._hidden = hidden
 
     def begin_step(self, wanted: Seq[tuple[Sequence, int]], most: int, rows: int, tokens: int) -> None:

@@ -24,7 +24,7 @@ from nanovllm.formats.gguf.rows import ValueHeads
 from nanovllm.formats.quantization.mxfp4 import Mxfp4
 from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers import linear_method as seam
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.dense_weight import DenseWeight
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
 from nanovllm.ops.gguf_planes import empty_rows
 from nanovllm.ops.packed_weights import PackedWeight, gguf_weight

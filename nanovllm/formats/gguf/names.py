@@ -10,7 +10,6 @@ from types import MappingProxyType
 import numpy as np
 
 from nanovllm.data.json_fields import integer
-from nanovllm.data.network import PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION
 from nanovllm.errors import ModelError
 from nanovllm.formats.config_fields import EXPERT_COUNT, MAX_LAYERS, NETWORK_FIELDS
 from nanovllm.formats.gguf.architectures import Architecture, architecture_of
@@ -22,8 +21,8 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "token_embd": "model.embed_tokens",
         "output": "lm_head",
         "output_norm": "model.norm",
-        "per_layer_token_embd": PER_LAYER_EMBEDDING,
-        "per_layer_model_proj": PER_LAYER_PROJECTION,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
         "per_layer_proj_norm": "model.per_layer_projection_norm",
     }
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm.errors import ModelError
 from nanovllm.formats.quantization.config_fields import Modules
 from nanovllm.layers import linear_method as seam
-from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.dense_weight import DenseWeight
 from nanovllm.layers.linear_method import COLUMNS, ROWS, CheckpointTensor
 from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
 from nanovllm.ops.packed_panels import HALF_BYTES
@@ -105,6 +105,19 @@ def _fillings(format: PackedFormat, out_features: int, in_features: int) -> Mapp
     return format.fillings(out_features, in_features)
 
 
+@lru_cache(maxsize=256)
+def _units(format: PackedFormat, out_features: int, in_features: int) -> tuple[int, int]:
+    """See `LinearMethod.units`."""
+    fillings = _fillings(format, out_features, in_features).values()
+    axes = [axis for filling in fillings for axis in filling.tensor.axes if axis is not None]
+
+    def unit(dimension: int, size: int) -> int:
+        return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
+
+    values = 2 if format.layout(out_features, in_features).scheme in HALF_BYTES else 1  # in a byte
+    return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
+
+
 class QuantizedWeight(PackedMatrix):
     """Modules of one layout, filled as their format says."""
 
@@ -163,14 +176,7 @@ class PackedMethod:
         """See `LinearMethod.units`. An entry for all rows or all columns does not limit how ranks divide them."""
         if not self.modules.include(module):
             return 1, 1
-        fillings = _fillings(self.format, out_features, in_features).values()
-        axes = [axis for filling in fillings for axis in filling.tensor.axes]
-
-        def unit(dimension: int, size: int) -> int:
-            return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
-
-        values = 2 if self.format.layout(out_features, in_features).scheme in HALF_BYTES else 1  # in a byte
-        return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
+        return _units(self.format, out_features, in_features)
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         if not self.modules.include(module):
