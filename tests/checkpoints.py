@@ -29,6 +29,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
     Phi3Config,
@@ -93,6 +95,7 @@ FAMILIES: dict[str, Tested] = {
         ({"layers": 3}, {"attention_bias": False}, {"layer_types": ["full_attention"] * 2}),
     ),
     "olmo3": Tested(Olmo3Config, Olmo3ForCausalLM, ({"layers": 4, **_WINDOW}, {"attention_bias": True})),
+    "olmo2": Tested(Olmo2Config, Olmo2ForCausalLM, ({}, {"attention_bias": True})),
     "glm4_moe": Tested(
         Glm4MoeConfig,
         Glm4MoeForCausalLM,

@@ -62,7 +62,7 @@ def only_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
-    *((family, {"attention_bias": True}) for family in ("qwen3", "gemma3", "olmo3", "glm4_moe")),
+    *((family, {"attention_bias": True}) for family in ("qwen3", "gemma3", "olmo2", "olmo3", "glm4_moe")),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("qwen3", {"tie": True}),
 ]

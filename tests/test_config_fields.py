@@ -66,6 +66,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "use_routing_bias": True,
     },
+    "olmo2": {"rope_scaling": None, "rope_theta": 500000},
     "olmo3": {
         "rope_scaling": {**YARN, "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
         "rope_theta": 500000,

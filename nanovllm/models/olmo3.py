@@ -1,6 +1,7 @@
 """Olmo 3: norms of what attention and MLP add to the residual stream, and of all heads of q and of k together.
 
-Beside Transformers' modeling_olmo3.py. Layers with a window have a rotary embedding of their own.
+Beside Transformers' modeling_olmo3.py. Layers with a window have a rotary embedding of their own. Olmo 2 is the same
+without windows, and with one rotary embedding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import WideRMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.config_fields import activation_of, head_dim_of, kv_heads_of, layer_windows
-from nanovllm.models.rope_config import rotary_embeddings
+from nanovllm.models.rope_config import rotary_embedding, rotary_embeddings
 
 
 class Olmo3Attention(Attention):
@@ -57,10 +58,22 @@ class Olmo3ForCausalLM(CausalLM):
     model_types = ("olmo3",)
 
     def __init__(self, config: Any, build: BuildContext) -> None:
-        full_rope, local_rope = rotary_embeddings(config, build)
+        full_rope, local_rope = self._rotary_embeddings(config, build)
         layers = []
         for index, window in enumerate(layer_windows(config)):
             rope = full_rope if window is None else local_rope
             layers.append(Olmo3DecoderLayer(config, rope, window, build.at(f"model.layers.{index}")))
         norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, build.at("model.norm"))
         super().__init__(config, layers, norm, full_rope, build)
+
+    def _rotary_embeddings(self, config: Any, build: BuildContext) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+        """Of layers with full attention, and of those with a window."""
+        return rotary_embeddings(config, build)
+
+
+class Olmo2ForCausalLM(Olmo3ForCausalLM):
+    model_types = ("olmo2",)
+
+    def _rotary_embeddings(self, config: Any, build: BuildContext) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+        rope = rotary_embedding(config, build)
+        return rope, rope

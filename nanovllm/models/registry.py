@@ -13,7 +13,7 @@ from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, Ministral3ForCausalLM, MistralForCausalLM, SeedOssForCausalLM
 from nanovllm.models.minimax_m2 import MiniMaxM2ForCausalLM
 from nanovllm.models.mixtral import MixtralForCausalLM
-from nanovllm.models.olmo3 import Olmo3ForCausalLM
+from nanovllm.models.olmo3 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from nanovllm.models.phi3 import Phi3ForCausalLM
 from nanovllm.models.qwen3 import Qwen2ForCausalLM, Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -31,6 +31,7 @@ _MODELS: tuple[type[CausalLM], ...] = (
     SeedOssForCausalLM,
     GptOssForCausalLM,
     Olmo3ForCausalLM,
+    Olmo2ForCausalLM,
     Glm4MoeForCausalLM,
     MiniMaxM2ForCausalLM,
     Qwen3NextForCausalLM,
