@@ -37,7 +37,7 @@ import torch
 
 from benchmarks import gpu_bars
 from benchmarks.options import Parser, positive
-from benchmarks.report import ROOT, machine_facts, plain
+from benchmarks.report import ROOT, machine_facts, plain, python_path
 from benchmarks.tiny import write_tiny_config
 
 KEPT_OUTPUT = 30_000  # characters of a part's output that are kept, from its end
@@ -274,7 +274,7 @@ class Check:
         environment = {
             **os.environ,
             **switches,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
         }

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.engine import device_name
 from benchmarks.options import Parser, add_device_option, add_json_option, positive
-from benchmarks.report import ROOT, machine_facts, write_json
+from benchmarks.report import ROOT, machine_facts, python_path, write_json
 from nanovllm.device import Device, PitchedCopy, create_device
 from nanovllm.device.cuda import CONNECTIONS, POLLED_CALLS
 from nanovllm.features.cpu_attention.bandwidth import Probe
@@ -193,7 +193,7 @@ def in_process(args: argparse.Namespace, connections: int, rates: bool) -> dict[
         command = [sys.executable, "-m", "benchmarks.probe", "--here", str(path), "--device", device_name(args.device)]
         command += ["--threads", *map(str, args.threads), *(["--dry"] if args.dry else [])]
         command += ["--rates"] if rates else []
-        environment = os.environ | {CONNECTIONS: str(connections), "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {CONNECTIONS: str(connections), "PYTHONPATH": python_path()}
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         measured: dict[str, Any] = json.loads(path.read_text())
     return {"connections": connections, **measured}

@@ -25,6 +25,11 @@ FILE_ARGUMENTS = ("output_json", "output_dir", "trace")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that imports this tree, and what this process finds by its own."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def machine_facts(device: str) -> dict[str, Any]:
     """Where and with what this was measured."""
     return {

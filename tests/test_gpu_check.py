@@ -41,6 +41,16 @@ def test_without_a_gpu_it_says_so_in_a_sentence(
     assert not (tmp_path / "results").exists()
 
 
+def test_a_part_finds_packages_that_this_process_finds(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "carried.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    outcomes = run(check, [part(check, "imports", "import carried, nanovllm")], tmp_path)
+    assert [outcome.status for outcome in outcomes] == [0]
+
+
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: Path) -> None:
     outcomes = run(
