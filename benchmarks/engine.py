@@ -19,6 +19,7 @@ from nanovllm.device import create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import split_device
+from nanovllm.memory.layout import kv_layout
 from nanovllm.ops import select_backend
 
 
@@ -54,7 +55,9 @@ class Work:
     @property
     def num_blocks(self) -> int:
         """KV blocks for all sequences at the same time, including those that the block manager keeps free."""
-        total = self.num_prompts * -(-(self.prompt_len + self.output_len) // self.block_size)
+        layout = kv_layout(self.shape.network, self.kv_cache_dtype).with_block_size(self.block_size)
+        tokens = self.prompt_len + self.output_len
+        total = self.num_prompts * layout.groups.most_blocks(tokens, self.max_num_batched_tokens)
         needed = total
         while total - int(WATERMARK * total) < needed:
             total += 1

@@ -111,7 +111,7 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def in_partitions(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """Attend to so many keys at a time from now on."""
-    config = DecodeConfig(16, 4, 2, 4, 2, partition=keys)
+    config = DecodeConfig(32, 4, 2, 4, 2, partition=keys)  # of 8 bits 16, the least that matrix units take
     monkeypatch.setattr(triton_decode, "decode_config_on", lambda *_: config)
 
 

@@ -261,19 +261,23 @@ def test_what_the_library_multiplies_in_fp8(monkeypatch: pytest.MonkeyPatch, cap
             x.shape[1] // group_size, rows, dtype=torch.float32
         ).t()
 
+    def unsupported(*_: object) -> Tensor:
+        raise RuntimeError("no scales for groups")
+
     with monkeypatch.context() as patch:
-        patch.setattr(triton_packed, "round_inputs", rounded)
+        patch.setattr(triton_packed, "round_inputs", rounded)  # a GPU's kernel reads no memory of the CPU
         for variant in ("fp8 blocks", "fp8 channel"):
             weight = random_weight(variant, 64, 384).to("meta")
             x, bias = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in ((133, 384), (64,)))
             assert weight.scales is not None
             y = scaled_product._product(x, weight.data, weight.scales, bias, weight.group_size)
             assert y.shape == (144, 64) and y.dtype == torch.bfloat16
-    device = torch.device("cpu", 0)  # asked for the first time
-    with caplog.at_level(logging.INFO):
-        assert not scaled_product.library_multiplies(device, torch.bfloat16, True), "the CPU has no scales for groups"
-        monkeypatch.setattr(scaled_product, "_product", lambda x, data, *_: x.new_full((len(x), len(data)), torch.nan))
-        assert not scaled_product.library_multiplies(device, torch.bfloat16, False)
+        device = torch.device("cpu", 0)  # asked for the first time
+        patch.setattr(scaled_product, "_product", unsupported)
+        with caplog.at_level(logging.INFO):
+            assert not scaled_product.library_multiplies(device, torch.bfloat16, True)
+            patch.setattr(scaled_product, "_product", lambda x, data, *_: x.new_full((len(x), len(data)), torch.nan))
+            assert not scaled_product.library_multiplies(device, torch.bfloat16, False)
     assert "fails" in caplog.messages[0] and "error is inf" in caplog.messages[1]
     scaled_product.library_multiplies.cache_clear()
     weight = random_weight("fp8 blocks", 64, 300)

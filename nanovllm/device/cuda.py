@@ -38,7 +38,7 @@ from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import PageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
 
-POLLED_CALLS = "NANOVLLM_POLLED_CALLS"  # in the environment: 1 for `PolledCallStream`
+POLLED_CALLS = "NANOVLLM_POLLED_CALLS"  # in the environment: 0 for tasks on a thread of the driver
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32
 
@@ -250,7 +250,7 @@ class CudaDevice(Device):
 
     def new_call_stream(self, name: str) -> CallStream:
         inner = own_stream(self.torch_device)
-        if os.environ.get(POLLED_CALLS) == "1":
+        if os.environ.get(POLLED_CALLS) != "0":
             words = self.empty_host("words of calls", (128,), torch.uint8)
             stream: CudaCallStream = PolledCallStream(name, inner, self._clock, words)
         else:

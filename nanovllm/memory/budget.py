@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
 MAX_RING_SLOTS = 16  # a deeper ring only takes memory from resident blocks
-GROUP_BYTES = 16 << 20  # smallest group of host blocks: its copy takes several times as long as issuing it
+GROUP_BYTES = 64 << 20  # smallest group of host blocks: its copy takes longer than the host's work for it
 
 
 @dataclass(frozen=True, slots=True)

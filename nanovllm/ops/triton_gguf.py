@@ -1,4 +1,4 @@
-"""Products with GGUF weights in Triton, and their values in 16 bits. Not yet run on a GPU.
+"""Products with GGUF weights in Triton, and their values in 16 bits.
 
 The weights are in planes (`gguf_planes`): 16 bytes of numbers at a time, with the scales apart. A number of 4 to 8 bits
 is exact in bf16 and fp16, so that a product of inputs with one scale is exact up to its fp32 sum on the matrix units.
@@ -19,11 +19,11 @@ from torch import Tensor
 from nanovllm.ops.gguf_planes import PLANES, UNIT
 from nanovllm.ops.triton_groups import group_of_tile, most_tiles
 
-MOST_ROWS = 64  # with more, the weight in 16 bits and torch's product are faster
-OUTPUTS = 64  # of a program's tile
+MOST_ROWS = 32  # with more, the weight in 16 bits and torch's product are faster
+OUTPUTS = 32  # of a program's tile
 # Reading the weights determines the time. With about so many programs all multiprocessors have several of them, whose
 # loads overlap with the others' sums.
-PROGRAMS = 1024
+PROGRAMS = 2048
 MOST_SPLITS = 8
 DEQUANTIZED_ROWS = 16  # of a program
 # What is subtracted from the numbers.
@@ -73,7 +73,7 @@ def gguf_config(rows: int, out_features: int, in_features: int, dtype: torch.dty
     splits = min(MOST_SPLITS, units, max(1, PROGRAMS // triton.cdiv(out_features, OUTPUTS)))
     if dtype == torch.float32:
         return GgufConfig(8, 16, splits, 2, 1)
-    return GgufConfig(8 if rows <= 8 else 16, OUTPUTS, splits, 2, 3)  # of 32 rows it would spill registers
+    return GgufConfig(8 if rows <= 8 else 16, OUTPUTS, splits, 2, 2)  # of 32 rows it would spill registers
 
 
 @triton.constexpr_function
@@ -397,7 +397,7 @@ def gguf_grouped_linear(
     if not y.numel():
         return y
     config = gguf_config(triton.cdiv(entries, num_experts), out_features, in_features, x.dtype)
-    config = replace(config, outputs=min(config.outputs, OUTPUTS // 2), splits=1)  # more programs instead of parts
+    config = replace(config, splits=1)
     grid = triton.cdiv(out_features, config.outputs), most_tiles(entries, num_experts, config.rows), 1
     _launch(x, weight, bias, y, grid, config, ends=ends, indices=rows)
     return y

@@ -31,9 +31,12 @@ def merge_shares(lse, other_lse):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merge_rows(out, lse, other, other_lse):  # type: ignore[no-untyped-def]
-    """Merged (out [rows, width], lse [rows]) of two states."""
+    """Merged (out [rows, width], lse [rows]) of two states.
+
+    A compiler may fuse the sum with either product, in a loop otherwise than without one: here it has no choice.
+    """
     share, other_share, lse = merge_shares(lse, other_lse)
-    return out * share[:, None] + other * other_share[:, None], lse
+    return tl.fma(other, tl.broadcast_to(other_share[:, None], other.shape), out * share[:, None]), lse
 
 
 # What grows with the batch: specialised on, a new number of tokens would compile anew in the middle of a request.

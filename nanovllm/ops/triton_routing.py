@@ -1,4 +1,4 @@
-"""Which experts a row takes and with what weights, and the rows of each expert, in Triton. Not yet run on a GPU.
+"""Which experts a row takes and with what weights, and the rows of each expert, in Triton.
 
 A router in torch takes some 15 launches a layer. Here one follows the router's product, or two beyond a program's rows.
 Nothing is sorted: a row chooses an expert once at most, so that an entry's place is the number of entries of experts
@@ -17,7 +17,10 @@ from torch import Tensor
 from nanovllm.data.network import ExpertSpec
 
 BLOCK_ROWS = 16  # of a program, up to 256 experts
+FEW_ROWS = (1, 4)  # of a single program; few numbers, as each is compiled
 MOST_SCORES = 4096  # of a program, which holds them in registers
+# Of a warp, where one has few rows: what a row's choices are compared in then needs no other warp.
+SCORES_OF_WARP = 512
 COUNTS_AT_ONCE = 2048  # that a program adds up at a time
 
 
@@ -27,6 +30,15 @@ class Grouping(NamedTuple):
     ends: Tensor  # int32 [experts]: the number of entries up to the last one of each expert
     rows: Tensor  # int32 [rows * k]: the row of each entry
     entries: Tensor  # int32 [rows, k]: the entry of each of a row's choices
+
+
+@triton.jit
+def _sum_of_row(x, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, 2^STEPS] -> [rows]: the sums by neighbours, which no layout and no number of rows changes."""
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = even + odd
+    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit
@@ -80,6 +92,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     K_PAD: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    EXPERT_BITS: tl.constexpr,
+    K_BITS: tl.constexpr,
 ):
     """Program (BLOCK_R rows). A single program places its entries itself; others leave that to `_place_kernel`."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -93,7 +107,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     scores = tl.where(is_expert[None, :], logits, float("-inf"))
     if SCORING == "softmax":
         powers = tl.exp(scores - tl.max(scores, 1)[:, None])
-        scores = powers / tl.sum(powers, 1)[:, None]
+        scores = powers / _sum_of_row(powers, EXPERT_BITS)[:, None]
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-scores))
     choosing = scores
@@ -119,7 +133,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     if SCORING == "softmax_of_chosen":
         weights = tl.where(slot[None, :] < K, weights, float("-inf"))
         powers = tl.exp(weights - tl.max(weights, 1)[:, None])
-        weights = powers / tl.sum(powers, 1)[:, None]
+        weights = powers / _sum_of_row(powers, K_BITS)[:, None]
     elif NORMALIZED:
         weights /= (total + 1e-20)[:, None]
     has_slot = is_row[:, None] & (slot < K)[None, :]
@@ -230,20 +244,22 @@ def route(
         return weights, grouping
     assert logits.stride(1) == 1, "rows must be contiguous"
     width = triton.next_power_of_2(experts)
-    block_rows = min(BLOCK_ROWS, MOST_SCORES // width)
+    block_rows = min(MOST_SCORES // width, next((size for size in FEW_ROWS if rows <= size), BLOCK_ROWS))
     programs = triton.cdiv(rows, block_rows)
     chosen = counts = grouping.entries  # not written by a single program
     if programs > 1:
         chosen = torch.empty_like(chosen)
         counts = logits.new_empty(programs, experts, dtype=torch.int32)
-    sizes = {"K": k, "K_PAD": triton.next_power_of_2(k), "EXPERTS": width, "BLOCK_R": block_rows}
+    slots = triton.next_power_of_2(k)
+    sizes = {"K": k, "K_PAD": slots, "EXPERTS": width, "BLOCK_R": block_rows}
     _route_kernel[(programs,)](
         weights, chosen, counts, *grouping, logits, logits if share is None else share,
         logits if correction_bias is None else correction_bias, logits if expert_scale is None else expert_scale,
         rows, logits.stride(0), experts, spec.weight_scale,
         SCORING=spec.scoring, HAS_CORRECTION=correction_bias is not None, HAS_EXPERT_SCALE=expert_scale is not None,
         NORMALIZED=spec.norm_topk_prob, SHARED=int(shared), HAS_GATE=share is not None,
-        GROUPS=spec.num_groups, CHOSEN_GROUPS=spec.chosen_groups, **sizes, num_warps=4 if width <= 128 else 8,
+        GROUPS=spec.num_groups, CHOSEN_GROUPS=spec.chosen_groups, **sizes, EXPERT_BITS=width.bit_length() - 1,
+        K_BITS=slots.bit_length() - 1, num_warps=max(1, min(8, block_rows * width // SCORES_OF_WARP)),
     )  # fmt: skip
     if programs > 1:
         _place_kernel[(programs,)](

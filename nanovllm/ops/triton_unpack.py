@@ -40,7 +40,15 @@ def unpack_halves(data, zeros, SCHEME: tl.constexpr, dtype: tl.constexpr):  # ty
 @triton.jit
 def unpack_scales(scales, SCHEME: tl.constexpr):  # type: ignore[no-untyped-def]
     """The factors of `unpack` in fp32, from scales as they are stored."""
-    return _power_of_two(scales) if SCHEME == "mxfp4" else scales.to(tl.float32)
+    if SCHEME == "mxfp4":
+        factors = _power_of_two(scales)
+    elif scales.dtype == tl.bfloat16:
+        # By its bits: LLVM would narrow a product with a widened bf16 number that is rounded to fp16 to one of fp16
+        # numbers, to which small scales are then rounded first.
+        factors = (scales.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        factors = scales.to(tl.float32)
+    return factors
 
 
 @triton.jit

@@ -133,9 +133,9 @@ def experts() -> None:
 
 
 def routers() -> None:
-    for facts in test_triton_experts.ROUTERS.values():
+    for name in test_triton_experts.ROUTERS:
         with pytest.MonkeyPatch.context() as patch:
-            test_triton_experts.test_routers_choose_and_group_as_torch(patch, facts)
+            test_triton_experts.test_routers_choose_and_group_as_torch(patch, name)
 
 
 def adapters() -> None:
