@@ -197,7 +197,8 @@ def test_a_copy_within_host_memory_keeps_the_order_of_its_stream(device: CudaDev
     put(device, second, first, "h2h", stream)
     put(device, source, second, "h2d", stream)
     put(device, down, source, "d2h", stream)
-    assert not second.any(), "the host did not wait"
+    is_untouched = not second.any()
+    assert is_untouched or event.inner.query(), "the host did not wait"  # type: ignore[attr-defined]
     stream.synchronize()
     assert torch.equal(second, torch.full_like(second, 7)) and torch.equal(down, second)
 
