@@ -188,8 +188,8 @@ class PolledCallStream(CudaCallStream):
     """Runs host tasks on a thread of this process, which polls a word in host memory that the stream writes, and writes
     one for which the stream waits.
 
-    For machines on which a thread of the driver begins a task late. The thread takes a core as long as tasks are under
-    way, and an engine that is closed, or whose device has failed, ends it.
+    It begins a task sooner than a thread of the driver. It takes a core as long as tasks are under way, and an engine
+    that is closed, or whose device has failed, ends it.
     """
 
     def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock, words: Tensor) -> None:

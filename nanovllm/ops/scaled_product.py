@@ -1,7 +1,7 @@
 """Products of many rows in fp8 by torch's library, with scales for rows or for groups of 128 inputs.
 
 Inputs are rounded as `triton_packed.round_inputs` does. Whether the library has a product for this card, version of
-torch and layout is tried once for each kind of scales and dtype, against fp64. Not yet run on a GPU.
+torch and layout is tried once for each kind of scales and dtype, against fp64.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ and "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
 
 In 16 bits q and k are what the convolution gave, exactly, times a factor for each row that is applied to the products;
 other operands are sums of two numbers of 16 bits, so that products are exact to 2^-16 in bf16, and summed in fp32. In
-fp32 they are products of tf32 in three parts. Not yet run on a GPU.
+fp32 they are products of tf32 in three parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of the experts that were chosen for them, in Triton. Not yet run on a GPU.
+"""Products of rows with the matrices of the experts that were chosen for them, in Triton.
 
 Matrices are plain or packed, and nothing of a packed one is written out. For few rows its numbers are multiplied and
 the scale multiplies the sum, as in `triton_packed`; for many a tile becomes (q - zero) * scale in the rows' dtype,

@@ -1,7 +1,7 @@
 """Products of few rows with a dense weight in Triton: each program streams some rows of the weight once.
 
 Used where a device's table of tuned kernels names it for a shape (`kernel_config.few_rows_config_on`); else torch
-multiplies. Not yet run on a GPU.
+multiplies.
 """
 
 from __future__ import annotations
