@@ -127,12 +127,12 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
 
 
 def build_runner(
-    config: EngineConfig, network: NetworkConfig, group: RankGroup | None = None, hooks: Sequence[PassHook] = ()
+    config: EngineConfig, network: NetworkConfig, group: RankGroup | None = None, pass_hooks: Sequence[PassHook] = ()
 ) -> ModelRunner:
     """The runner of one process.
 
-    network: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole. hooks: of
-    the caller, beside those that the arguments ask for.
+    network: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole. pass_hooks:
+    of the caller, beside those that the arguments ask for.
     """
     _check_quantization(config.quantization, network.network.quantization)
     network = network.for_length(config.max_model_len or network.network.max_model_len)
@@ -151,7 +151,7 @@ def build_runner(
     sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
     _log_sizes(sizing, plan, model, device, kv_dtype)
     adapters = _adapter_rows(config, model, device)  # before the trace, for which all computation is of steps
-    hooks = [*hooks, *([] if adapters is None else [adapters])]
+    pass_hooks = [*pass_hooks, *([] if adapters is None else [adapters])]
     trace = None
     if config.trace is not None:
         from nanovllm.device.trace import TracedDevice
@@ -166,7 +166,7 @@ def build_runner(
             device, layout, kv_dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.layerwise_memory
         )
         kv_cache = _offloaded(config, plan, engine, geometry, backend, model)
-        layerwise.append(LayerwisePass(model, engine, geometry, backend, hooks))
+        layerwise.append(LayerwisePass(model, engine, geometry, backend, pass_hooks))
     else:
         kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
     if sizing.memory.states is not None:
@@ -179,8 +179,8 @@ def build_runner(
         decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config, of_rows)
     if trace is not None:
         trace.start()
-    passes = [ChunkedPass(model, kv_cache, hooks, decode_graphs), *layerwise]
-    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, hooks)
+    passes = [ChunkedPass(model, kv_cache, pass_hooks, decode_graphs), *layerwise]
+    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, pass_hooks)
 
 
 # ---- what build_engine assembles. What needs torch or a library is imported where the arguments ask for it.
@@ -237,7 +237,7 @@ def _start_runner(
 ) -> ModelRunner | TensorParallelExecutor:
     """hidden: what a head of the model reads, if it drafts."""
     if config.tensor_parallel_size == 1:
-        return build_runner(config, network, hooks=[] if hidden is None else [hidden.of_model()])
+        return build_runner(config, network, pass_hooks=[] if hidden is None else [hidden.of_model()])
     from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed
 
     if config.kv_cache_dir is None:

@@ -148,7 +148,7 @@ def test_the_last_chunk_gives_its_rows(model_dir: Path) -> None:
         with open_llm(model_dir, chunk=chunk) as llm:
             set_prefill(llm, way)
             hook = KeptRows()
-            llm._runner.hooks = [hook]  # type: ignore[misc]
+            llm._runner.pass_hooks = [hook]  # type: ignore[misc]
             token_ids(llm, prompt, greedy(1))
             found.append(hook.rows[-1])
     assert found[0].shape[0] == 190 % chunk and torch.equal(*found)

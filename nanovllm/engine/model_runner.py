@@ -18,7 +18,7 @@ from nanovllm.device import Busy, Device
 from nanovllm.engine.row_sampling import explain_non_finite_logits, sample_rows
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheBase, KVStats, StepTraffic
-from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch, ForwardPass, PassHook, extended
+from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch, ForwardPass, PassHook, with_hooks
 from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.forward_context import ForwardContext, KVCache, StepStates, WatchedKVCache
 from nanovllm.memory.fitting import KVSizing
@@ -74,11 +74,11 @@ class ChunkedPass:
         self,
         model: CausalLM,
         kv_cache: KVCacheBase,
-        hooks: Sequence[PassHook] = (),
+        pass_hooks: Sequence[PassHook] = (),
         decode_runner: DecodeRunner | None = None,
     ) -> None:
         self._model = model
-        self._hooks = hooks
+        self._pass_hooks = pass_hooks
         self._kv_cache = kv_cache
         self.decode_runner = decode_runner
         self._sequences: Sequence[ScheduledSequence] = ()
@@ -105,7 +105,7 @@ class ChunkedPass:
         token_ids, positions = upload(batch.inputs, self._model.device)
         context = ForwardContext(positions, batch.sequences, kv_cache, states=self._states())
         rows_of = [(seq, len(seq.token_ids)) for seq in self._sequences]
-        hidden = self._model(token_ids, extended(self._hooks, context, rows_of))
+        hidden = self._model(token_ids, with_hooks(self._pass_hooks, context, rows_of))
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in batch.sequences])
 
     def _flat_batch(self) -> FlatBatch:
@@ -143,7 +143,7 @@ class ModelRunner:
         sizing: KVSizing,
         plan: KVPlan,
         num_swap_blocks: int,
-        hooks: Sequence[PassHook] = (),
+        pass_hooks: Sequence[PassHook] = (),
     ) -> None:
         """passes: the forward pass chunk by chunk, then the one layer by layer if prompts may go that way."""
         self.device = device
@@ -153,7 +153,7 @@ class ModelRunner:
         self.sizing = sizing
         self.plan = plan
         self.num_swap_blocks = num_swap_blocks
-        self.hooks = hooks
+        self.pass_hooks = pass_hooks
         self.network = model.network  # of this process
         self.dtype = model.dtype
         self._closed = False
@@ -172,14 +172,14 @@ class ModelRunner:
         on_attend = self._watch.begin_step(batch) if self._watch.on_layer is not None else None
         try:
             with self.device.compute():
-                for hook in self.hooks:
+                for hook in self.pass_hooks:
                     errors |= hook.begin_step(batch)
                 begun = [(one_pass, moved) for one_pass in passes if (moved := one_pass.begin_step(batch)) is not None]
                 for one_pass, moved in begun:
                     rows = one_pass.run(on_attend)
                     # Logits of the last rows, then `layers.sampler.sample`.
                     sample_rows(self.model, rows, result, lambda: self._why_not_finite)
-                    for hook in self.hooks:
+                    for hook in self.pass_hooks:
                         hook.computed(rows)
                     result.h2d_bytes.extend(moved.h2d_bytes)
                     result.d2h_bytes.extend(moved.d2h_bytes)
@@ -221,7 +221,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self.passes, self.hooks
+                del self.model, self.kv_cache, self.passes, self.pass_hooks
 
     @cached_property
     def _why_not_finite(self) -> str:

@@ -72,7 +72,7 @@ class PassHook:
         """A pass has computed rows, which stay valid until the next step."""
 
 
-def extended(
+def with_hooks(
     hooks: Sequence[PassHook], context: ForwardContext, rows: Sequence[tuple[ScheduledSequence, int]]
 ) -> ForwardContext:
     """The inputs of a pass with what all hooks add; see `PassHook.extended`."""

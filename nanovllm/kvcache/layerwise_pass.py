@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanovllm.data.batch import Batch, LayerwiseStep, ScheduledSequence
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
-from nanovllm.kvcache.forward_pass import ComputedRows, PassHook, extended
+from nanovllm.kvcache.forward_pass import ComputedRows, PassHook, with_hooks
 from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.causal_lm import CausalLM
@@ -49,12 +49,12 @@ class LayerwisePass:
         engine: OffloadEngine,
         geometry: AttentionGeometry,
         backend: AttentionBackend,
-        hooks: Sequence[PassHook] = (),
+        pass_hooks: Sequence[PassHook] = (),
     ) -> None:
         self._model = model
         self._spans = model.network.kv_spans
         self._engine = engine
-        self._hooks = hooks
+        self._pass_hooks = pass_hooks
         self._kv_cache = LayerwiseKVCache(engine, geometry, backend)
         self._sequence: ScheduledSequence | None = None  # of the step in progress
         self.state: LayerwiseState | None = None
@@ -117,7 +117,9 @@ class LayerwisePass:
         where = part.layerwise.positions(layer_chunk)
         chunk = SequenceMetadata.full(0, len(where), where.start, *seq.block_tables)
         positions = torch.arange(where.start, where.stop, device=x.device)
-        ctx = extended(self._hooks, ForwardContext(positions, (chunk,), kv_cache, states=states), [(seq, len(where))])
+        ctx = with_hooks(
+            self._pass_hooks, ForwardContext(positions, (chunk,), kv_cache, states=states), [(seq, len(where))]
+        )
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
         span = self._spans[part.layerwise.layer(layer_chunk)]
         self._model.forward_layers_(span, rows, ctx)

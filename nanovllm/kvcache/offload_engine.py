@@ -66,7 +66,7 @@ class OffloadEngine(KVPools):
     ) -> None:
         """group_slots: the most host blocks in a group; None means `DeviceSplit.group_slots`."""
         self.group_slots = group_slots or split.group_slots(layout.block_layer_bytes)
-        self._num_groups = min(split.ring_slots, max(1, split.ring_slots // self.group_slots))
+        self._num_places = min(split.ring_slots, max(1, split.ring_slots // self.group_slots))
         super().__init__(device, layout, dtype, split, num_host_blocks, num_swap_blocks)
         self.layerwise_memory = layerwise_memory
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
@@ -75,13 +75,13 @@ class OffloadEngine(KVPools):
         self._buffer = layout.views(self.layer_buffer)
         self._blocks_in_reach = max(1, device.rows_in_reach(self.host))  # no copy crosses a multiple of it
         self._blocks: dict[tuple[int, int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
-        self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
+        self._announced: Sequence[RingUses] = ()  # that the current pass announced, in order
         self._next = 0  # index of the group to attend to next
 
     @property
     def blocks_in_flight(self) -> tuple[int, ...]:
         """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
-        groups = self._groups[self._next : self._next + self._num_groups]
+        groups = self._announced[self._next : self._next + self._num_places]
         return tuple(use.physical_id for _, uses in groups for use in uses)
 
     # ---- the ring
@@ -92,12 +92,12 @@ class OffloadEngine(KVPools):
         Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
         then `write_back` if it wrote tokens for the host, then `release`.
         """
-        assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
+        assert self._next == len(self._announced), "the last pass did not attend to all groups that it announced"
         assert all(len(uses) <= self.group_slots for _, uses in groups)
-        self._groups = groups
+        self._announced = groups
         self._next = 0
-        for group, (layer, uses) in enumerate(groups[: self._num_groups]):
-            self.load_to_slot_layer(group, layer, uses)
+        for place, (layer, uses) in enumerate(groups[: self._num_places]):
+            self.load_to_slot_layer(place, layer, uses)
 
     def acquire(self, layer: int, physical_id: int) -> Tensor:
         """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
@@ -105,37 +105,37 @@ class OffloadEngine(KVPools):
         layer, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
         order of `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
-        next_layer, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
+        next_layer, uses = self._announced[self._next] if self._next < len(self._announced) else (0, ())
         if not uses or (next_layer, uses[0].physical_id) != (layer, physical_id):
             announced = f"layer {next_layer} of block {uses[0].physical_id}" if uses else "no further group"
             raise EngineError(
                 f"the pass attends to a group that begins with layer {layer} of block {physical_id}, but announced "
                 f"{announced} next; attend to the groups in the order given to begin()"
             )
-        group = self._next % self._num_groups
-        self.order.before_compute(group)
-        key = group, len(uses), self.layout.groups.of_layer[layer][0]
+        place = self._next % self._num_places
+        self.order.before_compute(place)
+        key = place, len(uses), self.layout.groups.of_layer[layer][0]
         if key not in self._blocks:
-            first = group * self.group_slots
+            first = place * self.group_slots
             self._blocks[key] = self._ring[key[2]][first : first + len(uses)]
         return self._blocks[key]
 
     def write_back(self) -> None:
         """Copy the new tokens of the acquired group, which are written, to their host blocks."""
-        self.offload_slot_layer(self._next % self._num_groups, *self._groups[self._next])
+        self.offload_slot_layer(self._next % self._num_places, *self._announced[self._next])
 
     def release(self) -> None:
         """Compute no longer needs the acquired slots: start loading the group that uses them next."""
-        group = self._next % self._num_groups
-        following = self._next + self._num_groups
+        place = self._next % self._num_places
+        following = self._next + self._num_places
         self._next += 1
-        self.order.after_compute(group)
-        if following < len(self._groups):
-            self.load_to_slot_layer(group, *self._groups[following])
+        self.order.after_compute(place)
+        if following < len(self._announced):
+            self.load_to_slot_layer(place, *self._announced[following])
 
     def abandon(self) -> None:
         """See `KVPools`."""
-        self._groups = ()
+        self._announced = ()
         self._next = 0
         super().abandon()
 
@@ -143,37 +143,37 @@ class OffloadEngine(KVPools):
 
     def fill_buffer(self, index: int, layer: int, use: BlockTokens) -> None:
         """Load the stored tokens of a layer of the block, once compute has released the slot."""
-        self.load_to_slot_layer(self._num_groups + index, layer, [use])
+        self.load_to_slot_layer(self._num_places + index, layer, [use])
 
     def acquire_buffer(self, index: int) -> None:
         """Compute uses the block of `layer_buffer` from now on, after its load."""
-        self.order.before_compute(self._num_groups + index)
+        self.order.before_compute(self._num_places + index)
 
     def store_buffered(self, index: int, layer: int, use: BlockTokens) -> None:
         """Copy newly written tokens from the buffer to the host block."""
-        self.offload_slot_layer(self._num_groups + index, layer, [use])
+        self.offload_slot_layer(self._num_places + index, layer, [use])
 
     def release_buffer(self, index: int) -> None:
         """All attention to the block's layer has been issued on the compute stream."""
-        self.order.after_compute(self._num_groups + index)
+        self.order.after_compute(self._num_places + index)
 
-    # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
+    # ---- copies of one layer of the blocks in a place of the ring; after these places, one for each buffered block
 
-    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
-        """Copy the stored tokens of the blocks to the slots of the group, after earlier attention to the slots."""
-        self._copy(group, layer, uses, "h2d", self.order.before_fill(group))
-        self.order.after_fill(group)
+    def load_to_slot_layer(self, place: int, layer: int, uses: Sequence[BlockTokens]) -> None:
+        """Copy the stored tokens of the blocks to the slots of the place, after earlier attention to them."""
+        self._copy(place, layer, uses, "h2d", self.order.before_fill(place))
+        self.order.after_fill(place)
 
-    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
-        """Copy the new tokens, once they are written, from the slots of the group to the host blocks."""
-        self._copy(group, layer, uses, "d2h", self.order.before_store(group))
-        self.order.after_store(group)
+    def offload_slot_layer(self, place: int, layer: int, uses: Sequence[BlockTokens]) -> None:
+        """Copy the new tokens, once they are written, from the slots of the place to the host blocks."""
+        self._copy(place, layer, uses, "d2h", self.order.before_store(place))
+        self.order.after_store(place)
 
-    def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
-        """Copy the stored tokens of the uses into the slots of the group, or their new tokens from there."""
-        in_buffer = group - self._num_groups
+    def _copy(self, place: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
+        """Copy the stored tokens of the uses into the slots of the place, or their new tokens from there."""
+        in_buffer = place - self._num_places
         memory = self._buffer if in_buffer >= 0 else self._ring
-        first_slot = in_buffer if in_buffer >= 0 else group * self.group_slots
+        first_slot = in_buffer if in_buffer >= 0 else place * self.group_slots
         kv_group, plane = self.layout.groups.of_layer[layer]
         layout = self.layout.of_groups[kv_group]
         slots = memory[kv_group]
