@@ -42,11 +42,11 @@ from waiting import eventually
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine import branch_points
 from nanovllm.errors import EngineError
 from nanovllm.features.kv_disk import files, kept_in
 from nanovllm.features.kv_disk.identity import code_files, facts_of, library_versions
 from nanovllm.features.kv_disk.part import StorePart
-from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.kvcache import pools
 from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput
@@ -173,7 +173,7 @@ def test_windows_and_recurrent_states(tmp_path: Path, name: str, ways: tuple[int
 
 def test_a_state_on_the_way_of_a_long_prompt_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a prompt that leaves it there, also with blocks whose hashes end where units do not."""
-    monkeypatch.setattr(recurrent_states, "LEAST_SNAPSHOT_INTERVAL", 768)
+    monkeypatch.setattr(branch_points, "LEAST_INTERVAL", 768)
     make_checkpoint(tmp_path / "model", "qwen3_5", layers=4, max_positions=2048)
     first = random_prompt(1700, VOCAB, 1)
     second = {"prompt_token_ids": first[:1000] + random_prompt(100, VOCAB, 2)}

@@ -19,6 +19,7 @@ from nanovllm import LLM
 from nanovllm.data.batch import Batch, LayerwisePrefill, StepResult
 from nanovllm.data.kv_groups import HOLE
 from nanovllm.data.network import KVLayer, Network
+from nanovllm.engine import branch_points
 from nanovllm.errors import RequestError
 from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, LINK, Rates, StepModel
 from nanovllm.features.planner.step_work import StepWork
@@ -86,7 +87,7 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         pytest.MonkeyPatch.context() as patch,
         LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm,
     ):
-        patch.setattr(recurrent_states, "LEAST_SNAPSHOT_INTERVAL", 2 * BLOCK)
+        patch.setattr(branch_points, "LEAST_INTERVAL", 2 * BLOCK)
         patch.setattr(recurrent_states, "SHARE_OF_PROMPT", 1)
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import engine_config
+from nanovllm.engine import branch_points
 from nanovllm.errors import ConfigError
 from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.layers.forward_context import ForwardContext
@@ -134,7 +135,7 @@ def test_bits_do_not_depend_on_the_order_of_prefill(tmp_path: Path, family: str,
 
 def test_questions_about_a_long_document_begin_at_a_snapshot(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second where a chunk of the first ended, the others where the document ends; all layer by layer."""
-    monkeypatch.setattr(recurrent_states, "LEAST_SNAPSHOT_INTERVAL", 32)
+    monkeypatch.setattr(branch_points, "LEAST_INTERVAL", 32)
     monkeypatch.setattr(recurrent_states, "SHARE_OF_PROMPT", 1)
     (document,) = prompts(150)
     given = [document + random_prompt(40, VOCAB, seed) for seed in range(4)]

@@ -7,7 +7,8 @@ one there is free or merely cached, else on the host (`BlockPool.new_block`).
 
 A sequence has a block table for each KV group. In groups without a window it holds blocks for all its tokens, from its
 admission on. In groups with a window it holds those that the next step sees and writes: `grow` adds blocks for a chunk,
-and after the step `release_hidden` lets go of those that lie behind the window.
+and after the step `release_hidden` lets go of those that lie behind the window. They stay cached until others need the
+room; `KeptWindows` says which of them are worth keeping.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import islice
 from nanovllm.data.batch import Tier
 from nanovllm.data.kv_groups import HOLE, KVCapacity, KVGroup, KVGroups
 from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.kept_windows import KeptWindows
 from nanovllm.engine.prefix_cache import PrefixCache, PrefixCacheStats, PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
@@ -63,6 +65,7 @@ class BlockManager:
         self.watermark = int(WATERMARK * self.pool.num_blocks)
         self.capacity = KVCapacity(groups, chunk, self.pool.num_blocks, self.watermark)
         self.num_copied_blocks = 0  # by copy-on-write
+        self._windows = KeptWindows(self.pool)
         self.hooks: list[StepHook] = []  # called in this order; to be filled before the first request
 
     @property
@@ -116,10 +119,12 @@ class BlockManager:
         seq.block_tables = hit.tables
         seq.num_computed = hit.num_tokens
         seq.first_held = [group.first_visible(hit.num_tokens) for group in self.groups]
+        end = self.reach(seq, hit.num_tokens)
+        self._windows.plan(seq, (end, hit.num_known))
         if any(hit.parts):
             self._continue_parts(seq, hit)
         seq.prefix.num_on_host = on_host
-        if (end := self.reach(seq, hit.num_tokens)) > hit.num_tokens:
+        if end > hit.num_tokens:
             self.hold_beyond(seq, end)  # if there are too few blocks, it computes those tokens itself
         self._extend(seq)
         for hook in self.hooks:
@@ -259,33 +264,48 @@ class BlockManager:
 
     def release_hidden(self, seq: Sequence) -> None:
         """Release the blocks that no token still to be computed sees. Those with hashes stay cached."""
-        for index, table in enumerate(seq.block_tables):
-            first = self.groups[index].first_visible(seq.num_computed)
-            self._punch(table, range(seq.first_held[index], min(first, len(table))))
-            seq.first_held[index] = max(first, seq.first_held[index])
+        self._windows.release(seq)
 
     def hold_part(self, seq: Sequence, end: int, firsts: Seq[int]) -> bool:
         """Give a sequence the blocks of the part of its prompt up to `end`, which becomes its `part_end`.
 
         Returns False, with nothing changed, if there are too few. firsts: of each group the first block to hold beyond
-        what is computed, if the group has a window.
+        what is computed, if the group has a window. Blocks before it are held if they are worth keeping and fit.
         """
-        spans = []
-        for table, group, first in zip(seq.block_tables, self.groups, firsts, strict=True):
-            filled = group.num_blocks(seq.num_computed) if group.window is not None else len(table)
-            spans.append((table, filled, max(filled, first)))
-        wanted = sum(
-            max(0, group.num_blocks(end) - first) for (_, _, first), group in zip(spans, self.groups, strict=True)
-        )
-        if wanted > self.pool.num_allocatable + sum(len(table) - filled for table, filled, _ in spans):
+        tables = seq.block_tables
+        filled = [
+            group.num_blocks(seq.num_computed) if group.window is not None else len(table)
+            for table, group in zip(tables, self.groups, strict=True)
+        ]
+        rooms = self.pool.num_allocatable + sum(len(table) - full for table, full in zip(tables, filled, strict=True))
+        wanted = self._blocks_of_part(seq, end, filled, firsts, keeps_windows=True)
+        if sum(map(len, wanted)) > rooms:
+            wanted = self._blocks_of_part(seq, end, filled, firsts, keeps_windows=False)
+        if sum(map(len, wanted)) > rooms:
             return False
-        for table, filled, first in spans:
-            self._punch(table, range(filled, len(table)))
-            table[filled:] = [HOLE] * (first - filled)
-        for index, (table, group) in enumerate(zip(seq.block_tables, self.groups, strict=True)):
-            table += [self.pool.new_block(index) for _ in range(len(table), group.num_blocks(end))]
+        for table, full in zip(tables, filled, strict=True):
+            self._punch(table, range(full, len(table)))
+            del table[full:]
+        for index, (table, group) in enumerate(zip(tables, self.groups, strict=True)):
+            held = set(wanted[index])
+            for at in range(len(table), group.num_blocks(end)):
+                table.append(self.pool.new_block(index) if at in held else HOLE)
         seq.part_end = end
         return True
+
+    def _blocks_of_part(
+        self, seq: Sequence, end: int, filled: Seq[int], firsts: Seq[int], keeps_windows: bool
+    ) -> list[list[int]]:
+        """For each group the indices of the blocks to allocate up to `end`; the first `filled` ones are there."""
+        points = seq.prefix.branch_points
+        return [
+            [
+                index
+                for index in range(full, group.num_blocks(end))
+                if index >= first or (keeps_windows and group.window is not None and points.is_seen(group, index))
+            ]
+            for group, full, first in zip(self.groups, filled, firsts, strict=True)
+        ]
 
     def hold_beyond(self, seq: Sequence, end: int) -> bool:
         """Give a sequence the blocks up to its token `end`, whose content comes from elsewhere.
@@ -321,11 +341,15 @@ class BlockManager:
         for hook in self.hooks:
             hook.freed(seq)
         tables = zip(seq.block_tables, self.groups, strict=False)
-        blocks = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
+        held = [(at * group.block_size, block) for table, group in tables for at, block in enumerate(table)]
+        in_turn = [(position, True, block_id) for position, block_id in held if block_id != HOLE]
+        in_turn += [(position, False, block_id) for position, block_id in self._windows.on_grid(seq)]
         # From the last token to the first, so that the end of a prefix is evicted before its start.
-        for _, block_id in sorted(blocks, key=lambda block: block[0], reverse=True):
-            if block_id != HOLE:
+        for _, is_held, block_id in sorted(in_turn, reverse=True):
+            if is_held:
                 self.pool.drop_reference(block_id)
+            else:
+                self.pool.refresh([block_id])
         self._clear(seq)
 
     # ---- sequences of one request

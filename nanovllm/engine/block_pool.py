@@ -52,7 +52,7 @@ class BlockPool:
         self.blocks: dict[int, Block] = {}  # by block id: used, cached and swapped out
         self.prefix_cache.clear()
         self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks
-        self._clock = 0  # time of last use: how many blocks had become unreferenced before
+        self._clock = 0  # time of last use: how often a block had become unreferenced, or was refreshed, before
         self._moves: list[BlockMove] = []
 
     # ---- counts
@@ -160,16 +160,34 @@ class BlockPool:
             self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
         block.ref_count += 1
 
-    def drop_reference(self, block_id: int) -> None:
+    def drop_reference(self, block_id: int, is_worth: bool = True) -> None:
+        """is_worth: to be kept. Else it is evicted before all that is, if this was the last reference."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count > 0:
             return
         if block.hashes:
             self._clock += 1
-            self._evictors[self.tiers.tier_of(block_id)].add(block_id, self._clock)
+            self._evictors[self.tiers.tier_of(block_id)].add(block_id, (is_worth, self._clock))
         else:
             self._discard(block_id)
+
+    def demote(self, block: Block) -> None:
+        """A cached block is not worth keeping any more."""
+        if self.blocks.get(block.block_id) is block and not block.ref_count:
+            evictor = self._evictors[self.tiers.tier_of(block.block_id)]
+            _, clock = evictor[block.block_id]
+            evictor.add(block.block_id, (False, clock))
+
+    def refresh(self, block_ids: Iterable[int]) -> None:
+        """Cached blocks that are worth keeping count as used now, in the order in which they were used before."""
+        tier_of = self.tiers.tier_of
+        cached = [block_id for block_id in block_ids if not self.blocks[block_id].ref_count]
+        uses = ((self._evictors[tier_of(block_id)][block_id], block_id) for block_id in cached)
+        for (is_worth, _), block_id in sorted(uses):
+            if is_worth:
+                self._clock += 1
+                self._evictors[tier_of(block_id)].add(block_id, (True, self._clock))
 
     def _evict(self, block_id: int) -> None:
         self.prefix_cache.forget(self.blocks[block_id])
@@ -212,7 +230,7 @@ class BlockPool:
         return self.tiers.pools[Tier.DEVICE].num_free > 0 or bool(self._evictors[Tier.DEVICE])
 
     def _vacate_device_block(self) -> None:
-        """Free a device block: its least recently used cached block moves to the host.
+        """Free a device block: its least recently used cached block moves to the host, if it is worth that.
 
         If the host is full, the least recently used cached block of both tiers is evicted.
         """
@@ -221,10 +239,12 @@ class BlockPool:
         on_device = self._evictors[Tier.DEVICE]
         on_host = self._evictors[Tier.HOST]
         last_used, leaving = on_device.oldest()
-        if not self.tiers.pools[Tier.HOST].num_free:
-            if not on_host or last_used < on_host.oldest()[0]:
-                self._evict(leaving)
-                return
+        is_worth, _ = last_used
+        is_host_full = not self.tiers.pools[Tier.HOST].num_free
+        if not is_worth or (is_host_full and (not on_host or last_used < on_host.oldest()[0])):
+            self._evict(leaving)
+            return
+        if is_host_full:
             self._evict(on_host.oldest()[1])
         self._move(leaving, Tier.HOST, self.blocks[leaving].num_cached_tokens)
         on_host.add(leaving, on_device.remove(leaving))

@@ -16,15 +16,20 @@ from nanovllm.engine.request import Sequence
 TOKEN_BYTES = struct.calcsize("q")
 
 
+LastUse = tuple[
+    bool, int
+]  # whether the block is worth keeping, and the time: what is not worth it is older than all else
+
+
 class Evictor:
-    """Unreferenced blocks with the time of their last use, in least recently used order.
+    """Unreferenced blocks with their last use, in least recently used order.
 
     A heap with lazy deletion: removed entries stay in it until they reach the top, or until they are the majority.
     """
 
     def __init__(self) -> None:
-        self._last_used: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._last_used: dict[int, LastUse] = {}
+        self._heap: list[tuple[LastUse, int]] = []
 
     def __len__(self) -> int:
         return len(self._last_used)
@@ -32,26 +37,29 @@ class Evictor:
     def __iter__(self) -> Iterator[int]:
         return iter(self._last_used)
 
-    def add(self, block_id: int, last_used: int) -> None:
+    def __getitem__(self, block_id: int) -> LastUse:
+        return self._last_used[block_id]
+
+    def add(self, block_id: int, last_used: LastUse) -> None:
         self._last_used[block_id] = last_used
         heapq.heappush(self._heap, (last_used, block_id))
 
-    def remove(self, block_id: int) -> int:
-        """Remove a block and return the time of its last use."""
+    def remove(self, block_id: int) -> LastUse:
+        """Remove a block and return its last use."""
         last_used = self._last_used.pop(block_id)
         if len(self._heap) > 2 * len(self._last_used) + 16:
             self._heap = [(last_use, block) for block, last_use in self._last_used.items()]
             heapq.heapify(self._heap)
         return last_used
 
-    def oldest(self) -> tuple[int, int]:
-        """(time of last use, block id) of the least recently used block. There must be one."""
+    def oldest(self) -> tuple[LastUse, int]:
+        """(last use, block id) of the least recently used block. There must be one."""
         while self._last_used.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A block that is not free."""
 
@@ -94,7 +102,7 @@ class PrefixHit:
     """The cached start of a sequence, in whole hash blocks. Both lists are by KV group."""
 
     num_tokens: int
-    num_known: int  # of so many tokens the blocks are cached: beyond num_tokens the sequence cannot go on after them
+    num_known: int  # so many tokens are cached in groups without a window, where others may lack what the next one sees
     tables: list[list[int]]  # ids of the full blocks by index, with HOLE for those that no later token sees
     parts: list[Block | None]  # the block that begins with the tokens after the full ones; None if there are none
 
@@ -113,6 +121,7 @@ class PrefixCache:
         self.hash_block_size = hash_block_size or hash_block_size_of(groups.common_block_size)
         self.enabled = enabled
         self.stats = PrefixCacheStats()
+        self._full_groups = [index for index, group in enumerate(groups) if group.window is None]
         self._by_hash: list[dict[bytes, Block]] = [{} for _ in groups]
         self._num_removals = 0
         self._removed_at: dict[int, int] = {}  # by block id: `_num_removals` after its content was last forgotten
@@ -126,8 +135,8 @@ class PrefixCache:
         if not self.enabled:
             return PrefixHit(0, 0, [[] for _ in self.groups], [None] * len(self.groups))
         from_start = self._find_from_start(seq)
-        known = self._longest(seq, from_start, seq.num_cacheable, None)
-        end = known if is_kept is None else self._longest(seq, from_start, known, is_kept)
+        known = self._longest(seq, from_start, seq.num_cacheable, self._full_groups, None)
+        end = self._longest(seq, from_start, known, range(len(self.groups)), is_kept)
         tables: list[list[int]] = []
         parts: list[Block | None] = []
         for index, group in enumerate(self.groups):
@@ -143,23 +152,28 @@ class PrefixCache:
         return PrefixHit(end, known, tables, parts)
 
     def _longest(
-        self, seq: Sequence, from_start: list[list[int]], most: int, is_kept: Callable[[bytes], bool] | None
+        self,
+        seq: Sequence,
+        from_start: list[list[int]],
+        most: int,
+        groups: Seq[int],
+        is_kept: Callable[[bytes], bool] | None,
     ) -> int:
-        """The longest start of up to `most` tokens for which every group has what later tokens see.
+        """The longest start of up to `most` tokens for which each of these groups has what later tokens see.
 
         from_start: the result of `_find_from_start`.
         """
         end = most // self.hash_block_size * self.hash_block_size
         while True:
             before = end
-            for index, group in enumerate(self.groups):
-                if group.window is None:
+            for index in groups:
+                if self.groups[index].window is None:
                     end = self._reach_from_start(seq, index, end, len(from_start[index]))
                 else:
                     end = self._reach_of_window(seq, index, end)
             if is_kept is not None:
                 end = self._longest_kept(seq, end, is_kept)
-            if end == before or (len(self.groups) == 1 and is_kept is None):  # all agree
+            if end == before or (len(groups) <= 1 and is_kept is None):  # all agree
                 return end
 
     def _longest_kept(self, seq: Sequence, num_tokens: int, is_kept: Callable[[bytes], bool]) -> int:
@@ -223,6 +237,16 @@ class PrefixCache:
             if block is not None:
                 return block, (last + 1 - first) * self.hash_block_size
         return None, 0
+
+    def windows(self, seq: Sequence) -> Iterator[tuple[int, int, Block]]:
+        """(group, index in the sequence, block) of the blocks of windows that hold what the sequence begins with."""
+        for group, by_hash in enumerate(self._by_hash):
+            if self.groups[group].window is None or not by_hash:
+                continue
+            hashes_per_block = self.groups[group].block_size // self.hash_block_size
+            found = (by_hash.get(content_hash) for content_hash in seq.prefix.hashes)
+            indices = {block: at // hashes_per_block for at, block in enumerate(found) if block is not None}
+            yield from ((group, index, block) for block, index in indices.items())
 
     def hash_after(self, seq: Sequence, num_tokens: int, end: int) -> bytes | None:
         """The hash of the hash block that follows the first `num_tokens` tokens, if it ends by `end`."""

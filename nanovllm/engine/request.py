@@ -24,6 +24,7 @@ from nanovllm.data.batch import (
     token_array,
 )
 from nanovllm.data.kv_groups import HOLE, KVCapacity
+from nanovllm.engine.branch_points import BranchPoints
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestMetrics
@@ -258,6 +259,8 @@ class KnownPrefix:
     blocks: list[list[int]] = field(default_factory=list)  # of each KV group the full blocks that were found last
     age: int = -1  # how many blocks the prefix cache had removed when it found them
     num_on_host: int = 0  # tokens that it had on the host when the sequence was admitted last
+    branch_points: BranchPoints = field(default_factory=BranchPoints)  # before which it keeps windows
+    lingering: list[tuple[Any, int]] = field(default_factory=list)  # see `KeptWindows`: blocks, and their index
 
 
 class Sequence:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from nanovllm.data.kv_groups import KVGroup, KVGroups
+from nanovllm.engine.branch_points import BranchPoints
 from nanovllm.memory.layout import KVLayout
 
 UNIT = 256  # tokens of a file, whatever the block size of an engine
 WINDOW_MARGIN = 4096  # tokens before a window: a reader with larger blocks needs the first of them whole
 
 
-def wanted_units(group: KVGroup, prompt_len: int, begin: int, end: int) -> range:
+def wanted_units(group: KVGroup, prompt_len: int, begin: int, end: int, points: BranchPoints) -> Iterator[int]:
     """The units that are worth storing once the tokens from `begin` to `end` have been computed.
 
     Those of the output too, with which the next prompt of a conversation begins. Of a group with a window only those
-    near the prompt's end and after it: that is where another prompt goes on.
+    near the prompt's end and after it, and what is read to go on at another of the prompt's branch points.
     """
-    first = begin // UNIT
-    if group.window is not None:
-        first = max(first, (prompt_len - group.window - WINDOW_MARGIN) // UNIT)
-    return range(first, end // UNIT)
+    near_end = 0 if group.window is None else (prompt_len - group.window - WINDOW_MARGIN) // UNIT
+    for unit in range(begin // UNIT, end // UNIT):
+        if unit >= near_end or unit in needed_units(group, 0, points.after((unit + 1) * UNIT) // UNIT * UNIT):
+            yield unit
 
 
 def needed_units(group: KVGroup, begin: int, end: int) -> range:

@@ -344,7 +344,7 @@ class DiskStore:
         keys = self._keys(seq, stored, seq.num_computed // UNIT)
         units = []
         for index, group in enumerate(self._groups):
-            for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed):
+            for unit in wanted_units(group, seq.prompt_len, begin, seq.num_computed, seq.prefix.branch_points):
                 if (lacking := self._lacking(stored, unit, index, tables[index])) is not None:
                     units.append(lacking)
         state = None

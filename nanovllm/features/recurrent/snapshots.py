@@ -9,6 +9,7 @@ from math import lcm
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.network import RECURRENT_CHUNK
+from nanovllm.engine.branch_points import branch_points
 
 LONG_PROMPT = 4  # chunks; snapshots on the way of longer prompts cut no chunk in two, since each chunk loads all KV
 
@@ -52,17 +53,16 @@ def planned_snapshots(
 ) -> SnapshotPlan:
     """Where the state of a prompt of `end` tokens is kept, of which `begin` are computed, in chunks of up to `chunk`.
 
-    A state is kept at the last multiple of `unit` before the end, where a longer prompt will go on; at `places`; and at
-    every multiple of `interval`. In a prompt of many chunks those of the interval are at the ends of chunks instead, so
-    that no further chunk loads the KV before it. They are multiples of `stored_unit` too, which the block store takes,
+    They are its branch points. In a prompt of many chunks those of the grid are at the ends of chunks instead, so that
+    no further chunk loads the KV before it. They are multiples of `stored_unit` too, which the block store takes,
     unless that is longer than the interval.
     """
-    last = (end - 1) // unit * unit
+    points = branch_points(end, places, interval, unit)
     if (common := lcm(unit, stored_unit)) <= interval:
         unit = common
-    interval = -(-interval // unit) * unit
+    interval = -(-points.interval // unit) * unit
     is_long = chunk is not None and end > LONG_PROMPT * chunk
-    fixed = {last, *places, *(() if is_long else range(interval, last, interval))}
+    fixed = {*points.places, *(() if is_long else range(interval, end, interval))}
     between = tuple(sorted(position for position in fixed if begin < position < end))
     return SnapshotPlan(between, interval if is_long else 0, unit)
 

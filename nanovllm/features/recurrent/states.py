@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from nanovllm.data.batch import Batch, LayerwisePrefill, Sample, StateMove
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.branch_points import grid_interval
 from nanovllm.engine.prefix_cache import PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
 from nanovllm.features.recurrent.slots import State, StateSlots
 from nanovllm.features.recurrent.snapshots import SnapshotPlan, planned_snapshots
 
-LEAST_SNAPSHOT_INTERVAL = 2048  # tokens between the snapshots of a long prompt, where there are many slots
 SHARE_OF_PROMPT = 4  # one prompt takes at most 1 / SHARE_OF_PROMPT of the slots for snapshots on its way
 
 
@@ -325,6 +325,5 @@ class RecurrentStates(StepHook):
             self.slots.forget(state)
 
     def snapshot_interval(self, num_tokens: int) -> int:
-        """The least number of tokens between two snapshots of a prompt of `num_tokens` tokens."""
-        most = max(1, (self.slots.num_device_slots + self.slots.num_host_slots) // SHARE_OF_PROMPT)
-        return max(LEAST_SNAPSHOT_INTERVAL, -(-num_tokens // most))
+        """Tokens between two snapshots on the grid of a prompt of `num_tokens` tokens."""
+        return grid_interval(num_tokens, (self.slots.num_device_slots + self.slots.num_host_slots) // SHARE_OF_PROMPT)
