@@ -30,6 +30,7 @@ from nanovllm.engine.step_hook import StepHook
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.kv_disk.stored_blocks import StoredBlocks
 from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.recomputed_tokens import RecomputedTokens
 from nanovllm.features.recurrent.snapshots import recurrent_edge
 from nanovllm.features.recurrent.states import RecurrentStates
 from nanovllm.features.speculation.hook import Drafter, Speculation
@@ -211,7 +212,8 @@ def _hooks(
         layerwise = LayerwiseScheduler(manager, limits, states, stored)
     if drafter is not None:
         speculation = Speculation(drafter, manager, limits, config.num_speculative_tokens, states)
-    hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters]
+    recomputed = RecomputedTokens(manager) if manager.prefix_cache.enabled else None
+    hooks = [speculation, layerwise, StepMasks(grammars), states, stored, adapters, recomputed]
     return [hook for hook in hooks if hook is not None]
 
 

@@ -51,6 +51,7 @@ class RequestMetrics:
     cached_tokens: int = 0  # found in the prefix cache when the request first ran
     cached_tokens_host: int = 0  # of these, in blocks on the host, of the first KV group
     cached_tokens_disk: int = 0  # of these, in kv_cache_dir
+    recomputed_tokens: int = 0  # not found then, though an earlier prompt or its answer began with them
     preemptions: int = 0
     swaps: int = 0  # preemptions by swap
     drafted_tokens: int = 0  # guessed by speculative decoding

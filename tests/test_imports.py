@@ -40,6 +40,7 @@ TORCH_FREE = (
     "nanovllm.features.lora.slots",
     "nanovllm.features.planner.step_work",
     "nanovllm.features.planner.plan",
+    "nanovllm.features.recomputed_tokens",
     "nanovllm.features.recurrent.states",
     "nanovllm.features.speculation.hook",
     "nanovllm.features.structured_outputs",

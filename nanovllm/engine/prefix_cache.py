@@ -83,6 +83,7 @@ class PrefixCacheStats:
     hit_tokens: int = 0
     hit_tokens_on_host: int = 0  # of these, in host blocks
     hit_tokens_on_disk: int = 0  # of these, in the block store
+    recomputed_tokens: int = 0  # not in the cache, but computed for an earlier prompt
     copied_blocks: int = 0  # of which a sequence got a copy of the part that it shares
     copied_tokens: int = 0  # in these parts
 

@@ -323,6 +323,8 @@ class Scheduler:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
             request.metrics.cached_tokens_host = seq.prefix.num_on_host
+            for hook in self.hooks:
+                hook.first_run(request)
         request.status = RequestStatus.RUNNING
         _insert(self.running, request)
 

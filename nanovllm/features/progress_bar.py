@@ -41,6 +41,7 @@ class Meter:
     failed: int = 0  # prompts
     computed: int = 0  # tokens of prompts
     cached: int = 0  # tokens of prompts, found in the prefix cache
+    recomputed: int = 0  # tokens of prompts, computed although an earlier prompt began with them
     generated: int = 0
     drafted: int = 0  # tokens guessed by speculative decoding
     accepted: int = 0  # of these
@@ -63,6 +64,7 @@ class Meter:
         """Count a request that has finished, without its generated tokens."""
         self.computed += metrics.prefill_tokens
         self.cached += metrics.cached_tokens
+        self.recomputed += metrics.recomputed_tokens
         self.drafted += metrics.drafted_tokens
         self.accepted += metrics.accepted_tokens
         self.prefill.add(metrics.first_prefill_tokens, metrics.first_scheduled_time, metrics.first_token_time)
@@ -70,7 +72,8 @@ class Meter:
 
     def summary(self) -> str:
         """Such as `2 prompts, 900 tokens computed, 20 generated in 1.5 s, 812.3 tok/s in, 19.4 tok/s out`."""
-        parts = [f"{self.finished:,} prompt{'s' * (self.finished != 1)}", f"{self.computed:,} tokens computed"]
+        computed = f"{self.computed:,} tokens computed{again(self.recomputed)}"
+        parts = [f"{self.finished:,} prompt{'s' * (self.finished != 1)}", computed]
         if self.cached:
             parts.append(f"{self.cached:,} found in the prefix cache")
         parts.append(f"{self.generated:,} generated in {time.monotonic() - self.start:,.1f} s")
@@ -167,6 +170,11 @@ class ProgressBar:
         if moved.d2h_bytes:
             parts.append(f"{size(moved.d2h_bytes)} to the host")
         return ", ".join(parts)
+
+
+def again(recomputed: int) -> str:
+    """Such as ` (300 of them again)`: tokens that an earlier prompt began with; nothing for 0."""
+    return f" ({recomputed:,} of them again)" if recomputed else ""
 
 
 def drafts(drafted: int, accepted: int) -> str:

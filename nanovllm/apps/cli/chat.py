@@ -28,7 +28,7 @@ from nanovllm.apps.cli.arguments import (
 from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
 from nanovllm.apps.cli.engine import ChosenAdapters, add_lora_flags, check_chosen, kv_line, load_llm, progress_bar
 from nanovllm.errors import ConfigError
-from nanovllm.features.progress_bar import MakeBar, Meter, ProgressBar, drafts
+from nanovllm.features.progress_bar import MakeBar, Meter, ProgressBar, again, drafts
 from nanovllm.outputs import RequestMetrics, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate
@@ -159,9 +159,11 @@ class Answer:
 
     @property
     def prefill(self) -> str:
-        """Such as `1,024 tokens cached, 56 computed in 0.2 s`."""
-        counts = f"{self.metrics.cached_tokens:,} tokens cached, {self.metrics.prefill_tokens:,} computed"
-        return counts if self.metrics.ttft is None else f"{counts} in {self.metrics.ttft:,.1f} s"
+        """Such as `1,024 tokens cached, 56 computed (32 of them again) in 0.2 s`."""
+        metrics = self.metrics
+        computed = f"{metrics.prefill_tokens:,} computed{again(metrics.recomputed_tokens)}"
+        counts = f"{metrics.cached_tokens:,} tokens cached, {computed}"
+        return counts if metrics.ttft is None else f"{counts} in {metrics.ttft:,.1f} s"
 
 
 class Answers:

@@ -143,6 +143,7 @@ class KVSnapshot:
             "cached_tokens": metrics.prefix_cache.hit_tokens,  # found in the prefix cache instead
             "cached_tokens_host": metrics.prefix_cache.hit_tokens_on_host,
             "cached_tokens_disk": metrics.prefix_cache.hit_tokens_on_disk,
+            "recomputed_tokens": metrics.prefix_cache.recomputed_tokens,  # not found, though computed for others
             "output_tokens": metrics.tokens_generated,
         }
         progress = {name: getattr(prefill, name) for name in ("tokens", "tokens_done", "layer", "layer_by_layer")}

@@ -79,7 +79,10 @@ class ServerMetrics(Collector):
         device = engine.prefix_cache.hit_tokens - host - disk
         for tier, tokens in (("device", device), ("host", host), ("disk", disk)):
             cached.add_metric([self._model_name, tier], tokens)
+        text = "Prompt tokens that were computed again, since the KV of an earlier prompt was no longer there"
+        recomputed = CounterMetricFamily("nanovllm:recomputed_tokens", text, labels=["model_name"])
+        recomputed.add_metric([self._model_name], engine.prefix_cache.recomputed_tokens)
         text = "KV bytes in host memory that the CPU attended to instead"
         attended = CounterMetricFamily("nanovllm:cpu_attention_bytes", text, labels=["model_name"])
         attended.add_metric([self._model_name], moved.cpu_attention_bytes)
-        yield from (copied, cached, attended)
+        yield from (copied, cached, recomputed, attended)
