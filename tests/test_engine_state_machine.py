@@ -26,6 +26,7 @@ from group_helpers import seeds as group_seeds
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from recomputed_oracle import CheckedRecomputedTokens
 
 from nanovllm.config import PreemptionMode
 from nanovllm.data.batch import Tier
@@ -219,7 +220,9 @@ class EngineMachine(RuleBasedStateMachine):
         speculation = None
         if drafts:
             speculation = Speculation(Guesses(wrong), self.manager, limits, drafts, states)
-        self.manager.hooks += [hook for hook in (speculation, layerwise, states, stored) if hook is not None]
+        recomputed = CheckedRecomputedTokens(self.manager) if caching else None
+        hooks = (speculation, layerwise, states, stored, recomputed)
+        self.manager.hooks += [hook for hook in hooks if hook is not None]
         inputs = InputProcessor(limits, VOCAB, SamplingFacts(VOCAB), 0, self.executor.advise)
         self.engine = LLMEngine(Scheduler(limits, self.manager), inputs, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
@@ -316,6 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "buffered": self.executor.num_buffered,
                 "snapshots layer by layer": self.executor.num_layerwise_snapshots,
                 "hits": self.manager.stats.hit_tokens,
+                "old tokens computed again": self.manager.stats.recomputed_tokens,
                 "copied parts": self.manager.stats.copied_blocks,
                 "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
                 "continued blocks": self.manager.num_continued,
@@ -404,6 +408,7 @@ TROUBLE = (
     "buffered",
     "snapshots layer by layer",
     "hits",
+    "old tokens computed again",
     "copied parts",
     "moved parts",
     "continued blocks",

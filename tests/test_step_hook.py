@@ -29,6 +29,10 @@ class Told(StepHook):
         assert seq.num_computed == hit.num_tokens <= hit.num_known and seq.block_tables
         self.note(seq, "admitted")
 
+    def first_run(self, request: Request) -> None:
+        assert request.metrics.first_scheduled_time is not None
+        self.note(request.sequences[0], "first run")
+
     def started(self, request: Request) -> None:
         self.note(request.sequences[0], "started")
 
@@ -69,7 +73,7 @@ def test_a_hook_sees_a_request_from_its_admission_to_its_end() -> None:
     (seq,) = bench.scheduler.waiting[0].sequences
     bench.run()
     assert told.events == [
-        *("admitted a", "started a", "planned 8 of a", "built a", "executed", "computed 0-8, 0 samples of a"),
+        *("admitted a", "first run a", "started a", "planned 8 of a", "built a", "executed", "computed 0-8, 0 samples of a"),
         *("planned 2 of a", "built a", "executed", "computed 8-10, 1 samples of a"),
         *("planned 1 of a", "built a", "executed", "computed 10-11, 1 samples of a", "freed a"),
     ]

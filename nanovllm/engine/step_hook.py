@@ -46,7 +46,7 @@ class StepHook:
         """A waiting or a swapped request has the blocks of its next step, and takes sequence slots."""
 
     def first_run(self, request: Request) -> None:
-        """A request runs that has not run before. It need not compute the `num_computed` tokens of `computing[0]`."""
+        """A request runs for the first time. It need not compute the `num_computed` tokens of `computing[0]`."""
 
     # ---- a step
 
