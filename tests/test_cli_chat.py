@@ -64,6 +64,18 @@ def test_a_conversation_about_a_document(
     assert "/restart is not a command" in printed.err
 
 
+def test_a_turn_that_computes_old_tokens_again_says_so(
+    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache holds the document and one question."""
+    questions = ["a " * 25, "b " * 25, "a " * 25]
+    lines = "\n/reset\n".join(questions) + "\n"
+    assert talk(monkeypatch, model, lines, "--document", document, "--num-gpu-blocks", "22") == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert len(told) == 4 and all(re.search(r"\d computed in [\d.]+ s", line) for line in told[:3])
+    assert re.search(r"\d+ tokens cached, \d+ computed \(\d+ of them again\) in [\d.]+ s, 8 generated", told[3])
+
+
 def test_an_interrupt_ends_the_answer_and_keeps_the_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, KVBlockState
 from nanovllm.apps.server.kv_events import KVSnapshot, changed_runs, layout
+from nanovllm.apps.server.metrics import ServerMetrics
 
 STATES = st.lists(st.sampled_from(KVBlockState), min_size=1, max_size=60).map(bytes)
 
@@ -90,3 +91,22 @@ def test_a_snapshot_within_a_step_shows_blocks_in_flight(llm: LLM) -> None:
     assert {snapshot.numbers["prefill"]["layer"] for _, _, snapshot in within} == {1, 2, 3, 4}
     counts = check(llm, KVSnapshot.take(llm))
     assert counts[KVBlockState.CACHED] == 12 and counts[KVBlockState.FREE] == sum(counts.values()) - 12
+
+
+def test_tokens_that_are_computed_again_are_seen_everywhere(llm: LLM) -> None:
+    """The cache holds 560 tokens: the other prompts take the place of the first one."""
+    prompts = [random_prompt(250, 199, seed) for seed in (1, 2, 3, 1)]
+    metrics = [llm.generate(prompt, greedy(2))[0].metrics for prompt in prompts]
+    assert [each.recomputed_tokens for each in metrics[:3]] == [0, 0, 0]
+    again = metrics[3].recomputed_tokens
+    assert again == 240 - metrics[3].cached_tokens > 0 and metrics[3].as_dict()["recomputed_tokens"] == again
+    assert llm.metrics().prefix_cache.recomputed_tokens == again
+    assert KVSnapshot.take(llm).numbers["totals"]["recomputed_tokens"] == again
+    lines = ServerMetrics(llm, "tiny").text().decode().splitlines()
+    assert f'nanovllm:recomputed_tokens_total{{model_name="tiny"}} {again:.1f}' in lines
+
+
+def test_without_prefix_caching_nothing_is_old(model: Path) -> None:
+    with LLM(model, enable_prefix_caching=False, kvcache_block_size=16, num_gpu_blocks=20) as llm:
+        found = [llm.generate(random_prompt(200, 199, 1), greedy(2))[0].metrics for _ in range(2)]
+    assert [each.recomputed_tokens for each in found] == [0, 0] and found[1].prefill_tokens == 200

@@ -132,6 +132,15 @@ def test_a_dropped_document_is_asked_about_and_answered(page: Any, engine: Async
     page.locator(".answer").nth(1).get_by_text("of them cached").wait_for()
 
 
+def test_old_tokens_that_were_computed_again_are_counted(page: Any) -> None:
+    live(page)
+    page.wait_for_function("() => latest !== null")
+    counts = "cached_tokens: 70, cached_tokens_host: 30, cached_tokens_disk: 0, recomputed_tokens"
+    for recomputed, again in ((0, ""), (1234, "; 1,234 were no longer there and computed again")):
+        page.evaluate(f"() => showSnapshot({{...latest, runs: [], totals: {{{counts}: {recomputed}}}}})")
+        assert page.locator("#found").inner_text() == f"40 on the device, 30 on the host, 0 on disk{again}"
+
+
 def test_a_new_conversation_begins_with_nothing_of_the_answer_that_it_ended(page: Any, engine: AsyncLLM) -> None:
     live(page)
     with held_steps(engine):

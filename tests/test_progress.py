@@ -108,3 +108,9 @@ def test_rates_at_the_end_are_those_of_the_work_however_rarely_one_looked() -> N
     assert told.startswith("1 prompt, 200 tokens computed, 64 found in the prefix cache, 23 generated in ")
     assert told.endswith(", 4.0 tok/s in, 22.0 tok/s out, 5 of 8 drafts accepted"), "what was computed again came later"
     assert "tok/s" not in totals(finished(finished_time=36.0))
+
+
+def test_the_closing_line_says_what_was_computed_again() -> None:
+    told = totals(finished(recomputed_tokens=64), finished(recomputed_tokens=1000, cached_tokens=8))
+    assert told.startswith("2 prompts, 200 tokens computed (1,064 of them again), 8 found in the prefix cache, ")
+    assert totals(finished()).startswith("1 prompt, 100 tokens computed, 23 generated in ")
