@@ -56,6 +56,7 @@ def test_the_record_knows_what_a_plain_list_knows_until_it_is_full(
 
 # ---- what requests count
 
+
 def counting(**arguments: Any) -> Bench:
     bench = Bench(**arguments)
     bench.manager.hooks.append(CheckedRecomputedTokens(bench.manager))

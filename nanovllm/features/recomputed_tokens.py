@@ -16,7 +16,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.step_hook import StepHook
 
-MOST_HASH_BLOCKS = 32_768  # of 64 tokens or more: 2M tokens at least, in about 5 MB
+MOST_HASH_BLOCKS = 32_768  # in about 5 MB; 2M tokens or more in blocks of at least 64
 
 
 class PastPrompts:
