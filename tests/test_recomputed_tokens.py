@@ -157,28 +157,55 @@ def test_the_record_is_bounded() -> None:
         assert ask(bench, name, prompt) == (recomputed, 0)
 
 
+def test_what_the_cache_has_is_remembered_longer_when_it_is_used() -> None:
+    bench = Bench()
+    bench.manager.hooks.append(RecomputedTokens(bench.manager, most=10))
+    first, second, third = (prompt_of(17, seed) for seed in (1, 2, 3))
+    for name, prompt, cached in (("1", first, 0), ("2", second, 0), ("3", first, 16), ("4", third, 0)):
+        assert ask(bench, name, prompt) == (0, cached)
+    bench.manager.pool.forget_content()
+    assert ask(bench, "5", first) == (16, 0)
+    assert ask(bench, "6", second)[0] < 16
+
+
 # ---- pending requests
+
+
+def with_store(device: int) -> tuple[Bench, ContentStore]:
+    bench = counting(device=device)
+    store = ContentStore(bench.executor, BLOCK)
+    bench.manager.hooks.append(StoredBlocks(bench.manager, store, None))
+    return bench, store
+
+
+def ask_store(bench: Bench, store: ContentStore, name: str, prompt: list[int]) -> tuple[int, int]:
+    bench.add(name, prompt, 2)
+    for _ in bench.steps():
+        store.go_on()
+    metrics = bench.finished[name].metrics
+    return metrics.recomputed_tokens, metrics.cached_tokens
+
+
+def test_what_was_read_is_known_from_then_on() -> None:
+    bench, store = with_store(64)
+    prompt = prompt_of(49)
+    ask_store(bench, store, "written", prompt)
+    bench.engine.reset_prefix_cache()
+    assert ask_store(bench, store, "read", prompt) == (0, 48)
+    store.stored.clear()
+    bench.manager.pool.forget_content()
+    assert ask_store(bench, store, "neither cached nor stored", prompt) == (48, 0)
 
 
 def test_what_is_read_from_disk_is_not_computed() -> None:
     """Some reads fail. A request that is aborted while it is pending has not run, and counts nothing."""
-    bench = counting(device=17)
-    store = ContentStore(bench.executor, BLOCK)
-    stored = StoredBlocks(bench.manager, store, None)
-    bench.manager.hooks.append(stored)
+    bench, store = with_store(17)
     prompts = [prompt_of(49, 1), prompt_of(49, 2)]
-
-    def read(name: str, prompt: list[int]) -> Any:
-        bench.add(name, prompt, 2)
-        for _ in bench.steps():
-            store.go_on()
-        return bench.finished[name].metrics
-
     counts = []
     for number in range(2 + 2 * FAILS_EVERY):
-        metrics = read(str(number), prompts[number % 2])
-        counts.append(metrics.recomputed_tokens)
-        assert metrics.cached_tokens + metrics.recomputed_tokens == (48 if number > 1 else 0)
+        recomputed, cached = ask_store(bench, store, str(number), prompts[number % 2])
+        counts.append(recomputed)
+        assert recomputed + cached == (48 if number > 1 else 0)
     assert store.num_failed > 0 and counts.count(0) < len(counts), "what could not be read is computed again"
     assert 0 in counts[2:] and store.num_read > 0
     bench.add("aborted", prompts[0], 2)

@@ -68,7 +68,7 @@ class RecomputedTokens(StepHook):
         recomputed = max(0, known * size - seq.num_computed)
         request.metrics.recomputed_tokens = recomputed
         cache.stats.recomputed_tokens += recomputed
-        self._use(seq, 0, max(known, seq.num_computed // size))  # what was read from disk may be new here
+        self._use(seq, 0, seq.num_computed // size)  # what was read from disk may be new here
 
     def computed(self, seq: Sequence, begin: int, samples: Seq[Sample]) -> None:
         size = self._manager.prefix_cache.hash_block_size
