@@ -1,7 +1,8 @@
 """Messages as a chat template expects them: as Transformers gives them, or in another form if the template needs one.
 
 OpenAI's messages differ in four points from what templates were written for: the role developer, content in parts, no
-content beside calls, and arguments of calls as JSON text. `TemplateFacts` says what a template takes.
+content beside calls, and arguments of calls as JSON text. `TemplateFacts` says what a template takes. Answers that come
+back from a client become what the model wrote, as far as the template can write it (`_as_written`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _message(path: str, given: Any, facts: TemplateFacts, content_format: str) -
         del fields["tool_calls"]
     calls = fields.get("tool_calls")
     if calls is not None:
-        fields["tool_calls"] = _calls(f"{path}.tool_calls", calls, facts.call_form.arguments_as_text)
+        fields["tool_calls"] = _calls(f"{path}.tool_calls", calls, facts)
+    if role == "assistant":
+        _as_written(fields, facts)
     if "content" in fields:
         fields["content"] = _content(f"{path}.content", role, fields["content"], facts, content_format)
     elif role in ("system", "user"):
@@ -91,6 +94,31 @@ def _as_mapping(message: Any) -> Mapping[str, Any] | None:
     if not isinstance(message, Mapping) and callable(getattr(message, "model_dump", None)):
         message = message.model_dump()
     return message if isinstance(message, Mapping) else None
+
+
+def _as_written(fields: Json, facts: TemplateFacts) -> None:
+    """Change an answer so that the template writes what the model wrote, which the prefix cache then finds.
+
+    The client has it as it was read: a thought may stand in the content, and the line end before calls, which the
+    template writes itself, is the end of the content.
+    """
+    content = fields.get("content")
+    if not isinstance(content, str):
+        return
+    said = content
+    calls = fields.get("tool_calls")
+    names = [name for name in REASONING if name in fields]
+    if not names and "</" in said and facts.thought is not None and facts.thought.mark in said:
+        fields["reasoning"], said = facts.thought.parts(said)
+    if calls:
+        said = said.removesuffix(facts.before_calls)
+    if calls and names and said and not facts.thinks_beside_content:  # one text is all that the template takes
+        fields |= dict.fromkeys(names, f"{fields[names[0]]}\n{said}")
+        said = ""
+    if said != content:
+        fields["content"] = said
+        if calls and not said:
+            del fields["content"]
 
 
 def _with_reasoning(fields: Json, facts: TemplateFacts) -> Json:
@@ -143,13 +171,13 @@ def _part(role: str, part: Any, text: str, facts: TemplateFacts) -> Any:
 # ---- calls
 
 
-def _calls(path: str, calls: Any, as_text: bool) -> list[Json]:
+def _calls(path: str, calls: Any, facts: TemplateFacts) -> list[Json]:
     if isinstance(calls, str) or not isinstance(calls, Sequence):
         raise _wrong(path, f"must be a list of calls, got {quoted(calls)}")
-    return [_call(f"{path}.{i}", call, as_text) for i, call in enumerate(calls)]
+    return [_call(f"{path}.{i}", call, facts) for i, call in enumerate(calls)]
 
 
-def _call(path: str, call: Any, as_text: bool) -> Json:
+def _call(path: str, call: Any, facts: TemplateFacts) -> Json:
     """A call, with or without the object `function` around its name and arguments, as templates take both."""
     is_wrapped = isinstance(call, Mapping) and "function" in call
     function = call["function"] if is_wrapped else call
@@ -158,12 +186,13 @@ def _call(path: str, call: Any, as_text: bool) -> Json:
         raise _wrong(at, f"must be an object with name and arguments, got {quoted(function)}")
     if not isinstance(function.get("name"), str):
         raise _wrong(f"{at}.name", f"must be the name of a function, got {quoted(function.get('name'))}")
-    arguments = _arguments(f"{at}.arguments", function.get("arguments"), as_text)
+    arguments = _arguments(f"{at}.arguments", function.get("arguments"), facts)
     read = {**function, "arguments": arguments}
     return {**call, "function": read} if is_wrapped else read
 
 
-def _arguments(path: str, given: Any, as_text: bool) -> Json | str:
+def _arguments(path: str, given: Any, facts: TemplateFacts) -> Json | str:
+    """As the template takes them; as text they stay as the model wrote them, but for what JSON escapes of Unicode."""
     read = given
     if given is None or (isinstance(given, str) and not given.strip()):
         read = given = {}
@@ -176,6 +205,7 @@ def _arguments(path: str, given: Any, as_text: bool) -> Json | str:
             read = given = {}
     if not isinstance(read, Mapping):
         raise _wrong(path, f"must be a JSON object as text, or an object, got {quoted(given)}")
-    if not as_text:
-        return dict(read)
+    if not facts.call_form.arguments_as_text:
+        is_kept = isinstance(given, str) and "\\u" not in given and facts.keeps_arguments
+        return given if is_kept else dict(read)
     return given if isinstance(given, str) else json.dumps(dict(read), ensure_ascii=False)

@@ -46,6 +46,26 @@ class CallForm(NamedTuple):
     arguments_as_text: bool  # arguments of calls are JSON text, not objects
 
 
+class ThoughtForm(NamedTuple):
+    """How a template writes a thought: `begin`, the thought, and `end` before what is said."""
+
+    begin: str  # such as "<think>\n"; a prompt may end with it already, and then the model does not write it
+    end: str  # such as "\n</think>\n\n"
+
+    @property
+    def mark(self) -> str:
+        """The tag behind a thought, without the spaces around it."""
+        return self.end.strip()
+
+    def parts(self, content: str) -> tuple[str, str]:
+        """The thought in a content that has `mark`, and what is said, of which the template makes the content again."""
+        thought, _, said = content.partition(self.mark)
+        before, after = self.end.split(self.mark)
+        opened = thought.partition(self.begin.strip())
+        thought = opened[2].removeprefix(self.begin.lstrip().removeprefix(opened[1])) if opened[1] else thought
+        return thought.removesuffix(before), said.removeprefix(after)
+
+
 class TemplateFacts:
     """The facts of one template. Each takes one to seven renderings when it is first needed."""
 
@@ -97,7 +117,47 @@ class TemplateFacts:
         as_text = as_text and _shows_call(self._render(self._call({"content": SECOND}, True)) or "")
         return CallForm(self.no_answer, as_text)
 
+    @cached_property
+    def keeps_arguments(self) -> bool:
+        """Whether the template writes arguments that are text as they are, though it takes objects too."""
+        content, as_text = self.call_form
+        as_object = self._render(self._call(content, False)) or ""
+        return not as_text and _shows_call(as_object) and as_object == self._render(self._call(content, True))
+
+    @cached_property
+    def before_calls(self) -> str:
+        """The spaces and line ends that the template writes between what an answer says and its calls."""
+        text = self._render(self._call({"content": SECOND}, self.call_form.arguments_as_text)) or ""
+        rest = text.partition(SECOND)[2]
+        return rest[: len(rest) - len(rest.lstrip())]
+
+    @cached_property
+    def thinks_beside_content(self) -> bool:
+        """Whether an answer that calls tools may have reasoning and a content at once."""
+        return self._reasoned({"content": SECOND}) is not None or self._reasoned(self.call_form.no_content) is None
+
+    @cached_property
+    def thought(self) -> ThoughtForm | None:
+        """How the template writes reasoning between tags; None where it does not.
+
+        None also where it takes the thought out of a content by itself, which needs no help.
+        """
+        whole = self._reasoned({"content": SECOND}) or ""
+        found = re.search(rf"(<[\w:]+>\s*){FIRST}(\s*</[\w:]+>\s*){SECOND}", whole)
+        if found is None:
+            return None
+        form = ThoughtForm(found[1], found[2])
+        is_begun = (self._render([QUESTION]) or "").endswith(form.begin)
+        written = {"content": f"{'' if is_begun else form.begin}{FIRST}{form.end}"}
+        by_itself = self._render(self._call(written, self.call_form.arguments_as_text))
+        return form if by_itself != self._reasoned(self.call_form.no_content) else None
+
     # ---- rendering
+
+    def _reasoned(self, content: Mapping[str, Any]) -> str | None:
+        """The text of an answer with a thought and calls."""
+        names = ("thinking", "reasoning_content", *(["reasoning"] if self.reads_reasoning else []))
+        return self._render(self._call({**dict.fromkeys(names, FIRST), **content}, self.call_form.arguments_as_text))
 
     def _shows(self, role: str, form: str) -> bool:
         message = {"role": role, "content": SAMPLES[form]}
