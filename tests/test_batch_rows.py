@@ -123,7 +123,7 @@ def test_chat_bodies() -> None:
 def test_the_fields_of_chats_mean_what_they_mean_to_the_server() -> None:
     tools = {"messages": HELLO, "tools": [TOOL]}
     assert body({**tools, "tool_choice": "auto", "parallel_tool_calls": True}).template_options == {"tools": [TOOL]}
-    assert body({**tools, "tool_choice": "none"}).template_options == {}
+    assert body({**tools, "tool_choice": "none"}).template_options == {"tools": [TOOL]}, "the prompt begins alike"
     for choice, parallel in (("required", None), ("required", False), (NAMED, None), ("auto", None)):
         fields = {**tools, "tool_choice": choice, "parallel_tool_calls": parallel}
         forced = forced_schema([TOOL], choice, parallel)

@@ -241,8 +241,10 @@ def test_a_request_with_tools_is_answered(engine: AsyncLLM) -> None:
     hermes = {"tool_call_parser": "hermes"}
     assert ask(engine, CHAT, body, **hermes).json()["choices"][0]["finish_reason"] == "length"
     assert events(ask(engine, CHAT, {**body, "stream": True}, **hermes).text)[-1] == "[DONE]"
-    without = ask(engine, CHAT, {**body, "tool_choice": "none"}).json()["usage"]["prompt_tokens"]
-    assert without < ask(engine, CHAT, body, **hermes).json()["usage"]["prompt_tokens"], "no tool is shown"
+    wanted = {**body, "return_token_ids": True}
+    answers = [ask(engine, CHAT, {**wanted, "tool_choice": choice}, **hermes).json() for choice in ("none", "auto")]
+    prompts = [answer["prompt_token_ids"] for answer in answers]
+    assert prompts[0] == prompts[1], "a request that may not call finds the others' prompts in the prefix cache"
     unknown = {"type": "function", "function": {"name": "other"}}
     assert "not in tools" in ask(engine, CHAT, {**body, "tool_choice": unknown}).json()["error"]["message"]
 

@@ -63,7 +63,7 @@ def _of_chat(given: Mapping[str, Any], has_max_tokens: bool) -> dict[str, Any]:
     choice = given.get("tool_choice")
     check_tools(tools)
     check_choice(tools, choice)
-    if tools and choice != "none":
+    if tools:  # with a choice of "none" too: the model may not call, and its prompt begins as the others
         columns["tools"] = tools
     schema = forced_schema(tools, choice, given.get("parallel_tool_calls"))
     if schema is not None:

@@ -163,7 +163,7 @@ class Replica:
         shown = self._formats.shown(self._template_text)
         choice = request.tool_choice
         skips_special = params.skip_special_tokens
-        if tools:
+        if tools and choice != "none":
             check_shown(shown, choice)
         parallel = request.parallel_tool_calls
         reading = self._formats.reading(shown.form, tools, choice, parallel, skips_special=skips_special)

@@ -83,13 +83,12 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
         )
     with naming("tools"):
         check_tools(request.tools or [])
-    tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
     template = ChatTemplate(
         serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
-        tools=tools,
+        tools=request.tools or None,  # with a `tool_choice` of "none" too, so that prompts go on beginning alike
         documents=request.documents,
         template_kwargs=request.chat_template_kwargs,
         content_format=settings.chat_template_content_format,
