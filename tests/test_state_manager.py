@@ -167,6 +167,13 @@ def test_planned_snapshots(begin: int, end: int, branch: int, interval: int, exp
     assert planned_snapshots(begin, end, (branch,), interval, unit=4, chunk=10).fixed == tuple(expected), "it is short"
 
 
+def test_a_state_is_kept_before_the_beginning_of_the_answer() -> None:
+    """The next prompt may part from this one just before its end, where templates begin the answer."""
+    for end, expected in ((3584, [3328]), (3585, [3328, 3584]), (3600, [3328, 3584]), (3601, [3584])):
+        assert planned_snapshots(0, end, (), 4096, unit=256, chunk=None).fixed == (*expected,)
+    assert planned_snapshots(3328, 3590, (), 4096, unit=256, chunk=None).fixed == (3584,), "it is kept already"
+
+
 @pytest.mark.parametrize(
     ("chunk", "interval", "expected"),
     [

@@ -1,7 +1,8 @@
 """Where later prompts are likely to go on from a prompt: functions of numbers.
 
 A later prompt begins like an earlier one up to where that ended, where its answer ended, or where two prompts parted
-before, such as after a system prompt. Those are the *places*. An edit may part prompts anywhere: for that there is a
+before, such as after a system prompt; or just before the end, where templates begin an answer with "<think>" that they
+leave out once the thought is dropped. Those are the *places*. An edit may part prompts anywhere: for that there is a
 *grid*. At these points the cache keeps what layers with a window see, and the states of recurrent layers.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from nanovllm.data.kv_groups import KVGroup
 
+BEGUN_ANSWER = 16  # tokens at the end of a prompt that begin the answer, and that the next prompt may not have there
 LEAST_INTERVAL = 2048  # tokens between the points of the grid, where there is much memory
 
 
@@ -22,14 +24,12 @@ class BranchPoints:
 
     places: tuple[int, ...] = ()  # ascending
     interval: int = 0  # of the grid; 0: there is none
-    slack: int = 0  # a prompt that goes on at a place may do so up to so many tokens before it
 
     def is_seen(self, group: KVGroup, index: int) -> bool:
         """Whether a prompt that goes on at one of the points sees a block of a group with a window."""
         begin, last = _seen_from(group, index)
         after = bisect_right(self.places, begin)
-        is_before_place = after < len(self.places) and self.places[after] <= last + self.slack
-        return is_before_place or self.is_on_grid(group, index)
+        return (after < len(self.places) and self.places[after] <= last) or self.is_on_grid(group, index)
 
     def is_on_grid(self, group: KVGroup, index: int) -> bool:
         """Whether a prompt that goes on at a point of the grid sees such a block."""
@@ -56,7 +56,8 @@ def branch_points(end: int, places: Iterable[int], interval: int, unit: int) -> 
     places: where its own start was found, and where it parts from an earlier prompt. interval: see `grid_interval`.
     """
     last = (end - 1) // unit * unit  # a longer prompt computes at least the token after it
-    return BranchPoints(tuple(sorted({last, *places})), -(-interval // unit) * unit, unit)
+    before_answer = (end - 1 - min(BEGUN_ANSWER, unit // 8)) // unit * unit
+    return BranchPoints(tuple(sorted({last, before_answer, *places})), -(-interval // unit) * unit)
 
 
 def grid_interval(tokens: int, most: int) -> int:
