@@ -51,12 +51,12 @@ def write_byte_level(path: Path, *, chat_template: str | None = None) -> None:
     _save(tokenizer, path, chat_template)
 
 
-def add_special(path: Path, *texts: str) -> None:
-    """Add special tokens to a tokenizer that is written."""
+def add_special(path: Path, *texts: str, special: bool = True) -> None:
+    """Add special tokens to a tokenizer that is written; without `special`, tokens that text shows."""
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
     first = max(token["id"] for token in content["added_tokens"]) + 1
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
     content["added_tokens"] += [{"id": first + i, "content": text, **flags} for i, text in enumerate(texts)]
     file.write_text(json.dumps(content))
 
