@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from conversations import TEMPLATES
-from server_helpers import TOOL
 from test_server_tools import joined, output
 from tokenizer_files import write_byte_level
 
@@ -17,12 +16,19 @@ from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "How is the weather?"}]
+CITY = {"type": "string", "description": "where"}
+DEEP = {"type": "boolean", "description": "or not"}
+PARAMETERS = {"type": "object", "properties": {"city": CITY, "deep": DEEP}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS}}
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+DEEP_XML = "<tool_call>\n<function=weather>\n<parameter=deep>\n"
+DEEP_END = "\n</parameter>\n</function>\n</tool_call>"
 MINIMAX = '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n</invoke>\n'
 SEED = "<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>"
 GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
 GEMMA = '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>'
+MISTRAL = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]'
 ANALYSIS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 COMMENTARY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}'
@@ -48,6 +54,7 @@ ANSWERS = [
     Written("qwen3_5", f"So.\n</think>\n\nI look.\n\n{XML}\n{XML}"),
     Written("qwen3_coder", XML),
     Written("qwen3_coder", f"I look.\n\n{XML}"),
+    Written("qwen3_coder", f"{DEEP_XML}True{DEEP_END}"),
     Written("nemotron3", f"So.\n</think>\n{XML}\n"),
     Written("nemotron3", f"So.\n</think>\nI look.\n{XML}\n"),
     Written("nemotron3", "So.\n</think>\nRain."),
@@ -67,6 +74,9 @@ ANSWERS = [
     Written("gpt_oss", ANALYSIS + COMMENTARY, again=COMMENTARY),
     Written("gpt_oss", ANALYSIS + PREAMBLE + COMMENTARY, again=f"<|end|><|start|>assistant{PREAMBLE}{COMMENTARY}"),
     Written("llama3_2", '{"name": "weather", "parameters": {"city":"Oslo"}}', again='"Oslo"}}'),
+    Written("qwen3_coder", f"{DEEP_XML}true{DEEP_END}", again=f"true{DEEP_END}"),
+    Written("olmo3", '<function_calls>\nweather(city="Oslo")\n</function_calls>', again='"Oslo")\n</function_calls>'),
+    Written("mistral_small", f"I look.{MISTRAL}", again=f"I look.{MISTRAL}"),
     Written("gemma4", f"I look.{GEMMA}", again=f"I look.{GEMMA}"),
 ]
 
@@ -108,4 +118,19 @@ def test_an_answer_is_what_the_model_wrote(case: Written, streams: bool, tokeniz
     assert asked.text is not None and now.text is not None
     same = case.text[: len(case.text) - len(case.again)]
     assert now.text.startswith(asked.text + same)
-    assert not case.again or not now.text.startswith(asked.text + case.text)
+    rest = now.text.removeprefix(asked.text + same)
+    assert not case.again or rest[0] != case.again[0]
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "nemotron3", "qwen3_5"])
+def test_a_thought_may_be_a_part_of_the_content_or_a_field(name: str, tokenizer: HuggingFaceTokenizer) -> None:
+    """With the tag before it, as some clients complete it, and without, as the model writes it."""
+    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    template = ChatTemplate(tokenizer, text, add_generation_prompt=False)
+    said = {"role": "assistant", "content": "Rain."}
+    whole = template.prompts([*ASKED, {**said, "reasoning": "So."}])
+    joint = "\n" if name == "nemotron3" else "\n\n"
+    for content in (f"So.\n</think>{joint}Rain.", f"<think>\nSo.\n</think>{joint}Rain."):
+        assert template.prompts([*ASKED, {**said, "content": content}]) == whole
+    kept = template.prompts([*ASKED, {**said, "content": "A </think> B.", "reasoning": "So."}])
+    assert kept[0].text is not None and kept[0].text.count("</think>") == 2, "the content of an answer with reasoning"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cli_helpers import make_model
+from fast import fast_only
 from scripted_model import Script, write_by
 from server_helpers import CHAT, COMPLETIONS, ok
 from tokenizer_files import add_special
@@ -287,7 +288,7 @@ def turns(agent: Agent) -> None:
     agent.final([system, user(filler("another session", 300))])
 
 
-@pytest.mark.parametrize("agent", STYLES, indirect=True)
+@pytest.mark.parametrize("agent", fast_only(["gemma3", "qwen3_5"], STYLES), indirect=True)
 def test_turns_of_an_agent_compute_no_old_tokens_again(agent: Agent) -> None:
     turns(agent)
     assert all(again <= bound for again, bound in agent.again), agent.again
