@@ -1,0 +1,163 @@
+"""Agents' sessions: the patterns, what counts as an old token, and how many of them are computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+from content_model import VOCAB
+from fast import fast_only
+from session_helpers import CACHE, MODELS, SessionBench
+
+from benchmarks.session_patterns import (
+    KNOWN_BOUND,
+    PATTERNS,
+    Asked,
+    Player,
+    Talk,
+    Tokens,
+    append,
+    bound,
+    cell,
+    common_length,
+)
+from benchmarks.sessions import FAMILIES, Memory, has_full_attention_only, main, play, write_model
+
+TALK = Talk(answer=30, reasoning=20, vocab=VOCAB)
+BETWEEN = 8192  # tokens
+SMALL = Talk(system=40, message=10, answer=8, reasoning=5, summary=20, result=50, turns=8)
+
+
+# ---- patterns and counts
+
+
+def forgetful(prompt: Tokens) -> tuple[Tokens, int]:
+    """An engine without a cache."""
+    return SMALL.words(SMALL.answer, str(prompt)), 0
+
+
+@pytest.mark.parametrize(
+    "pattern, known, other",  # where requests after the first begin to be new
+    [
+        ("append", 7, 0),
+        ("reasoning stripped", 7, 0),
+        ("reasoning and its opening stripped", 0, 7),
+        ("edited in the middle", 6, 1),
+        ("regenerated, another last message", 11, 0),
+        ("compaction", 6, 1),
+        ("two sessions in turns", 14, 1),
+        ("tool result, then a branch", 7, 0),
+        ("tool result cut in half", 6, 1),
+    ],
+)
+def test_a_pattern_parts_where_it_says(pattern: str, known: int, other: int) -> None:
+    first, *asked = Player(forgetful).play(PATTERNS[pattern](SMALL, "a"))
+    assert first == Asked(50 + (3 if "opening" in pattern else 0), 0, 0, False)
+    assert [sum(each.is_known is kind for each in asked) for kind in (True, False)] == [known, other]
+    assert all(each.old >= SMALL.system for each in asked)
+
+
+def test_old_tokens_are_those_of_the_longest_common_beginning() -> None:
+    cached = {"first": 0, "longer": 3, "parted": 2, "parted again": 4, "other": 0}
+    player = Player(lambda prompt: ([], 0))
+    notes = [
+        player.note(prompt, answer, count)
+        for prompt, answer, count in zip(
+            ([1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9], [1, 2, 3, 4, 8], [7]),
+            ([4, 5], [], [], [], []),
+            cached.values(),
+            strict=True,
+        )
+    ]
+    assert notes == [
+        Asked(3, 0, 0, False),
+        Asked(6, 5, 3, True),  # an answer ended there
+        Asked(5, 4, 2, False),
+        Asked(5, 4, 4, True),  # prompts parted there
+        Asked(1, 0, 0, True),  # the very beginning, where the first prompt was new
+    ]
+    assert [note.recomputed for note in notes] == [0, 2, 2, 0, 0]
+    assert cell(notes) == "2" and cell([Asked(4000, 3000, 1096, False), notes[1]]) == "1,904 the first time, then 2"
+
+
+def test_common_length() -> None:
+    words = TALK.words(100, "any")
+    for length in (0, 1, 50, 99):
+        other = [*words[:length], VOCAB, *words[length + 1 :]]
+        assert common_length(words, other) == common_length(other, words) == length
+    assert common_length(words, words[:30]) == 30 and common_length([], words) == 0
+
+
+# ---- the bounds
+
+
+def misses(rows: Iterator[tuple[str, list[Asked]]], full_attention: bool) -> dict[str, list[Asked]]:
+    """By pattern the requests that computed more old tokens again than they may."""
+    found = {name: [a for a in asked if a.recomputed > bound(a, full_attention)] for name, asked in rows}
+    assert len(found) == len(PATTERNS)
+    return {name: asked for name, asked in found.items() if asked}
+
+
+FAST = [(model, False) for model in MODELS] + [("windows and recurrent layers", True)]
+
+
+@pytest.mark.parametrize("model, offload", fast_only(FAST, product(MODELS, (False, True))))
+def test_no_session_computes_old_tokens_again(model: str, offload: bool) -> None:
+    """In a cache with room for all sessions of a model without windows, and between their requests unrelated ones."""
+    windows, is_recurrent = MODELS[model]
+    bench = SessionBench(windows, is_recurrent, offload=offload, answer=TALK.answer)
+    assert misses(bench.play(TALK, BETWEEN), model == "full attention") == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_that_end_with_a_block(model: str) -> None:
+    """Their answers are shorter than a block, so that no other block ends before the next message."""
+    windows, is_recurrent = MODELS[model]
+    talk = Talk(system=1900, message=148, answer=108, turns=4, vocab=VOCAB)
+    asked = Player(SessionBench(windows, is_recurrent, answer=talk.answer).ask).play(append(talk, "aligned"))
+    assert [each.prompt_len % 256 for each in asked] == [0] * 4
+    assert [each.recomputed <= KNOWN_BOUND for each in asked] == [True] * 4
+
+
+@pytest.mark.parametrize("model", fast_only(["full attention", "windows and recurrent layers"], MODELS))
+def test_the_latest_session_is_kept_in_a_quarter_of_the_memory(model: str) -> None:
+    windows, is_recurrent = MODELS[model]
+    bench = SessionBench(windows, is_recurrent, tokens=CACHE // 4, answer=TALK.answer)
+    assert misses(bench.play(TALK), model == "full attention") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["resident", "offloaded", "restarted"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_session_of_a_real_engine_computes_old_tokens_again(family: str, way: str, tmp_path: Path) -> None:
+    """`restarted`: a new engine finds the blocks of each session's last requests on disk."""
+    talk = Talk()
+    model = write_model(tmp_path / "model", family, talk)
+    directory = tmp_path / "kv" if way == "restarted" else None
+    rows = play(model, Memory(offload=way == "offloaded", kv_cache_dir=directory), talk, list(PATTERNS), BETWEEN)
+    assert misses(rows, has_full_attention_only(model)) == {}
+
+
+@pytest.mark.parametrize("family, pattern", [("gemma3", "reasoning stripped"), ("qwen3_5", "compaction")])
+def test_a_short_session_of_a_real_engine(family: str, pattern: str, tmp_path: Path) -> None:
+    talk = Talk(system=1500, answer=20, reasoning=10, turns=4)
+    model = write_model(tmp_path / "model", family, talk)
+    ((_, asked),) = play(model, Memory(tokens=5120), talk, [pattern])
+    assert [each.recomputed <= bound(each) for each in asked] == [True] * 4
+
+
+@pytest.mark.slow
+def test_the_script_writes_a_table_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sessions.json"
+    options = ["--families", "qwen3", "gemma3", "--patterns", "append", "compaction", "--system", "600", "--turns", "4"]
+    assert main([*options, "--between", "0", "--cache", "1/4", "--output-json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    found = report["results"]["12800"]
+    assert (
+        f"| append | {found['qwen3']['append']['cell']} | {found['gemma3']['append']['cell']} |"
+        in capsys.readouterr().out
+    )
+    assert [each["old"] > 600 for each in found["gemma3"]["append"]["requests"]] == [False, True, True, True]
