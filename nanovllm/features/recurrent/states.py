@@ -133,7 +133,7 @@ class RecurrentStates(StepHook):
         self._end_snapshots(seq)
         if num_computed % cache.hash_block_size:
             return
-        if is_output or own.plan.is_due(begin, num_computed):
+        if is_output or num_computed == seq.prompt_len or own.plan.is_due(begin, num_computed):
             content_hash = cache.hash_before(seq, num_computed)
             self.keep(seq)
             if is_output and own.last_snapshot is not None and own.last_snapshot != content_hash:
