@@ -129,6 +129,7 @@ class LLMEngine:
         """Queue a request.
 
         prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
+        sampling_params: None is `SamplingParams()`, not the checkpoint's defaults.
         arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
         cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: a `LoRARequest`,
         which names weights that are added to the model's.
@@ -328,7 +329,7 @@ class LLMEngine:
         return result
 
     def _read_new(self, request: Request) -> None:
-        """Decode the new tokens of a request's sequences, one by one, since each may complete a stop string."""
+        """Make text of the new tokens of a request's sequences, one by one, since each may complete a stop string."""
         outputs = self._requests[request.request_id]
         for seq in request.sequences:
             goes_on = self._read(outputs, seq)
@@ -338,7 +339,7 @@ class LLMEngine:
                 return
 
     def _read(self, outputs: OutputProcessor, seq: Sequence) -> bool:
-        """Decode the new token of a sequence, which a stop string may end. Returns False if the tokenizer fails."""
+        """Make text of a sequence's new token, which a stop string may end. Returns False if the tokenizer fails."""
         try:
             stop_string = outputs.detokenize(seq)
         except Exception as error:
@@ -360,7 +361,7 @@ class LLMEngine:
             return
         with self.guard.operation("close"):
             self.closed = True
-            with ExitStack() as closing:  # all of them, even if one fails; the executor last, which fills the others
+            with ExitStack() as closing:  # in reverse order, all of them even if one fails; hooks use the executor
                 closing.callback(self.executor.close)
                 for hook in self.scheduler.hooks:
                     closing.callback(hook.close)
@@ -378,7 +379,7 @@ class LLMEngine:
         Returns the last outputs of all requests that have ended.
         """
         self.scheduler.fail(self._clock.now(), why)
-        return self._outputs([request.request for request in self._requests.values() if request.request.finished])
+        return self._outputs([outputs.request for outputs in self._requests.values() if outputs.request.finished])
 
     def _abort(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._requests:

@@ -164,7 +164,8 @@ class ModelRunner:
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
         self.check_health()
-        # Layer-by-layer prefill also takes part in the step after its last, to drop what it kept between two steps.
+        # The pass of layer-by-layer prefill also begins the step after one with a part: if the prefill was aborted or
+        # preempted, it drops there what it kept between two steps.
         passes = self.passes if batch.layerwise is not None or self._was_layerwise else self.passes[:1]
         self._was_layerwise = batch.layerwise is not None
         result = StepResult()

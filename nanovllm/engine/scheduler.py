@@ -51,7 +51,7 @@ class Scheduler:
         self.pending: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
-        self._further: dict[Sequence, list[Sample]] = {}  # of the last step, not yet appended; the next one is last
+        self._further: dict[Sequence, list[Sample]] = {}  # of the last step, to be appended still; the next one is last
         self._is_any_held = False  # a hook held back a waiting request in the last step
         self._passed_until: tuple[float, ...] | None = None  # order of the last request that was passed over in turn
         self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
@@ -149,7 +149,7 @@ class Scheduler:
             self.pending.remove(request)
 
     def _grow_running(self) -> None:
-        """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
+        """Give each running request the blocks of its next tokens; preempt the last of all to free them."""
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
@@ -331,7 +331,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take the blocks of a running or a pending request, which will be admitted, or swapped in, again.
 
-        A single sequence is recomputed, and its full blocks stay cached; several are swapped out: see `Preemption`.
+        By default a single sequence is recomputed, and what it has computed stays cached in whole hash blocks; several
+        are swapped out, or recomputed if the swap tier is full or a hook does not agree: see `Preemption`.
         """
         queue = self.running
         if request.status is RequestStatus.PENDING:

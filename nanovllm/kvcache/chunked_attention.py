@@ -1,5 +1,5 @@
-"""The KV cache with offload: attention over a long context, block group after block group. Each is attended where it
-is, and the partial results are merged in fp32.
+"""The KV cache with offload: attention over a long context, block group after block group. Resident groups are attended
+in place, host groups in ring slots after a copy, or in host memory by the CPU; partial results are merged in fp32.
 
 A layer goes through the groups of its `LayerPlan` in order. Resident groups are attended in the device pool. The
 `OffloadEngine` loads ring groups, in the order that the step announced, and they are attended in the ring slots. Groups
@@ -38,7 +38,8 @@ from nanovllm.ops.row_kernels import as_stored, narrow_
 class CpuAttention(Protocol):
     """CPU attention of host blocks: what the offloaded KV cache needs of it. Implemented in `features/cpu_attention`.
 
-    Each step calls `choose`, `begin_step`, the three attention methods for every layer, and `end_step`.
+    Each step calls `choose` and `begin_step`; for every layer `start`, `attend_in_order` for each of its groups that are
+    in order, and `merge`; then `end_step`.
     """
 
     concurrent: bool  # whether it runs concurrently with the device, or in order with the other groups
@@ -102,7 +103,7 @@ class OffloadedKVCache(KVCacheBase):
             plan_block_reads(of_group, group.block_size, group.window)
             for of_group, group in zip(of_groups, groups, strict=True)
         ]
-        chosen: Sequence[Collection[int]] = [()] * len(groups)  # reads of the CPU
+        chosen: Sequence[Collection[int]] = [()] * len(groups)  # by KV group: which reads the CPU attends to
         concurrent = False
         if self.cpu_attention is not None:
             chosen = self.cpu_attention.choose(reads, sequences)
@@ -154,7 +155,7 @@ class OffloadedKVCache(KVCacheBase):
             pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else resident[plane]
             for at, read in group.written:
                 self._write(read, pool[at], k, v, ctx.sequences)
-            # A layer that reads another's K/V writes the same rows again, which the host has from that layer.
+            # A layer that shares an earlier layer's K/V writes the same rows into its slot; the host already has them.
             if in_ring and group.written and not groups.is_shared(layer):
                 self.engine.write_back()
             blocks = zip(group.indices, group.reads, strict=True)

@@ -18,8 +18,8 @@ place i % N, and its loads start as soon as group i - N has released it. Neighbo
 strided copy.
 
 For layer-by-layer prefill of a long prompt the device also holds a *layer buffer*: one layer of the first blocks of one
-sequence, so that each byte crosses the link once. Each of its blocks has a number after those of the ring's places, and
-is ordered like one; `layerwise_cache` fills and releases them.
+sequence, so that a part of the prompt loads earlier KV once and not once per chunk. Each of its blocks has a number
+after those of the ring's places, and is ordered like one; `layerwise_cache` fills and releases them.
 """
 
 from __future__ import annotations

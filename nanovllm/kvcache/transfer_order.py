@@ -1,7 +1,7 @@
 """All streams, events and waits of the offload path. No other module orders copies, attention and CPU work.
 
-The ring's slots are loaded, attended and released in groups. Each group has one event of each kind that is said to be
-per group, and so has each block of the layer buffer. Seven orderings keep the KV correct:
+The ring's slots are loaded, attended and released in groups, each in a place of the ring. Events that are said to be
+per group exist once for each place, and once for each block of the layer buffer. Seven orderings keep the KV correct:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
 2. A host block is complete before it is read, and copies to its old content end before it is overwritten. When a step
@@ -16,8 +16,8 @@ per group, and so has each block of the layer buffer. Seven orderings keep the K
 6. CPU attention reads host blocks after the copies to them have ended: `host_ready` again. If it runs concurrently, on
    its own stream, it starts after its queries are written to host memory (`queries_written`), and its partial state is
    merged, from host memory, after it is written (`partial_written`).
-7. Outside copies, between blocks and buffers that are not of this cache, run after everything that used the blocks
-   before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits until they have
+7. Outside copies, between blocks and buffers that are not of this cache, such as those of files, run after everything
+   that used the blocks before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits until they have
    ended, so that blocks are attended or written again only after that.
 
 What needs no event:
@@ -25,7 +25,7 @@ What needs no event:
 - A host block is written after earlier copies to it, because all copies to the host are on one stream.
 - A host block is overwritten after earlier loads of it, and after it was moved, because such a copy waits for
   `kv_written`, which compute records after it has waited for every load of earlier steps, and for the moves of this
-  one.
+  one. Block moves and outside copies that overwrite it are ordered by 5 and 7.
 - A host block is overwritten after CPU attention has read it, because compute has waited for the partial state, or is
   itself the stream of CPU attention.
 - The buffers of CPU attention are reused in the next layer, because compute writes the next queries after it has merged
@@ -50,7 +50,7 @@ from nanovllm.errors import EngineError
 class TransferOrder:
     """Owns the streams of loads, copies to the host, block moves and CPU attention; orders them with compute.
 
-    Blocks of the layer buffer are numbered after the ring's groups.
+    Blocks of the layer buffer are numbered after the ring's places.
     """
 
     def __init__(self, device: Device) -> None:
@@ -170,7 +170,7 @@ class TransferOrder:
         self._compute.wait(self._partial_written)
 
     def finish_cpu_attention(self) -> None:
-        """Block the host until the calls of CPU attention have ended. Raises EngineError if one failed."""
+        """Let the calling thread wait until the calls of CPU attention have ended. Raises EngineError if one failed."""
         self._cpu_attention_calls.synchronize()
 
     # ---- outside copies, between steps
@@ -200,7 +200,7 @@ class TransferOrder:
     # ---- everything
 
     def synchronize(self) -> None:
-        """Block the host until no copy of a step is under way. Raises the first failure, after all copies have ended.
+        """Let the calling thread wait until no copy of a step is under way. Raises the first failure, once all have ended.
 
         The thread of outside copies waits for them itself.
         """

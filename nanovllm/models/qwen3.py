@@ -1,7 +1,8 @@
 """Qwen3, and Qwen2, which has biases of q, k and v in the place of norms of q and k.
 
-Beside Transformers' modeling_qwen3.py. Constructors say of which modules of `layers/` a layer is made; what these
-compute is there. With rows x of the residual stream, a layer here is (`DecoderLayer.forward_`, `Attention.mix`):
+Read it beside Transformers' modeling_qwen3.py. Constructors say of which modules of `layers/` a layer is made; what
+these compute is there. With rows x of the residual stream, a layer here is (`DecoderLayer.forward_` and `_finish_`,
+`Attention.mix`):
 
     q, k, v = qkv_proj(input_layernorm(x))
     q, k = rotary_emb(q_norm(q), k_norm(k))
