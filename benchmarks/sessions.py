@@ -2,6 +2,7 @@
 
     python -m benchmarks.sessions [--families gemma3 ...] [--patterns append ...] [--cache 1 0.5 0.25] [--offload]
     python -m benchmarks.sessions --kv-cache-dir DIR
+    python -m benchmarks.sessions --first-token [gemma3 smollm2] [--session-tokens N] [--llama-cpp PYTHON]
 
 A family's engine plays all patterns one after the other. Their sessions have one system prompt of 6,000 tokens and go
 on for ten turns. Old tokens of a request are the longest beginning that it has in common with an earlier prompt and its
@@ -12,6 +13,10 @@ The KV cache has `--tokens` tokens times the share of `--cache` for each group o
 `--offload` it is in host memory. Before each request the engine computes another prompt of `--between` tokens, which
 has nothing in common with any other. With `--kv-cache-dir` each session is interrupted before its last two requests: a
 new engine gets them, which finds old tokens on disk.
+
+`--first-token` measures instead how long the last turn of a real model's session waits for its first token, reasoning
+stripped, and how long without a prefix cache. `--llama-cpp` names the Python of an environment with llama-cpp-python,
+which then runs the same GGUF file (`python -m benchmarks.peers` makes one).
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import Parser, add_json_option, not_negative, positive, share
-from benchmarks.report import machine_facts, write_json
+from benchmarks.report import machine_facts, print_row, write_json
+from benchmarks.session_first_token import MODELS as REAL_MODELS
+from benchmarks.session_first_token import measure
 from benchmarks.session_patterns import PATTERNS, Asked, Player, Talk, Tokens, cell, num_requests
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.kv_groups import kv_groups
@@ -253,8 +260,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--turns", type=positive, default=talk.turns, help="of a session (default: %(default)s)")
     add("--max-num-seqs", type=positive, default=usual.max_num_seqs, help="bounds states (default: %(default)s)")
     add("--chunk", type=positive, default=usual.chunk, help="tokens of a step (default: %(default)s)")
+    told = "measure the time to the first token with these real models instead (default: all)"
+    add("--first-token", nargs="*", choices=REAL_MODELS, help=told)
+    add("--session-tokens", type=positive, help="of the last prompt (default: 24,000 of gemma3, 7,000 of smollm2)")
+    add("--llama-cpp", type=Path, metavar="PYTHON", help="the same by llama.cpp, in the environment of this Python")
     add_json_option(parser)
-    return parser.run(argv, _run)
+    return parser.run(argv, lambda args: _run(args) if args.first_token is None else _run_first_token(args))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -266,6 +277,20 @@ def _run(args: argparse.Namespace) -> int:
         print(f"Old tokens computed again, {memory.tokens:,} tokens {'offloaded' if args.offload else 'resident'}:\n")
         _print_table(found, args.patterns)
         results[str(memory.tokens)] = _plain(found)
+    write_json(args.output_json, args, machine_facts("cpu"), results=results)
+    return 0
+
+
+def _run_first_token(args: argparse.Namespace) -> int:
+    results = []
+    for model in args.first_token or REAL_MODELS:
+        for found in measure(model, args.session_tokens, args.llama_cpp):
+            results.append({**asdict(found), "ratio": found.ratio})
+            print_row(
+                f"{found.engine}, {model}",
+                f"{found.turns[-1]:,.2f} s",
+                f"of {found.full_prefill:,.2f} s ({found.ratio:.1%}), {found.prompt_len:,} tokens",
+            )
     write_json(args.output_json, args, machine_facts("cpu"), results=results)
     return 0
 

@@ -211,7 +211,7 @@ def test_random_sessions_on_windows_and_recurrent_layers(memory: str, examples: 
 
 
 FAST = [("windows", "room for all", 2), ("recurrent layers", "too few blocks", 2)]
-CASES = [*product(REAL, MEMORIES, (2, MANY * TIMES))]
+CASES = [*product(REAL, MEMORIES, (2, 6 * TIMES))]
 
 
 @pytest.mark.parametrize("model, memory, examples", fast_only(FAST, CASES))
@@ -233,8 +233,7 @@ def test_random_sessions_on_real_engines(
         counts.update(sessions.counts)
 
     check()
-    if examples >= MANY:
-        check_counts(memory, counts)
+    assert counts["cached tokens"] > 0, counts
 
 
 @contextmanager

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from content_model import VOCAB
 from fast import fast_only
 from session_helpers import CACHE, MODELS, SessionBench
 
+from benchmarks.peers import run_llama_session
+from benchmarks.session_first_token import first_tokens, talk_of
 from benchmarks.session_patterns import (
     KNOWN_BOUND,
     PATTERNS,
@@ -161,3 +166,49 @@ def test_the_script_writes_a_table_and_figures(tmp_path: Path, capsys: pytest.Ca
         in capsys.readouterr().out
     )
     assert [each["old"] > 600 for each in found["gemma3"]["append"]["requests"]] == [False, True, True, True]
+
+
+# ---- time to first token
+
+
+def test_the_last_turn_is_compared_with_a_full_prefill() -> None:
+    """Of an engine that takes a second for each token that it does not know from the last prompt."""
+    heard: list[tuple[int, int, bool]] = []
+    last = Tokens()
+
+    def answer(prompt: Tokens, length: int, is_fresh: bool) -> tuple[Tokens, float]:
+        nonlocal last
+        heard.append((len(prompt), length, is_fresh))
+        known = 0 if is_fresh else common_length(prompt, last)
+        last = prompt
+        return Talk().words(length, str(len(prompt))), float(len(prompt) - known)
+
+    found = first_tokens("an engine", "a model", answer, talk_of(3000))
+    turns = [(3000 - 190 * left, 100, False) for left in reversed(range(10))]
+    assert heard[1:] == [*turns, (3000, 1, True)]
+    assert (found.prompt_len, found.full_prefill, len(found.turns)) == (3000, 3000.0, 10)
+    assert found.turns[-1] == 190.0 and found.ratio == 190 / 3000
+
+
+def test_llama_cpp_answers_one_turn_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a module in the place of its bindings."""
+    resets: list[int] = []
+
+    class Llama:
+        def __init__(self, **settings: Any) -> None:
+            assert settings["model_path"] == "file.gguf" and settings["n_ctx"] == 30
+
+        def reset(self) -> None:
+            resets.append(1)
+
+        def generate(self, prompt: Tokens, **settings: Any) -> Iterator[int]:
+            yield from count(sum(prompt))
+
+    asked = [{"prompt": [1, 2], "tokens": 3, "fresh": False}, {"prompt": [5], "tokens": 1, "fresh": True}]
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    monkeypatch.setattr("sys.stdin", [json.dumps(each) for each in asked])
+    run_llama_session.main("file.gguf", {"threads": 1, "max_len": 30})
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [tokens for tokens, seconds in answers if seconds > 0] == [[3, 4, 5], [5]] and resets == [1]

@@ -38,8 +38,8 @@ from nanovllm.ops.row_kernels import as_stored, narrow_
 class CpuAttention(Protocol):
     """CPU attention of host blocks: what the offloaded KV cache needs of it. Implemented in `features/cpu_attention`.
 
-    Each step calls `choose` and `begin_step`; for every layer `start`, `attend_in_order` for each of its groups that are
-    in order, and `merge`; then `end_step`.
+    Each step calls `choose` and `begin_step`; for every layer `start`, `attend_in_order` for each group in its
+    turn, and `merge`; then `end_step`.
     """
 
     concurrent: bool  # whether it runs concurrently with the device, or in order with the other groups

@@ -17,8 +17,8 @@ per group exist once for each place, and once for each block of the layer buffer
    its own stream, it starts after its queries are written to host memory (`queries_written`), and its partial state is
    merged, from host memory, after it is written (`partial_written`).
 7. Outside copies, between blocks and buffers that are not of this cache, such as those of files, run after everything
-   that used the blocks before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits until they have
-   ended, so that blocks are attended or written again only after that.
+   that used the blocks before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits
+   until they have ended, so that blocks are attended or written again only after that.
 
 What needs no event:
 
@@ -200,7 +200,7 @@ class TransferOrder:
     # ---- everything
 
     def synchronize(self) -> None:
-        """Let the calling thread wait until no copy of a step is under way. Raises the first failure, once all have ended.
+        """Let the calling thread wait until no copy of a step is under way. Then raises the first failure.
 
         The thread of outside copies waits for them itself.
         """
