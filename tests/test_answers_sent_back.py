@@ -131,6 +131,7 @@ def test_a_thought_may_be_a_part_of_the_content_or_a_field(name: str, tokenizer:
     whole = template.prompts([*ASKED, {**said, "reasoning": "So."}])
     joint = "\n" if name == "nemotron3" else "\n\n"
     for content in (f"So.\n</think>{joint}Rain.", f"<think>\nSo.\n</think>{joint}Rain."):
-        assert template.prompts([*ASKED, {**said, "content": content}]) == whole
+        for given in (content, [{"type": "text", "text": content}], [content]):
+            assert template.prompts([*ASKED, {**said, "content": given}]) == whole
     kept = template.prompts([*ASKED, {**said, "content": "A </think> B.", "reasoning": "So."}])
     assert kept[0].text is not None and kept[0].text.count("</think>") == 2, "the content of an answer with reasoning"

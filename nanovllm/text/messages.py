@@ -102,8 +102,8 @@ def _as_written(fields: Json, facts: TemplateFacts) -> None:
     The client has it as it was read: a thought may stand in the content, and the line end before calls, which the
     template writes itself, is the end of the content.
     """
-    content = fields.get("content")
-    if not isinstance(content, str):
+    content = _only_text(fields.get("content"))
+    if content is None:
         return
     said = content
     calls = fields.get("tool_calls")
@@ -119,6 +119,14 @@ def _as_written(fields: Json, facts: TemplateFacts) -> None:
         fields["content"] = said
         if calls and not said:
             del fields["content"]
+
+
+def _only_text(content: Any) -> str | None:
+    """The text of a content that is one text, or one part of text."""
+    if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 1:
+        part = content[0]
+        content = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    return content if isinstance(content, str) else None
 
 
 def _with_reasoning(fields: Json, facts: TemplateFacts) -> Json:
