@@ -56,6 +56,7 @@ def test_refusals(
         (["--port", "70000"], "port=70000"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--tool-call-parser", "x"], "tool_call_parser='x'"),
+        (["--default-chat-template-kwargs", '{"tools": []}'], "default_chat_template_kwargs='tools'"),
         (["--chat-template", "nowhere"], "--chat-template"),
         (["--max-model-len", "0"], "max_model_len=0"),
         (["--max-modl-len", "5"], "did you mean '--max-model-len'"),

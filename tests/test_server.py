@@ -105,6 +105,14 @@ def test_chat_equals_chat(engine: AsyncLLM, offline: LLM) -> None:
             assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
 
 
+def test_variables_of_the_template_have_defaults(engine: AsyncLLM) -> None:
+    body: dict[str, Any] = {"messages": HELLO}
+    serving = {"chat_template": "{{ word }}{{ end }}", "default_chat_template_kwargs": {"word": "xyz", "end": "!"}}
+    assert ask(engine, "/tokenize", body, **serving).json()["count"] == 4
+    body["chat_template_kwargs"] = {"word": "q"}
+    assert ask(engine, "/tokenize", body, **serving).json()["count"] == 2
+
+
 def test_streams_join_to_the_answer_in_one_piece(engine: AsyncLLM) -> None:
     for more in ({}, {"n": 2, "best_of": 3}, {"stop": ["a"]}, {"echo": True}):
         body = {"prompt": ["hello", "AB"], "logprobs": 1, **SAMPLING, **more}

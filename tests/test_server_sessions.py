@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +144,7 @@ class Agent:
     partings: set[tuple[int, ...]] = field(default_factory=set)  # starts that two prompts had in common
     again: list[tuple[int, int]] = field(default_factory=list)  # old tokens computed again, and the bound, by request
     number: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # fields of all requests
 
     def call(self, messages: list[Message], path: str, **options: Any) -> list[Message]:
         """The messages after an answer that calls the tool, and its result."""
@@ -170,7 +172,7 @@ class Agent:
         self.script.text = form.format(path=path, **texts)
         end = self.style.call_end if form == self.style.call else self.style.final_end
         (self.script.stop,) = self.script.tokenizer.encode(end, add_special_tokens=False)
-        body: dict[str, Any] = {"messages": messages, "temperature": 0, "return_token_ids": True, **more}
+        body: dict[str, Any] = {"messages": messages, "temperature": 0, "return_token_ids": True, **self.more, **more}
         body["stop_token_ids"] = [self.script.stop]
         body |= {"tools": [READ]} if self.style.has_tools else {}
         body |= {"cache_salt": self.salt} if self.salt else {}
@@ -294,6 +296,18 @@ def turns(agent: Agent) -> None:
 def test_turns_of_an_agent_compute_no_old_tokens_again(agent: Agent) -> None:
     turns(agent)
     assert all(again <= bound for again, bound in agent.again), agent.again
+
+
+@pytest.mark.parametrize("agent", ["qwen3_5"], indirect=True)
+def test_thoughts_that_the_template_keeps_are_found(agent: Agent) -> None:
+    """A variable of some templates keeps them, so that the next question goes on after all that was before it."""
+    agent.more = {"chat_template_kwargs": {"preserve_thinking": True}}
+    messages = agent.call([{"role": "system", "content": filler("rule", 1000)}, user("Question?")], "a.py")
+    messages = agent.final(agent.result(messages, filler("file a", 1000)))
+    agent.final([*messages, user("And now?")])
+    for one, other in pairwise(agent.asked):
+        assert other.prompt[: len(one.prompt) + len(one.answer)] == one.prompt + one.answer
+    assert len(agent.asked) == 3 and all(again <= KNOWN for again, _ in agent.again)
 
 
 @pytest.mark.parametrize("rest", [1, 5])

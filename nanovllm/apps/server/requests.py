@@ -90,7 +90,7 @@ def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> lis
         continue_final_message=request.continue_final_message,
         tools=request.tools or None,  # with a `tool_choice` of "none" too, so that prompts go on beginning alike
         documents=request.documents,
-        template_kwargs=request.chat_template_kwargs,
+        template_kwargs={**settings.default_chat_template_kwargs, **(request.chat_template_kwargs or {})},
         content_format=settings.chat_template_content_format,
     )
     with naming("messages"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm import LoRARequest
 from nanovllm.apps.tool_calls.formats import PARSER_HELP, PARSERS
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, argument, check_fields, number, one_of, whole
+from nanovllm.rules import FLAG, TEXT, TEXT_OR_NONE, Rule, argument, check_fields, number, one_of, whole
 from nanovllm.text.prompts import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COUNT = whole(1)
+VARIABLES = Rule(lambda value: isinstance(value, Mapping), "must be an object with variables of the chat template")
 SECONDS = number("must be a number of seconds above 0", lambda seconds: seconds > 0)
 
 
@@ -34,6 +37,9 @@ class ServerSettings:
     host: str = argument("127.0.0.1", TEXT, "address to listen on; 127.0.0.1 is this machine")
     port: int = argument(8000, whole(0, most=65535), "0 takes a free one")
     chat_template_content_format: str = argument("auto", one_of(*CONTENT_FORMATS), CONTENT_FORMAT_HELP)
+    default_chat_template_kwargs: Mapping[str, Any] = argument(
+        {}, VARIABLES, "variables of the chat template, unless a request gives others"
+    )
     trust_request_chat_template: bool = argument(False, FLAG, "let requests bring chat templates")
     tool_call_parser: str = argument("auto", one_of(*PARSERS), PARSER_HELP)
     ui: bool = argument(True, FLAG, "the page at /")
@@ -62,7 +68,18 @@ class ServerSettings:
             raise ConfigError(f"lora_requests={quoted(adapters)}: each needs a name of its own")
         if any(not key.isascii() or not key or key != key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty, or has spaces around it or characters beyond ASCII: use another")
+        self._check_variables()
         self._check_tls()
+
+    def _check_variables(self) -> None:
+        if not self.default_chat_template_kwargs:
+            return
+        from nanovllm.text.chat_template import NOT_VARIABLES  # takes a moment, which --help need not wait
+
+        if wrong := sorted(NOT_VARIABLES & self.default_chat_template_kwargs.keys()):
+            raise ConfigError(
+                f"default_chat_template_kwargs={quoted(wrong[0])}: must hold variables of the template only"
+            )
 
     def _check_tls(self) -> None:
         """Read the files, so that a wrong one is found before a model is loaded."""
