@@ -127,6 +127,7 @@ class Asked(NamedTuple):
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens at the start of both are the same."""
     return next(
         (i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
     )

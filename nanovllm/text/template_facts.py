@@ -61,8 +61,9 @@ class ThoughtForm(NamedTuple):
         """The thought in a content that has `mark`, and what is said, of which the template makes the content again."""
         thought, _, said = content.partition(self.mark)
         before, after = self.end.split(self.mark)
-        opened = thought.partition(self.begin.strip())
-        thought = opened[2].removeprefix(self.begin.lstrip().removeprefix(opened[1])) if opened[1] else thought
+        tag = self.begin.strip()
+        if tag in thought:
+            thought = thought.partition(tag)[2].removeprefix(self.begin.partition(tag)[2])
         return thought.removesuffix(before), said.removeprefix(after)
 
 
