@@ -260,7 +260,13 @@ def bound(asked: Asked, full_attention: bool = False) -> int:
     return KNOWN_BOUND if asked.is_known or full_attention else OTHER_BOUND
 
 
+def worst(asked: list[Asked], is_known: bool) -> int:
+    """The most that one request computed again, of those that part from earlier ones where one did before, or not."""
+    return max((each.recomputed for each in asked if each.is_known is is_known), default=0)
+
+
 def cell(asked: list[Asked]) -> str:
-    """The most that one request computed again, apart for places that nobody knew before."""
-    known, other = (max((a.recomputed for a in asked if a.is_known is kind), default=0) for kind in (True, False))
+    """The most that one request computed again. New places are told apart if they cost more."""
+    known = worst(asked, True)
+    other = worst(asked, False)
     return f"{known:,}" if other <= max(known, KNOWN_BOUND) else f"{other:,} the first time, then {known:,}"

@@ -34,7 +34,7 @@ from benchmarks.options import Parser, add_json_option, not_negative, positive, 
 from benchmarks.report import machine_facts, print_row, write_json
 from benchmarks.session_first_token import MODELS as REAL_MODELS
 from benchmarks.session_first_token import measure
-from benchmarks.session_patterns import PATTERNS, Asked, Player, Talk, Tokens, cell, num_requests
+from benchmarks.session_patterns import PATTERNS, Asked, Player, Talk, Tokens, cell, num_requests, worst
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.kv_groups import kv_groups
 from nanovllm.models.hf_config import load_network_config
@@ -227,11 +227,17 @@ def _print_table(found: Mapping[str, Mapping[str, list[Asked]]], patterns: Seque
 
 
 def _plain(found: Mapping[str, Mapping[str, list[Asked]]]) -> dict[str, Any]:
+    """By family and pattern the cell, and sums over all requests."""
     return {
         family: {
             pattern: {
                 "cell": cell(asked),
-                "requests": [asdict(each) | {"recomputed": each.recomputed} for each in asked],
+                "worst_at_known_places": worst(asked, True),
+                "worst_at_new_places": worst(asked, False),
+                "requests": len(asked),
+                "prompt_tokens": sum(each.prompt_len for each in asked),
+                "old_tokens": sum(each.old for each in asked),
+                "recomputed_tokens": sum(each.recomputed for each in asked),
             }
             for pattern, asked in rows.items()
         }
