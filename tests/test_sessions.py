@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from content_model import VOCAB
-from fast import fast_only
+from fast import fast_only, pairs
 from session_helpers import CACHE, MODELS, SessionBench
 
 from benchmarks.peers import run_llama_session
@@ -99,10 +99,10 @@ def test_common_length() -> None:
 # ---- the bounds
 
 
-def misses(rows: Iterator[tuple[str, list[Asked]]], full_attention: bool) -> dict[str, list[Asked]]:
+def misses(rows: Iterable[tuple[str, list[Asked]]], full_attention: bool) -> dict[str, list[Asked]]:
     """By pattern the requests that computed more old tokens again than they may."""
-    found = {name: [a for a in asked if a.recomputed > bound(a, full_attention)] for name, asked in rows}
-    assert len(found) == len(PATTERNS)
+    found = {name: [each for each in asked if each.recomputed > bound(each, full_attention)] for name, asked in rows}
+    assert found, "something was played"
     return {name: asked for name, asked in found.items() if asked}
 
 
@@ -134,15 +134,18 @@ def test_the_latest_session_is_kept_in_a_quarter_of_the_memory(model: str) -> No
     assert misses(bench.play(TALK), model == "full attention") == {}
 
 
+SHORT = ("reasoning stripped", "compaction", "tool result cut in half")
+WAYS = ("resident", "offloaded", "restarted")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["resident", "offloaded", "restarted"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, way", pairs(FAMILIES, WAYS))
 def test_no_session_of_a_real_engine_computes_old_tokens_again(family: str, way: str, tmp_path: Path) -> None:
     """`restarted`: a new engine finds the blocks of each session's last requests on disk."""
-    talk = Talk()
-    model = write_model(tmp_path / "model", family, talk)
+    model = write_model(tmp_path / "model", family, TALK)
     directory = tmp_path / "kv" if way == "restarted" else None
-    rows = play(model, Memory(offload=way == "offloaded", kv_cache_dir=directory), talk, list(PATTERNS), BETWEEN)
+    memory = Memory(CACHE // 2, offload=way == "offloaded", kv_cache_dir=directory)
+    rows = play(model, memory, TALK, SHORT, BETWEEN // 2)
     assert misses(rows, has_full_attention_only(model)) == {}
 
 
