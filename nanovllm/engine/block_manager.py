@@ -360,6 +360,7 @@ class BlockManager:
         child.first_held = list(parent.first_held)
         child.num_computed = parent.num_computed
         child.prefix.hashes = parent.prefix.hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
+        child.prefix.branch_points = parent.prefix.branch_points
         for block_id in child.blocks:
             self.pool.blocks[block_id].ref_count += 1
         for hook in self.hooks:

@@ -36,6 +36,7 @@ class KeptWindows:
             interval = grid_interval(seq.end, self._most_on_grid)
             unit = self._pool.prefix_cache.hash_block_size
             seq.prefix.branch_points = branch_points(seq.end, places, interval, unit)
+            seq.prefix.lingering = []  # of an earlier admission: those stay, as the sequence ended there
             self._refresh(seq)
 
     def release(self, seq: Sequence) -> None:
