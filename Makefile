@@ -69,7 +69,7 @@ OUTPUT_DIR ?= benchmarks/results
 gpu-check:
 	$(if $(COMMIT),NANOVLLM_COMMIT=$(COMMIT)) $(PYTHON) -m benchmarks.gpu_check $(CHECK_OPTIONS)
 endif
-CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PART),--only $(PART)) \
+CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PART),--only $(PART)) $(if $(SKIP),--skip $(SKIP)) \
 	$(if $(FIRST),--first) $(if $(SECOND),--second) $(if $(EARLIER),--earlier $(EARLIER))
 
 # The CUDA path without a GPU: torch's CUDA build over an emulated one, in an environment of its own (about 0.6 GB to

@@ -293,7 +293,7 @@ def turns(agent: Agent) -> None:
     agent.final([system, user(filler("another session", 300))])
 
 
-@pytest.mark.parametrize("agent", fast_only(["gemma3", "qwen3_5"], STYLES), indirect=True)
+@pytest.mark.parametrize("agent", fast_only(["gemma3"], STYLES), indirect=True)
 def test_turns_of_an_agent_compute_no_old_tokens_again(agent: Agent) -> None:
     turns(agent)
     assert all(again <= bound for again, bound in agent.again), agent.again
@@ -324,7 +324,7 @@ def test_a_prompt_may_part_from_another_just_before_its_end(agent: Agent, rest: 
     assert again <= bound == KNOWN
 
 
-@pytest.mark.parametrize("agent", ["smollm2", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("agent", fast_only(["smollm2"], ["smollm2", "qwen3_5"]), indirect=True)
 def test_requests_share_what_has_the_same_salt(agent: Agent) -> None:
     asked = [{"role": "system", "content": filler("rule", 1500)}, user("Hello")]
     agent.final(asked)
