@@ -7,6 +7,7 @@ least recently used first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanovllm.data.batch import StateMove
@@ -20,6 +21,7 @@ class State:
     slot: int
     num_sequences: int = 0  # that go on from it
     content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
+    is_spare: bool = False  # as a snapshot: on the grid of a prompt, and not used yet; these are forgotten first
 
 
 class StateSlots:
@@ -53,6 +55,7 @@ class StateSlots:
     def touched(self, content_hash: bytes) -> State:
         """The snapshot, which is now the one used last."""
         state = self.snapshots.pop(content_hash)
+        state.is_spare = False
         self.snapshots[content_hash] = state
         return state
 
@@ -62,12 +65,19 @@ class StateSlots:
         return self._device.num_free > 0 or self._oldest(on_device=True) is not None
 
     def _oldest(self, on_device: bool) -> State | None:
-        """The least recently used snapshot of a tier that no sequence holds."""
-        held_by_cache = (snapshot for snapshot in self.snapshots.values() if not snapshot.num_sequences)
-        return next((snapshot for snapshot in held_by_cache if self.on_device(snapshot) is on_device), None)
+        """The first snapshot of a tier to be given up."""
+        return next((snapshot for snapshot in self._in_turn() if self.on_device(snapshot) is on_device), None)
+
+    def _in_turn(self) -> Iterator[State]:
+        """The snapshots that no sequence holds, in the order in which they are given up: spare ones before the others,
+        and of both the least recently used first."""
+        for is_spare in (True, False):
+            for snapshot in self.snapshots.values():
+                if snapshot.is_spare is is_spare and not snapshot.num_sequences:
+                    yield snapshot
 
     def new_device_slot(self) -> int:
-        """A free slot; the oldest snapshot leaves the device for it if there is none."""
+        """A free slot; a snapshot leaves the device for it if there is none."""
         if not self._device.num_free:
             leaving = self._oldest(on_device=True)
             assert leaving is not None, "more sequences run than the device has state slots"
@@ -94,7 +104,7 @@ class StateSlots:
     def _move_to_host(self, state: State) -> bool:
         """Move a snapshot to the host, if a slot is free there or is held by an older snapshot."""
         if not self._host.num_free:
-            oldest = next((snapshot for snapshot in self.snapshots.values() if not snapshot.num_sequences), None)
+            oldest = next(self._in_turn(), None)
             if oldest is None or self.on_device(oldest):
                 return False
             self.forget(oldest)

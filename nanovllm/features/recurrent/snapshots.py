@@ -19,6 +19,7 @@ class SnapshotPlan:
     """Where the state of a prompt is kept. A chunk ends at each of these positions."""
 
     fixed: tuple[int, ...] = ()  # positions, ascending
+    places: tuple[int, ...] = ()  # of these, all but those of the grid alone
     interval: int = 0  # a chunk that passes a multiple of it ends at the last multiple of `unit`; 0: no such positions
     unit: int = 1  # all positions are multiples of it
 
@@ -64,7 +65,8 @@ def planned_snapshots(
     is_long = chunk is not None and end > LONG_PROMPT * chunk
     fixed = {*points.places, *(() if is_long else range(interval, end, interval))}
     between = tuple(sorted(position for position in fixed if begin < position < end))
-    return SnapshotPlan(between, interval if is_long else 0, unit)
+    places = tuple(position for position in between if position in points.places)
+    return SnapshotPlan(between, places, interval if is_long else 0, unit)
 
 
 def recurrent_edge(config: EngineConfig, num_seqs: int) -> int:

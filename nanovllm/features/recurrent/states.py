@@ -135,7 +135,7 @@ class RecurrentStates(StepHook):
             return
         if is_output or num_computed == seq.prompt_len or own.plan.is_due(begin, num_computed):
             content_hash = cache.hash_before(seq, num_computed)
-            self.keep(seq)
+            self.keep(seq, is_spare=num_computed < seq.prompt_len and num_computed not in own.plan.places)
             if is_output and own.last_snapshot is not None and own.last_snapshot != content_hash:
                 self.slots.forget_hash(own.last_snapshot)
             own.last_snapshot = content_hash if is_output else None
@@ -253,8 +253,11 @@ class RecurrentStates(StepHook):
 
     # ---- snapshots
 
-    def keep(self, seq: Sequence) -> None:
-        """Let the prefix cache find the state of a sequence that has computed whole hash blocks."""
+    def keep(self, seq: Sequence, is_spare: bool = False) -> None:
+        """Let the prefix cache find the state of a sequence that has computed whole hash blocks.
+
+        is_spare: it is on the grid of the prompt alone.
+        """
         state = self.of(seq).state
         if not self._keeps_snapshots or state is None:
             return
@@ -263,6 +266,7 @@ class RecurrentStates(StepHook):
             self.slots.touched(content_hash)
         elif state.content_hash is None:
             state.content_hash = content_hash
+            state.is_spare = is_spare
             self.slots.snapshots[content_hash] = state
 
     def slot_to_store(self, seq: Sequence, begin: int) -> int | None:
@@ -310,6 +314,7 @@ class RecurrentStates(StepHook):
                 self.slots.release(state.slot)
             else:
                 state.content_hash = content_hash
+                state.is_spare = position not in own.plan.places
                 self.slots.snapshots[content_hash] = state
         own.begun = {}
 
