@@ -11,6 +11,7 @@ import pytest
 from block_helpers import BLOCK, check_states, new_tokens, one_group, sequence
 
 from nanovllm.data.batch import StateMove
+from nanovllm.engine import branch_points
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
 from nanovllm.features.recurrent.snapshots import planned_snapshots
@@ -114,6 +115,26 @@ def test_the_oldest_snapshot_leaves_for_the_host_and_comes_back(fresh: Iterator[
     assert seq.num_computed == 2 * BLOCK and state is not None and state.slot == 2, "it is on the host"
     slot = states.own(seq)
     assert slot < 2 and states.slots.take_moves()[-1] == StateMove(2, slot)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_snapshot_on_the_grid_is_forgotten_before_those_of_older_prompts(
+    fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    """Unless a prompt has begun at it."""
+    monkeypatch.setattr(branch_points, "LEAST_INTERVAL", 4 * BLOCK)
+    manager = manager_of(device=6)
+    old = new_tokens(fresh, 2, extra=1)
+    long = new_tokens(fresh, 5, extra=1)
+    assert answered(manager, old, []) == [0, 2 * BLOCK]
+    assert answered(manager, long, []) == [0, 4 * BLOCK, 5 * BLOCK]
+    if is_used:
+        assert answered(manager, [*long[: 4 * BLOCK], *new_tokens(fresh, 0, extra=1)], [])[0] == 4 * BLOCK
+    for _ in range(3):
+        answered(manager, new_tokens(fresh, 1, extra=1), [])
+    assert manager.num_cached_tokens(sequence([*long[: 4 * BLOCK], 0])) == (4 * BLOCK if is_used else 0)
+    assert manager.num_cached_tokens(sequence(long)) == 5 * BLOCK
+    assert (manager.num_cached_tokens(sequence([*old, 0])) == 2 * BLOCK) is not is_used, "it was the oldest"
 
 
 def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iterator[int]) -> None:
