@@ -15,6 +15,7 @@ import torch
 from triton_compile import FEW, engine_launches, product_launches
 
 from benchmarks.kernel_variants import decode_variants, few_rows_variants, prefill_variants
+from nanovllm.ops.triton_routing import FEW_ROWS
 
 # Bytes that a program may have (CUDA C++ Guide, 16.2): A100, RTX 4090, H100 and H200, RTX 5090.
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -196,7 +197,8 @@ def test_every_kernel_compiles_and_no_batch_compiles_one_again(arch: int, dtype:
     """
     table = compiled(arch, dtype, (64,), tmp_path, "--counts")
     kernels = [row["kernel"] for row in table]
-    of_one_row = "_inputs_kernel"  # another kernel of this name is for runs of one row each
+    # Other kernels of these names: for runs of one row each; for one row and for a few.
+    others_again = ["_inputs_kernel", *["_route_kernel"] * len(FEW_ROWS)]
     others = {"_sum_splits_kernel"} if dtype == "float32" else set()  # whose products are not split
-    assert sorted(kernels) == sorted([*(KERNELS - others), of_one_row]), table
+    assert sorted(kernels) == sorted([*(KERNELS - others), *others_again]), table
     check_fit(table, arch, most_spilled=0)
