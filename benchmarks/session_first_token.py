@@ -7,7 +7,6 @@ Its system prompt is as long as its last prompt needs, and each engine gets its 
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers.process import command
+from benchmarks.peers.process import asking, command
 from benchmarks.session_patterns import Session, Talk, Tokens, stripped
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.real_models import gemma3, smollm2
@@ -93,21 +92,13 @@ def llama_cpp(python: Path, gguf: Path, tokens: int) -> Iterator[Answer]:
     """llama.cpp in a process of `python`, whose environment has its bindings."""
     settings = {"threads": torch.get_num_threads(), "max_len": tokens + BLOCK}
     arguments = command(python, "benchmarks.peers.run_llama_session", str(gguf), json.dumps(settings))
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        asked = process.stdin
-        answers = process.stdout
+    with asking("llama.cpp", arguments) as ask:
 
         def answer(prompt: Tokens, length: int, is_fresh: bool) -> tuple[Tokens, float]:
-            print(json.dumps({"prompt": prompt, "tokens": length, "fresh": is_fresh}), file=asked, flush=True)
-            line = answers.readline()
-            if not line:
-                raise RuntimeError("llama.cpp's process has ended, see its message above")
-            generated, seconds = json.loads(line)
+            generated, seconds = ask({"prompt": prompt, "tokens": length, "fresh": is_fresh})
             return generated, seconds
 
         yield answer
-        asked.close()
 
 
 def first_tokens(engine: str, model: str, answer: Answer, talk: Talk) -> FirstToken:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.process import command
+from benchmarks.peers.process import asking, command
 
 # A prompt, the most tokens of its answer, and whether to draft give the answer's tokens and the seconds of its decode.
 Lookup = Callable[[str, int, bool], tuple[list[int], float]]
@@ -50,19 +49,10 @@ def llama_cpp_lookup(python: Path, gguf: Path, model_path: str, settings: dict[s
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     arguments = command(python, "benchmarks.peers.run_llama_lookup", str(gguf), json.dumps(settings))
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        asked = process.stdin
-        answers = process.stdout
+    with asking("llama.cpp", arguments) as ask:
 
         def answer(prompt: str, tokens: int, is_drafting: bool) -> tuple[list[int], float]:
-            request = {"prompt": tokenizer(prompt).input_ids, "tokens": tokens, "drafts": is_drafting}
-            print(json.dumps(request), file=asked, flush=True)
-            line = answers.readline()
-            if not line:
-                raise RuntimeError("llama.cpp's process has ended, see its message above")
-            generated, seconds = json.loads(line)
+            generated, seconds = ask({"prompt": tokenizer(prompt).input_ids, "tokens": tokens, "drafts": is_drafting})
             return generated, seconds
 
         yield answer
-        asked.close()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from conversations import TEMPLATES
 from test_server_tools import joined, output
-from tokenizer_files import write_byte_level
+from tokenizer_files import byte_level_tokenizer
 
 from nanovllm.apps.server.chat import Messages
 from nanovllm.apps.server.protocol import ChatRequest
@@ -83,11 +83,7 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_level(path)
-    found = HuggingFaceTokenizer(path)
-    found.tokenizer.bos_token = "<s>"
-    return found
+    return byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def sent_back(text: str, template: str, tokenizer: HuggingFaceTokenizer, streams: bool) -> dict[str, Any]:

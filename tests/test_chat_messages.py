@@ -12,7 +12,7 @@ from checkpoints import refusal
 from cli_helpers import GREEDY, SMALL_CACHE, make_model, write_jsonl
 from conversations import ANSWER, CALLING, CASES, RESULT, SYSTEM, TEMPLATES, TOOLS, USER, Case, call, expected, text
 from server_helpers import CACHE, CHAT, NAME, ask, ok
-from tokenizer_files import write_byte_level
+from tokenizer_files import byte_level_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.cli.main import main
@@ -29,11 +29,7 @@ NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_level(path)
-    found = HuggingFaceTokenizer(path)
-    found.tokenizer.bos_token = "<s>"
-    return found
+    return byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def template_text(name: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
+
 END = "<|end|>"
 MERGED = ("th", "in", " a", "日本", "é", "👍🏽", "한")
 CROSSING = ((0x97, 0xA5, 0xE6), (0xA5, 0xE6, 0x9C), (0x9F, 0x8E))  # bytes of two characters, or of parts of one
@@ -49,6 +51,14 @@ def write_byte_level(path: Path, *, chat_template: str | None = None) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     _save(tokenizer, path, chat_template)
+
+
+def byte_level_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    """The tokenizer of `write_byte_level`, whose text begins with `<s>` where templates ask for it."""
+    write_byte_level(path)
+    found = HuggingFaceTokenizer(path)
+    found.tokenizer.bos_token = "<s>"
+    return found
 
 
 def add_special(path: Path, *texts: str, special: bool = True) -> None:

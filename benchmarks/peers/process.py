@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,28 @@ def run_job(engine: str, python: Path, module: str, job: Job, work_dir: Path) ->
         json.dump(dataclasses.asdict(job), file)
         file.flush()
         return json_of(engine, command(python, module, file.name), work_dir, job.threads)
+
+
+@contextmanager
+def asking(engine: str, arguments: Sequence[str]) -> Iterator[Callable[[object], Any]]:
+    """Runs a command that answers each line of JSON with one, and gives what asks it.
+
+    That raises EngineFailure if the process has ended.
+    """
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        questions = process.stdin
+        answers = process.stdout
+
+        def ask(question: object) -> Any:
+            print(json.dumps(question), file=questions, flush=True)
+            line = answers.readline()
+            if not line:
+                raise EngineFailure(f"{engine}'s process has ended, see its message above")
+            return json.loads(line)
+
+        yield ask
+        questions.close()
 
 
 def json_of(engine: str, arguments: list[str], work_dir: Path, threads: int) -> dict[str, Any]:
