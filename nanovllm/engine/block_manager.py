@@ -277,11 +277,11 @@ class BlockManager:
             group.num_blocks(seq.num_computed) if group.window is not None else len(table)
             for table, group in zip(tables, self.groups, strict=True)
         ]
-        rooms = self.pool.num_allocatable + sum(len(table) - full for table, full in zip(tables, filled, strict=True))
+        room = self.pool.num_allocatable + sum(len(table) - full for table, full in zip(tables, filled, strict=True))
         wanted = self._blocks_of_part(seq, end, filled, firsts, keeps_windows=True)
-        if sum(map(len, wanted)) > rooms:
+        if sum(map(len, wanted)) > room:
             wanted = self._blocks_of_part(seq, end, filled, firsts, keeps_windows=False)
-        if sum(map(len, wanted)) > rooms:
+        if sum(map(len, wanted)) > room:
             return False
         for table, full in zip(tables, filled, strict=True):
             self._punch(table, range(full, len(table)))

@@ -160,32 +160,32 @@ class BlockPool:
             self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
         block.ref_count += 1
 
-    def drop_reference(self, block_id: int, is_worth: bool = True) -> None:
-        """is_worth: to be kept. Else it is evicted before all that is, if this was the last reference."""
+    def drop_reference(self, block_id: int, is_spare: bool = False) -> None:
+        """is_spare: if this was the last reference, the block is evicted before all that are not."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count > 0:
             return
         if block.hashes:
             self._clock += 1
-            self._evictors[self.tiers.tier_of(block_id)].add(block_id, (is_worth, self._clock))
+            self._evictors[self.tiers.tier_of(block_id)].add(block_id, (not is_spare, self._clock))
         else:
             self._discard(block_id)
 
     def demote(self, block: Block) -> None:
-        """A cached block is not worth keeping any more."""
+        """A cached block is spare from now on."""
         if self.blocks.get(block.block_id) is block and not block.ref_count:
             evictor = self._evictors[self.tiers.tier_of(block.block_id)]
             _, clock = evictor[block.block_id]
             evictor.add(block.block_id, (False, clock))
 
     def refresh(self, block_ids: Iterable[int]) -> None:
-        """Cached blocks that are worth keeping count as used now, in the order in which they were used before."""
+        """Cached blocks that are not spare count as used now, in the order in which they were used before."""
         tier_of = self.tiers.tier_of
         cached = [block_id for block_id in block_ids if not self.blocks[block_id].ref_count]
         uses = ((self._evictors[tier_of(block_id)][block_id], block_id) for block_id in cached)
-        for (is_worth, _), block_id in sorted(uses):
-            if is_worth:
+        for (is_kept, _), block_id in sorted(uses):
+            if is_kept:
                 self._clock += 1
                 self._evictors[tier_of(block_id)].add(block_id, (True, self._clock))
 
@@ -230,7 +230,7 @@ class BlockPool:
         return self.tiers.pools[Tier.DEVICE].num_free > 0 or bool(self._evictors[Tier.DEVICE])
 
     def _vacate_device_block(self) -> None:
-        """Free a device block: its least recently used cached block moves to the host, if it is worth that.
+        """Free a device block: its least recently used cached block moves to the host, unless it is spare.
 
         If the host is full, the least recently used cached block of both tiers is evicted.
         """
@@ -239,9 +239,9 @@ class BlockPool:
         on_device = self._evictors[Tier.DEVICE]
         on_host = self._evictors[Tier.HOST]
         last_used, leaving = on_device.oldest()
-        is_worth, _ = last_used
+        is_kept, _ = last_used
         is_host_full = not self.tiers.pools[Tier.HOST].num_free
-        if not is_worth or (is_host_full and (not on_host or last_used < on_host.oldest()[0])):
+        if not is_kept or (is_host_full and (not on_host or last_used < on_host.oldest()[0])):
             self._evict(leaving)
             return
         if is_host_full:

@@ -1,7 +1,8 @@
 """What stays of windows: of the blocks that a sequence has left behind, those that later prompts are likely to see.
 
 A block behind the window is worth keeping if it is seen from a branch point of the sequence, or from the end of the
-last whole hash block that is computed, where the sequence may end. All others are evicted before anything else.
+last whole hash block that is computed, where the sequence may end. All others are *spare*: they are evicted before
+anything else.
 
 What earlier prompts with the same start kept is used whenever a sequence with that start is, so that old conversations
 go whole, and not each of them a little.
@@ -56,19 +57,21 @@ class KeptWindows:
         lingers = not is_kept and self._may_end_behind(seq, group, index)
         if lingers:
             seq.prefix.lingering.append((self._pool.blocks[block_id], index))
-        self._pool.drop_reference(block_id, is_kept or lingers)
+        self._pool.drop_reference(block_id, is_spare=not (is_kept or lingers))
 
     def _may_end_behind(self, seq: Sequence, group: int, index: int) -> bool:
-        """Whether a prompt sees the block that would go on from the sequence if it ended now."""
+        """Whether a later prompt would see the block if the sequence ended now."""
         unit = self._pool.prefix_cache.hash_block_size
         return BranchPoints((seq.num_computed // unit * unit,)).is_seen(self._groups[group], index)
 
     def _end_lingering(self, seq: Sequence) -> None:
         """Blocks that were kept in case the sequence ended are not worth it where it has gone on."""
         lingering = seq.prefix.lingering
-        seq.prefix.lingering = [kept for kept in lingering if self._may_end_behind(seq, kept[0].group, kept[1])]
+        seq.prefix.lingering = []
         for block, index in lingering:
-            if not self._may_end_behind(seq, block.group, index):
+            if self._may_end_behind(seq, block.group, index):
+                seq.prefix.lingering.append((block, index))
+            else:
                 self._pool.demote(block)
 
     def on_grid(self, seq: Sequence) -> list[tuple[int, int]]:

@@ -16,9 +16,8 @@ from nanovllm.engine.request import Sequence
 TOKEN_BYTES = struct.calcsize("q")
 
 
-LastUse = tuple[
-    bool, int
-]  # whether the block is worth keeping, and the time: what is not worth it is older than all else
+# Whether a block is worth keeping, and when it was used: what is spare is older than all else.
+LastUse = tuple[bool, int]
 
 
 class Evictor:
