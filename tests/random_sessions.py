@@ -18,7 +18,6 @@ from nanovllm.sampling_params import SamplingParams
 CLIENTS = 3
 LONGEST_ANSWER = 12  # tokens
 KINDS = ("append", "append", "strip", "edit", "branch", "compact", "again", "abort", "restart", "unrelated")
-Bound = Callable[[Asked], int]
 
 
 class Act(NamedTuple):
@@ -29,6 +28,16 @@ class Act(NamedTuple):
     where: int
     size: int
 
+
+class Past(NamedTuple):
+    """An earlier request of the same engine."""
+
+    tokens: Tokens  # its prompt and, unless it was aborted, its answer
+    ends: tuple[int, ...]  # where its prompt and its answer ended; nowhere if it was aborted
+    longest: int  # so many tokens it may have had
+
+
+Bound = Callable[[Asked, Tokens, Sequence[Past]], int]  # of a request, its prompt, and all earlier ones
 
 NUMBERS = st.integers(0, 99)
 ACTS = st.builds(Act, st.sampled_from(KINDS), st.integers(0, CLIENTS - 1), NUMBERS, NUMBERS)
@@ -84,6 +93,7 @@ class Sessions:
         self.bound = bound
         self.counts = Counter[str]()
         self.asked: list[Asked] = []
+        self._past: list[Past] = []
         self._random = Random(seed)
         self._player = self._new_player()
         system = self._words(subject.system)
@@ -119,6 +129,7 @@ class Sessions:
         if any(act.kind == "restart" for act in acts):
             self.subject.restart()
             self._player = self._new_player()  # the new engine has old tokens on disk at most
+            self._past = []
         stats = self.subject.engine.scheduler.preemption.stats
         self.counts["swapped"] = stats.swapped
         self.counts["recomputed"] = stats.recomputed
@@ -126,10 +137,11 @@ class Sessions:
     def _step(self, running: dict[str, tuple[Act, Tokens, SamplingParams]]) -> None:
         number = 0
         while running:
-            for name, (act, _, _) in list(running.items()):
+            for name, (act, prompt, params) in list(running.items()):
                 if act.kind == "abort" and number == act.where % 5:
                     self.subject.engine.abort_request(name)
                     self._clients[act.client].turns.pop()
+                    self._past.append(Past(prompt, (), len(prompt) + params.max_tokens))
                     del running[name]
             for output in self.subject.step() if running else ():
                 if output.finished:
@@ -145,7 +157,10 @@ class Sessions:
         asked = self._player.note(prompt, tokens, output.num_cached_tokens)
         self.asked.append(asked)
         self.counts["cached tokens"] += asked.cached
-        assert self.bound is None or asked.recomputed <= self.bound(asked), f"{act}: {asked}"
+        bound = None if self.bound is None else self.bound(asked, prompt, self._past)
+        assert bound is None or asked.recomputed <= bound, f"{act}: {asked}, and the bound is {bound}"
+        text = [*prompt, *tokens]
+        self._past.append(Past(text, (len(prompt), len(text)), len(text)))
 
     def _prompt(self, act: Act) -> Tokens:
         """The prompt of an act, whose history is as the act leaves it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from block_helpers import check_states
+from block_helpers import check_states, states_of
 from checkpoints import make_checkpoint
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench
@@ -21,9 +21,9 @@ from engines import for_groups
 from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_sessions import KINDS, LONGEST_ANSWER, ROUNDS, Act, Bound, Sessions
+from random_sessions import KINDS, LONGEST_ANSWER, ROUNDS, Act, Bound, Past, Sessions
 
-from benchmarks.session_patterns import OTHER_BOUND, Tokens
+from benchmarks.session_patterns import OTHER_BOUND, Asked, Tokens
 from nanovllm import LLM
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
@@ -63,11 +63,41 @@ CONTENT_MEMORIES = {
     "swap": (11, 0, 40, (8, 8)),
     "offload": (4, 9, 0, (6, 6)),
 }
+# As these, for a few requests.
+LITTLE = {"few blocks": (30, 0, 0, (20, 0)), "few states": (60, 0, 0, (4, 10)), "offload": (8, 24, 0, (4, 16))}
 
 
 def all_kept(block: int) -> Bound:
     """The bound where memory keeps everything: a block where prompts or answers ended, or prompts parted."""
-    return lambda asked: block if asked.is_known else OTHER_BOUND
+    return lambda asked, _prompt, _past: block if asked.is_known else OTHER_BOUND
+
+
+class LastUsed:
+    """The bound in any memory (docs/memory-and-ordering.md, "Prefixes"), of prompts that come one after the other.
+
+    A prompt that goes on where an earlier prompt or its answer ended computes at most a block before that again, if all
+    tokens of the requests since then fit, those of the longest twice, and six states of each and one more.
+    """
+
+    def __init__(self, engine: ContentEngine) -> None:
+        pool = engine.bench.manager.pool
+        states = states_of(engine.bench.manager)
+        assert states is not None
+        self.num_promised = 0  # prompts of which some tokens must be found, although not all requests fit
+        self._block = engine.block
+        self._groups = len(pool.groups)
+        self._num_blocks = pool.num_blocks
+        self._num_slots = states.slots.num_device_slots + states.slots.num_host_slots
+
+    def __call__(self, asked: Asked, prompt: Tokens, past: Sequence[Past]) -> int:
+        first = next(begin for begin in range(len(past) + 1) if self._fit(past[begin:]))
+        kept = [end for each in past[first:] for end in each.ends if each.tokens[:end] == prompt[:end]]
+        self.num_promised += first > 0 and bool(kept)
+        return asked.old - max(kept, default=0) + self._block
+
+    def _fit(self, requests: Sequence[Past]) -> bool:
+        blocks = [self._groups * (1 + -(-each.longest // self._block)) for each in requests]
+        return sum(blocks) + max(blocks, default=0) <= self._num_blocks and 6 * len(blocks) + 1 <= self._num_slots
 
 
 class RealEngine:
@@ -208,6 +238,26 @@ def test_random_sessions_on_windows_and_recurrent_layers(memory: str, examples: 
     check()
     if examples >= MANY:
         check_counts(memory, counts)
+
+
+@pytest.mark.parametrize(
+    "memory, examples", fast_only([*product(LITTLE, (6,))], product(LITTLE, (6, 4 * MANY * TIMES)))
+)
+def test_the_session_used_last_stays_in_little_memory(memory: str, examples: int) -> None:
+    """Whatever other sessions do before it, and whatever it did itself."""
+    num_promised = 0
+
+    @settings(max_examples=examples)
+    @given(rounds=ROUNDS, seed=st.integers(0, 99))
+    def check(rounds: Sequence[Sequence[Act]], seed: int) -> None:
+        nonlocal num_promised
+        engine = ContentEngine(*LITTLE[memory])
+        bound = LastUsed(engine)
+        Sessions(engine, seed, bound).play(rounds)
+        num_promised += bound.num_promised
+
+    check()
+    assert num_promised > 0
 
 
 FAST = [("recurrent layers", "too few blocks", 2)]
