@@ -65,11 +65,23 @@ def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
     for state in held:
         assert state.num_sequences == holders[state]
     assert {state.content_hash: state for state in held if state.content_hash is not None} == slots.snapshots
+    check_usable(manager, {content_hash for state in slots.snapshots.values() for content_hash in state.hashes})
     used = [state.slot for state in held]
     assert len(set(used)) == len(used)
     on_device = sum(slot < slots.num_device_slots for slot in used)
     assert on_device == slots.num_device_slots - slots._device.num_free
     assert len(used) - on_device == slots.num_host_slots - slots._host.num_free
+
+
+def check_usable(manager: BlockManager, before_snapshots: set[bytes]) -> None:
+    """Blocks before a snapshot are usable; of groups without a window those are spare that are not."""
+    states = states_of(manager)
+    assert states is not None and set(states._prefixes._uses) == before_snapshots
+    for block in manager.pool.blocks.values():
+        assert block.is_usable or before_snapshots.isdisjoint(block.hashes)
+    for evictor in manager.pool._evictors.values():
+        for block in map(manager.pool.blocks.__getitem__, evictor):
+            assert evictor[block.block_id][0] is block.is_usable or manager.groups[block.group].window is not None
 
 
 def request(prompt: list[int], request_id: str = "r", params: SamplingParams | None = None, **others: Any) -> Request:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from block_helpers import BLOCK, check_states, new_tokens, one_group, sequence
@@ -42,8 +42,11 @@ def compute(manager: BlockManager, seq: Sequence) -> list[int]:
     return begins
 
 
-def answered(manager: BlockManager, prompt: list[int], output: list[int]) -> list[int]:
-    """Compute a prompt and decode its output, then free both. Returns where the prompt's chunks began."""
+def answered(manager: BlockManager, prompt: list[int], output: list[int], live: Iterable[Sequence] = ()) -> list[int]:
+    """Compute a prompt and decode its output, then free both. Returns where the prompt's chunks began.
+
+    live: the sequences that stay.
+    """
     seq = sequence(prompt)
     manager.allocate(seq)
     begins = compute(manager, seq)
@@ -52,7 +55,7 @@ def answered(manager: BlockManager, prompt: list[int], output: list[int]) -> lis
         manager.grow([seq])
         compute(manager, seq)
     manager.free(seq)
-    check_states(manager, [])
+    check_states(manager, live)
     return begins
 
 
@@ -135,6 +138,75 @@ def test_a_snapshot_on_the_grid_is_forgotten_before_those_of_older_prompts(
     assert manager.num_cached_tokens(sequence([*long[: 4 * BLOCK], 0])) == (4 * BLOCK if is_used else 0)
     assert manager.num_cached_tokens(sequence(long)) == 5 * BLOCK
     assert (manager.num_cached_tokens(sequence([*old, 0])) == 2 * BLOCK) is not is_used, "it was the oldest"
+
+
+def ended_late(manager: BlockManager, prompt: list[int], *meanwhile: list[int]) -> None:
+    """Compute a prompt, then others, and only then free its blocks: its snapshots are older than theirs."""
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    compute(manager, seq)
+    for other in meanwhile:
+        answered(manager, other, [], live=[seq])
+    manager.free(seq)
+
+
+def found(manager: BlockManager, prompt: list[int]) -> int:
+    """Blocks of a prompt that a longer one would begin with."""
+    return manager.num_cached_tokens(sequence([*prompt, 0])) // BLOCK
+
+
+def test_blocks_with_no_snapshot_behind_them_are_evicted_first(fresh: Iterator[int]) -> None:
+    manager = manager_of(device=3)
+    late = new_tokens(fresh, 20, extra=1)
+    meanwhile = new_tokens(fresh, 20, extra=1)
+    ended_late(manager, late, meanwhile)
+    assert (found(manager, late), found(manager, meanwhile)) == (0, 20), "there was one slot left for a snapshot"
+    manager.allocate(sequence(new_tokens(fresh, 40)))
+    assert found(manager, meanwhile) == 20
+
+
+def test_blocks_before_the_snapshot_of_a_branch_stay(fresh: Iterator[int]) -> None:
+    manager = manager_of(device=4)
+    shared = new_tokens(fresh, 10)
+    branch = [*shared, *new_tokens(fresh, 8, extra=1)]
+    ended_late(manager, [*shared, *new_tokens(fresh, 10, extra=1)], branch)
+    assert found(manager, branch) == 18, "the snapshot of the other branch has left its slot"
+    answered(manager, new_tokens(fresh, 41, extra=1), [])
+    assert found(manager, branch) == 18
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_blocks_with_a_snapshot_behind_them_again_are_kept(fresh: Iterator[int], times: int) -> None:
+    """A prompt asked again is computed again, its blocks are still cached, and count as used now."""
+    manager = manager_of(device=3)
+    prompt = new_tokens(fresh, 15, extra=1)
+    other = new_tokens(fresh, 15, extra=1)
+    answered(manager, prompt, [])
+    for _ in range(times):
+        for tokens in (other, new_tokens(fresh, 1, extra=1)):
+            answered(manager, tokens, [])
+        assert found(manager, prompt) == 0, "there are two slots for snapshots"
+        assert answered(manager, prompt, [])[0] == 0
+        assert found(manager, prompt) == 15
+    answered(manager, new_tokens(fresh, 34, extra=1), [])
+    assert (found(manager, prompt), found(manager, other)) == (15, 0)
+
+
+def test_blocks_that_are_computed_again_stay_for_the_snapshot_behind_them(fresh: Iterator[int]) -> None:
+    """Of blocks with the same content the cache has the older ones."""
+    manager = manager_of(device=3)
+    prompt = new_tokens(fresh, 15, extra=1)
+    for tokens in (prompt, new_tokens(fresh, 15, extra=1), new_tokens(fresh, 1, extra=1)):
+        answered(manager, tokens, [])
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    assert seq.num_computed == 0, "there are two slots for snapshots"
+    states_of(manager).own(seq)
+    seq.num_computed = 12 * BLOCK
+    manager.register_computed(seq, 0)
+    manager.allocate(sequence(new_tokens(fresh, 20)))
+    compute(manager, seq)
+    assert found(manager, prompt) == 15
 
 
 def test_a_state_that_is_read_may_take_the_slot_of_the_one_before_it(fresh: Iterator[int]) -> None:

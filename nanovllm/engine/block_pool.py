@@ -168,7 +168,8 @@ class BlockPool:
             return
         if block.hashes:
             self._clock += 1
-            self._evictors[self.tiers.tier_of(block_id)].add(block_id, (not is_spare, self._clock))
+            is_kept = block.is_usable and not is_spare
+            self._evictors[self.tiers.tier_of(block_id)].add(block_id, (is_kept, self._clock))
         else:
             self._discard(block_id)
 
@@ -178,6 +179,20 @@ class BlockPool:
             evictor = self._evictors[self.tiers.tier_of(block.block_id)]
             _, clock = evictor[block.block_id]
             evictor.add(block.block_id, (False, clock))
+
+    def set_usable(self, block: Block, is_usable: bool) -> None:
+        """Whether a prompt can begin with the tokens of a block, which is of a group without a window.
+
+        The prefix cache finds it. If it is cached and becomes usable, it counts as used now.
+        """
+        if block.is_usable is is_usable:
+            return
+        block.is_usable = is_usable
+        if not is_usable:
+            self.demote(block)
+        elif not block.ref_count:
+            self._clock += 1
+            self._evictors[self.tiers.tier_of(block.block_id)].add(block.block_id, (True, self._clock))
 
     def refresh(self, block_ids: Iterable[int]) -> None:
         """Cached blocks that are not spare count as used now, in the order in which they were used before."""

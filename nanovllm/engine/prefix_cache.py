@@ -67,6 +67,7 @@ class Block:
     ref_count: int = 1
     tokens: bytes = b""  # content of its complete hash blocks, from the start of the block
     hashes: list[bytes] = field(default_factory=list)  # of its hash blocks that the prefix cache finds here
+    is_usable: bool = True  # False: no prompt can begin with these tokens, and the block is spare while it is cached
 
     @property
     def num_cached_tokens(self) -> int:
@@ -248,6 +249,11 @@ class PrefixCache:
             indices = {block: at // hashes_per_block for at, block in enumerate(found) if block is not None}
             yield from ((group, index, block) for block, index in indices.items())
 
+    def full_blocks(self, content_hash: bytes) -> Iterator[Block]:
+        """The blocks of groups without a window that hold the tokens of a hash."""
+        found = (self._by_hash[group].get(content_hash) for group in self._full_groups)
+        return (block for block in found if block is not None)
+
     def hash_after(self, seq: Sequence, num_tokens: int, end: int) -> bytes | None:
         """The hash of the hash block that follows the first `num_tokens` tokens, if it ends by `end`."""
         index = num_tokens // self.hash_block_size
@@ -295,6 +301,7 @@ class PrefixCache:
             self._removed_at[block.block_id] = self._num_removals
         block.tokens = b""
         block.hashes = []
+        block.is_usable = True
 
     def clear(self) -> None:
         """Forget all blocks. The caller gives up their records, or forgets each of them too."""

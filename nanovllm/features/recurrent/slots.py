@@ -8,9 +8,11 @@ least recently used first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from nanovllm.data.batch import StateMove
+from nanovllm.features.recurrent.prefixes import SnapshotPrefixes
 from nanovllm.kvcache.hybrid_manager import IdPool
 
 
@@ -20,16 +22,23 @@ class State:
 
     slot: int
     num_sequences: int = 0  # that go on from it
-    content_hash: bytes | None = None  # of the tokens before it, if the prefix cache can find it
+    hashes: Seq[bytes] = ()  # of all hash blocks before it, if the prefix cache can find it
     is_spare: bool = False  # as a snapshot: on the grid of a prompt, and not used yet; these are forgotten first
+
+    @property
+    def content_hash(self) -> bytes | None:
+        """Of all tokens before it; None if the prefix cache cannot find it."""
+        return self.hashes[-1] if self.hashes else None
 
 
 class StateSlots:
     """Slots are numbered across the tiers, the device's first."""
 
-    def __init__(self, num_device_slots: int, num_host_slots: int) -> None:
+    def __init__(self, num_device_slots: int, num_host_slots: int, prefixes: SnapshotPrefixes) -> None:
+        """prefixes: of the snapshots in these slots."""
         self.num_device_slots = num_device_slots
         self.num_host_slots = num_host_slots
+        self._prefixes = prefixes
         self.reset()
 
     def reset(self) -> None:
@@ -38,6 +47,7 @@ class StateSlots:
         self._host = IdPool(self.num_device_slots, self.num_host_slots)
         self.snapshots: dict[bytes, State] = {}  # by content hash, the least recently used first
         self._moves: list[StateMove] = []
+        self._prefixes.clear()
 
     def plan(self, move: StateMove) -> None:
         """Copy or replay a state before the next step."""
@@ -51,6 +61,13 @@ class StateSlots:
 
     def on_device(self, state: State) -> bool:
         return state.slot < self.num_device_slots
+
+    def remember(self, state: State, hashes: Seq[bytes], is_spare: bool) -> None:
+        """A state becomes the snapshot after these hash blocks, which have none."""
+        state.hashes = hashes
+        state.is_spare = is_spare
+        self.snapshots[hashes[-1]] = state
+        self._prefixes.add(hashes)
 
     def touched(self, content_hash: bytes) -> State:
         """The snapshot, which is now the one used last."""
@@ -133,9 +150,9 @@ class StateSlots:
 
     def forget(self, state: State) -> None:
         """Forget a snapshot. Sequences that hold the state keep it."""
-        assert state.content_hash is not None
-        del self.snapshots[state.content_hash]
-        state.content_hash = None
+        del self.snapshots[state.hashes[-1]]
+        self._prefixes.remove(state.hashes)
+        state.hashes = ()
         self.release_unused(state)
 
     def release_unused(self, state: State) -> None:

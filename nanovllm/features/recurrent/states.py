@@ -18,6 +18,7 @@ from nanovllm.engine.branch_points import grid_interval
 from nanovllm.engine.prefix_cache import PrefixHit
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.step_hook import StepHook
+from nanovllm.features.recurrent.prefixes import SnapshotPrefixes
 from nanovllm.features.recurrent.slots import State, StateSlots
 from nanovllm.features.recurrent.snapshots import SnapshotPlan, planned_snapshots
 
@@ -53,7 +54,8 @@ class RecurrentStates(StepHook):
         self, manager: BlockManager, num_device_slots: int, num_host_slots: int, stored_unit: int = sys.maxsize
     ) -> None:
         """stored_unit: another place keeps states too, at multiples of so many tokens."""
-        self.slots = StateSlots(num_device_slots, num_host_slots)
+        self._prefixes = SnapshotPrefixes(manager.pool)
+        self.slots = StateSlots(num_device_slots, num_host_slots, self._prefixes)
         self._manager = manager
         self._stored_unit = stored_unit
 
@@ -90,6 +92,8 @@ class RecurrentStates(StepHook):
         if not self._keeps_snapshots:
             own.plan = SnapshotPlan()
             return
+        if hit.num_known > hit.num_tokens:  # it computes them again, and keeps its state there
+            self._prefixes.expect(self._hashes_before(seq, hit.num_known))
         # Where this prompt and another one part, since a third may begin like both; and where the other place keeps it.
         places = (hit.num_known, self._last_stored(seq))
         own.plan = planned_snapshots(
@@ -253,6 +257,12 @@ class RecurrentStates(StepHook):
 
     # ---- snapshots
 
+    def _hashes_before(self, seq: Sequence, position: int) -> list[bytes]:
+        """Of all hash blocks of a sequence before the end of one."""
+        cache = self._manager.prefix_cache
+        cache.hash_before(seq, position)  # so that the sequence has them
+        return seq.prefix.hashes[: position // cache.hash_block_size]
+
     def keep(self, seq: Sequence, is_spare: bool = False) -> None:
         """Let the prefix cache find the state of a sequence that has computed whole hash blocks.
 
@@ -265,9 +275,7 @@ class RecurrentStates(StepHook):
         if content_hash in self.slots.snapshots:
             self.slots.touched(content_hash)
         elif state.content_hash is None:
-            state.content_hash = content_hash
-            state.is_spare = is_spare
-            self.slots.snapshots[content_hash] = state
+            self.slots.remember(state, self._hashes_before(seq, seq.num_computed), is_spare)
 
     def slot_to_store(self, seq: Sequence, begin: int) -> int | None:
         """The slot of a state that is worth storing, of a sequence that has computed its tokens from `begin` on.
@@ -313,9 +321,7 @@ class RecurrentStates(StepHook):
             if content_hash in self.slots.snapshots:
                 self.slots.release(state.slot)
             else:
-                state.content_hash = content_hash
-                state.is_spare = position not in own.plan.places
-                self.slots.snapshots[content_hash] = state
+                self.slots.remember(state, self._hashes_before(seq, position), position not in own.plan.places)
         own.begun = {}
 
     def _drop_snapshots(self, seq: Sequence) -> None:
