@@ -76,7 +76,7 @@ def check_states(manager: BlockManager, live: Iterable[TokenSequence]) -> None:
 def check_usable(manager: BlockManager, before_snapshots: set[bytes]) -> None:
     """Blocks before a snapshot are usable; of groups without a window those are spare that are not."""
     states = states_of(manager)
-    assert states is not None and set(states._prefixes._uses) == before_snapshots
+    assert states is not None and set(states.slots.prefixes._uses) == before_snapshots
     for block in manager.pool.blocks.values():
         assert block.is_usable or before_snapshots.isdisjoint(block.hashes)
     for evictor in manager.pool._evictors.values():

@@ -135,3 +135,22 @@ def test_a_hit_without_the_window_ends_before_it(fresh: Iterator[int]) -> None:
     assert manager.prefix_cache.find(whole).num_tokens == 8 * BLOCK, "the last window is in use"
     manager.free(seq)
     check_blocks(manager)
+
+
+def test_blocks_that_are_computed_again_count_as_used_now(fresh: Iterator[int]) -> None:
+    """Where a window is lost, a prompt computes again what other groups have cached; their old blocks stay for it."""
+    manager = BlockManager(100, 0, kv_groups((2 * BLOCK, None), BLOCK), chunk=BLOCK)
+    evictor = manager.pool._evictors[Tier.DEVICE]
+    document = new_tokens(fresh, 15, extra=1)
+    manager.free(asked(manager, document))
+    while evictor.oldest()[0][0] is False:
+        manager.pool._evict(evictor.oldest()[1])
+    other = new_tokens(fresh, 15)
+    manager.free(asked(manager, other))
+    branch = [*document[: 8 * BLOCK], *new_tokens(fresh, 4)]
+    seq = sequence(branch)
+    assert manager.prefix_cache.find(seq).num_tokens == 0
+    manager.free(asked(manager, branch))
+    while manager.num_cached_tokens(sequence([*other, 0])):
+        manager.pool._evict(evictor.oldest()[1])
+    assert manager.num_cached_tokens(sequence([*branch, 0])) == 12 * BLOCK

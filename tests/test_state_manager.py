@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 from block_helpers import BLOCK, check_states, new_tokens, one_group, sequence
+from engine_helpers import Bench, prompt_of
 
 from nanovllm.data.batch import StateMove
 from nanovllm.engine import branch_points
@@ -163,6 +164,20 @@ def test_blocks_with_no_snapshot_behind_them_are_evicted_first(fresh: Iterator[i
     assert (found(manager, late), found(manager, meanwhile)) == (0, 20), "there was one slot left for a snapshot"
     manager.allocate(sequence(new_tokens(fresh, 40)))
     assert found(manager, meanwhile) == 20
+
+
+def test_a_session_goes_on_while_blocks_of_no_use_are_evicted() -> None:
+    """As the test before, on the model of KV content."""
+    bench = Bench(16, states=(3, 0), block_size=16, max_num_seqs=2, budget=200)
+    bench.add("late", prompt_of(81, seed=1))
+    bench.step()
+    bench.add("meanwhile", prompt_of(81, seed=2), max_tokens=1)
+    bench.run()
+    assert bench.order == ["meanwhile", "late"]
+    bench.add("long", prompt_of(159, seed=3), max_tokens=1)
+    bench.run()
+    bench.add("again", [*prompt_of(81, seed=2), *bench.tokens("meanwhile"), 0])
+    assert bench.run()["again"].num_cached_tokens == 80
 
 
 def test_blocks_before_the_snapshot_of_a_branch_stay(fresh: Iterator[int]) -> None:

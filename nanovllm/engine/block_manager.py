@@ -127,10 +127,18 @@ class BlockManager:
         if end > hit.num_tokens:
             self.hold_beyond(seq, end)  # if there are too few blocks, it computes those tokens itself
         self._extend(seq)
+        self._use_again(seq, hit)
         for hook in self.hooks:
             hook.admitted(seq, hit)
         if seq.pending is None:
             self.stats.count_hit(seq)
+
+    def _use_again(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Use the cached blocks whose tokens a sequence computes again: they stay those that the prefix cache finds."""
+        size = self.prefix_cache.hash_block_size
+        for content_hash in reversed(seq.prefix.hashes[hit.num_tokens // size : hit.num_known // size]):
+            for block in self.prefix_cache.full_blocks(content_hash):
+                self.pool.set_usable(block, True)
 
     def reach(self, seq: Sequence, begin: int) -> int:
         """Up to which token hooks can fill the blocks of a waiting sequence that has `begin` tokens."""

@@ -181,12 +181,10 @@ class BlockPool:
             evictor.add(block.block_id, (False, clock))
 
     def set_usable(self, block: Block, is_usable: bool) -> None:
-        """Whether a prompt can begin with the tokens of a block, which is of a group without a window.
+        """Whether a prompt can begin with the tokens of a block that the prefix cache finds: if so, it is used now.
 
-        The prefix cache finds it. If it is cached and becomes usable, it counts as used now.
+        It is of a group without a window.
         """
-        if block.is_usable is is_usable:
-            return
         block.is_usable = is_usable
         if not is_usable:
             self.demote(block)

@@ -31,7 +31,8 @@ class SnapshotPrefixes:
             self._uses[content_hash] += 1
             if self._uses[content_hash] > 1:
                 return  # and so have those before it
-            self._set_usable(content_hash, True)
+            for block in self._pool.prefix_cache.full_blocks(content_hash):
+                self._pool.set_usable(block, True)
 
     def remove(self, hashes: Seq[bytes]) -> None:
         """The snapshot after these hash blocks is forgotten."""
@@ -40,13 +41,6 @@ class SnapshotPrefixes:
             if self._uses[content_hash]:
                 return
             del self._uses[content_hash]
-            self._set_usable(content_hash, False)
-
-    def expect(self, hashes: Seq[bytes]) -> None:
-        """A sequence is going to leave a snapshot after these hash blocks, which it computes again if need be."""
-        for content_hash in reversed(hashes):
-            self._set_usable(content_hash, True)
-
-    def _set_usable(self, content_hash: bytes, is_usable: bool) -> None:
-        for block in self._pool.prefix_cache.full_blocks(content_hash):
-            self._pool.set_usable(block, is_usable or any(map(self.__contains__, block.hashes)))
+            for block in self._pool.prefix_cache.full_blocks(content_hash):
+                if not any(map(self.__contains__, block.hashes)):
+                    self._pool.set_usable(block, False)

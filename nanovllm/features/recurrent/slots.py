@@ -38,7 +38,7 @@ class StateSlots:
         """prefixes: of the snapshots in these slots."""
         self.num_device_slots = num_device_slots
         self.num_host_slots = num_host_slots
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self.reset()
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class StateSlots:
         self._host = IdPool(self.num_device_slots, self.num_host_slots)
         self.snapshots: dict[bytes, State] = {}  # by content hash, the least recently used first
         self._moves: list[StateMove] = []
-        self._prefixes.clear()
+        self.prefixes.clear()
 
     def plan(self, move: StateMove) -> None:
         """Copy or replay a state before the next step."""
@@ -67,7 +67,7 @@ class StateSlots:
         state.hashes = hashes
         state.is_spare = is_spare
         self.snapshots[hashes[-1]] = state
-        self._prefixes.add(hashes)
+        self.prefixes.add(hashes)
 
     def touched(self, content_hash: bytes) -> State:
         """The snapshot, which is now the one used last."""
@@ -151,7 +151,7 @@ class StateSlots:
     def forget(self, state: State) -> None:
         """Forget a snapshot. Sequences that hold the state keep it."""
         del self.snapshots[state.hashes[-1]]
-        self._prefixes.remove(state.hashes)
+        self.prefixes.remove(state.hashes)
         state.hashes = ()
         self.release_unused(state)
 

@@ -54,8 +54,7 @@ class RecurrentStates(StepHook):
         self, manager: BlockManager, num_device_slots: int, num_host_slots: int, stored_unit: int = sys.maxsize
     ) -> None:
         """stored_unit: another place keeps states too, at multiples of so many tokens."""
-        self._prefixes = SnapshotPrefixes(manager.pool)
-        self.slots = StateSlots(num_device_slots, num_host_slots, self._prefixes)
+        self.slots = StateSlots(num_device_slots, num_host_slots, SnapshotPrefixes(manager.pool))
         self._manager = manager
         self._stored_unit = stored_unit
 
@@ -92,8 +91,6 @@ class RecurrentStates(StepHook):
         if not self._keeps_snapshots:
             own.plan = SnapshotPlan()
             return
-        if hit.num_known > hit.num_tokens:  # it computes them again, and keeps its state there
-            self._prefixes.expect(self._hashes_before(seq, hit.num_known))
         # Where this prompt and another one part, since a third may begin like both; and where the other place keeps it.
         places = (hit.num_known, self._last_stored(seq))
         own.plan = planned_snapshots(
