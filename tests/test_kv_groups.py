@@ -154,3 +154,27 @@ def test_blocks_that_are_computed_again_count_as_used_now(fresh: Iterator[int]) 
     while manager.num_cached_tokens(sequence([*other, 0])):
         manager.pool._evict(evictor.oldest()[1])
     assert manager.num_cached_tokens(sequence([*branch, 0])) == 12 * BLOCK
+
+
+@pytest.mark.parametrize("prompt_len", [8 * BLOCK + 2, 7 * BLOCK])
+def test_what_is_cached_of_a_window_that_is_computed_again_is_kept(fresh: Iterator[int], prompt_len: int) -> None:
+    """Of the two blocks before the place where prompts part, or an answer ends, the cache has the second one, spare."""
+    manager = BlockManager(100, 0, kv_groups((2 * BLOCK, None), BLOCK), chunk=BLOCK)
+    evictor = manager.pool._evictors[Tier.DEVICE]
+    document = new_tokens(fresh, 15, extra=1)
+    manager.free(asked(manager, document))
+    for _ in range(7):
+        manager.pool._evict(evictor.oldest()[1])
+    shared = document[: 8 * BLOCK]
+    assert manager.num_cached_tokens(sequence([*shared, 0])) == 0
+    ended = [*shared, *new_tokens(fresh, 0, extra=2)]
+    seq = asked(manager, ended[:prompt_len])
+    for token in ended[prompt_len:]:
+        seq.token_ids.append(token)
+        manager.grow([seq])
+        compute(manager, seq)
+        manager.release_hidden(seq)
+    manager.free(seq)
+    while evictor.oldest()[0][0] is False:
+        manager.pool._evict(evictor.oldest()[1])
+    assert manager.num_cached_tokens(sequence([*shared, 0])) == 8 * BLOCK

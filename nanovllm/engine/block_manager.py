@@ -136,9 +136,11 @@ class BlockManager:
     def _use_again(self, seq: Sequence, hit: PrefixHit) -> None:
         """Use the cached blocks whose tokens a sequence computes again: they stay those that the prefix cache finds."""
         size = self.prefix_cache.hash_block_size
-        for content_hash in reversed(seq.prefix.hashes[hit.num_tokens // size : hit.num_known // size]):
-            for block in self.prefix_cache.full_blocks(content_hash):
-                self.pool.set_usable(block, True)
+        hashes = seq.prefix.hashes[hit.num_tokens // size : hit.num_known // size]
+        again = {block for content_hash in hashes for block in self.prefix_cache.full_blocks(content_hash)}
+        for block in again:
+            self.pool.set_usable(block, True)
+        self.pool.refresh(block.block_id for block in again)
 
     def reach(self, seq: Sequence, begin: int) -> int:
         """Up to which token hooks can fill the blocks of a waiting sequence that has `begin` tokens."""

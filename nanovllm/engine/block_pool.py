@@ -173,24 +173,17 @@ class BlockPool:
         else:
             self._discard(block_id)
 
-    def demote(self, block: Block) -> None:
-        """A cached block is spare from now on."""
+    def set_kept(self, block: Block, is_kept: bool) -> None:
+        """Whether a cached block is worth keeping; if not, it is spare."""
         if self.blocks.get(block.block_id) is block and not block.ref_count:
             evictor = self._evictors[self.tiers.tier_of(block.block_id)]
             _, clock = evictor[block.block_id]
-            evictor.add(block.block_id, (False, clock))
+            evictor.add(block.block_id, (is_kept, clock))
 
     def set_usable(self, block: Block, is_usable: bool) -> None:
-        """Whether a prompt can begin with the tokens of a block that the prefix cache finds: if so, it is used now.
-
-        It is of a group without a window.
-        """
+        """Whether a prompt can begin with the tokens of a block, of a group without a window; if not, it is spare."""
         block.is_usable = is_usable
-        if not is_usable:
-            self.demote(block)
-        elif not block.ref_count:
-            self._clock += 1
-            self._evictors[self.tiers.tier_of(block.block_id)].add(block.block_id, (True, self._clock))
+        self.set_kept(block, is_usable)
 
     def refresh(self, block_ids: Iterable[int]) -> None:
         """Cached blocks that are not spare count as used now, in the order in which they were used before."""

@@ -72,7 +72,7 @@ class KeptWindows:
             if self._may_end_behind(seq, block.group, index):
                 seq.prefix.lingering.append((block, index))
             else:
-                self._pool.demote(block)
+                self._pool.set_kept(block, False)
 
     def on_grid(self, seq: Sequence) -> list[tuple[int, int]]:
         """(first position, block id) of what is kept before the grid along a sequence that ends.
@@ -84,8 +84,14 @@ class KeptWindows:
         return [(index * group.block_size, block_id) for group, index, block_id in kept if is_on_grid(group, index)]
 
     def _refresh(self, seq: Sequence) -> list[tuple[KVGroup, int, int]]:
-        """All cached blocks of windows along a sequence count as used now."""
-        windows = self._pool.prefix_cache.windows(seq)
-        idle = [(self._groups[group], index, block.block_id) for group, index, block in windows if not block.ref_count]
+        """All cached blocks of windows along a sequence count as used now, also those that it computes again.
+
+        What would be kept of its own blocks is kept of these, too: they stay those that the prefix cache finds.
+        """
+        windows = [each for each in self._pool.prefix_cache.windows(seq) if not each[2].ref_count]
+        for group, index, block in windows:
+            if seq.prefix.branch_points.is_seen(self._groups[group], index) or self._may_end_behind(seq, group, index):
+                self._pool.set_kept(block, True)
+        idle = [(self._groups[group], index, block.block_id) for group, index, block in windows]
         self._pool.refresh(block_id for _, _, block_id in idle)
         return idle
