@@ -64,7 +64,7 @@ CONTENT_MEMORIES = {
     "offload": (4, 9, 0, (6, 6)),
 }
 # As these, for a few requests.
-LITTLE = {"few blocks": (30, 0, 0, (20, 0)), "few states": (60, 0, 0, (4, 10)), "offload": (8, 24, 0, (4, 16))}
+LITTLE = {"few blocks": (30, 0, 0, (24, 0)), "few states": (60, 0, 0, (4, 12)), "offload": (8, 24, 0, (4, 20))}
 
 
 def all_kept(block: int) -> Bound:
@@ -76,7 +76,7 @@ class LastUsed:
     """The bound in any memory (docs/memory-and-ordering.md, "Prefixes"), of prompts that come one after the other.
 
     A prompt that goes on where an earlier prompt or its answer ended computes at most a block before that again, if all
-    tokens of the requests since then fit, those of the longest twice, and six states of each and one more.
+    tokens of the requests since then fit, those of the longest twice, and eight states of each.
     """
 
     def __init__(self, engine: ContentEngine) -> None:
@@ -97,7 +97,7 @@ class LastUsed:
 
     def _fit(self, requests: Sequence[Past]) -> bool:
         blocks = [self._groups * (1 + -(-each.longest // self._block)) for each in requests]
-        return sum(blocks) + max(blocks, default=0) <= self._num_blocks and 6 * len(blocks) + 1 <= self._num_slots
+        return sum(blocks) + max(blocks, default=0) <= self._num_blocks and 8 * len(blocks) <= self._num_slots
 
 
 class RealEngine:

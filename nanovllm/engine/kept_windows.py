@@ -5,7 +5,8 @@ last whole hash block that is computed, where the sequence may end. All others a
 anything else.
 
 What earlier prompts with the same start kept is used whenever a sequence with that start is, so that old conversations
-go whole, and not each of them a little.
+go whole, and not each of them a little. So the cache keeps what the sessions used last go on from, if all their tokens
+fit (docs/memory-and-ordering.md, "Prefixes", has the promise).
 """
 
 from __future__ import annotations

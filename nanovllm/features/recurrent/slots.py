@@ -2,7 +2,7 @@
 
 Only the device's slots are computed with. There is always one for a sequence that computes: the scheduler runs at most
 as many sequences as the device has slots, and what only the prefix cache holds moves to the host, or is forgotten, the
-least recently used first.
+least recently used first. A prompt with one answer leaves at most six snapshots that are not on its grid.
 """
 
 from __future__ import annotations
