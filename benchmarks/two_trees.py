@@ -7,7 +7,7 @@ Each tree runs the work of its own bench.py, with this Python and its packages, 
 the other one runs. Each round is one prompt with each tree, and the two take turns in going first, so that a machine
 whose speed changes from minute to minute changes both. A ratio is this tree's speed in a round divided by the other's.
 
-The scheduler's time is that of `Scheduler.schedule` and `Scheduler.update`, the mean of all steps of a round.
+The scheduler's time is the processor time of `Scheduler.schedule` and `Scheduler.update`, the mean of a round's steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanovllm.errors import ConfigError
 # The other tree may be older than this file: it needs a bench.py that gives a loaded engine to `report`.
 WORKER = """
 import json, sys
-from time import perf_counter
+from time import thread_time
 
 import bench
 from nanovllm.engine.scheduler import Scheduler
@@ -40,9 +40,9 @@ seconds = {"schedule": [], "update": []}
 def timed(name):
     method = getattr(Scheduler, name)
     def call(*args):
-        begin = perf_counter()
+        begin = thread_time()
         result = method(*args)
-        seconds[name].append(perf_counter() - begin)
+        seconds[name].append(thread_time() - begin)
         return result
     setattr(Scheduler, name, call)
 
