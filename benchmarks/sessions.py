@@ -25,10 +25,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.options import Parser, add_json_option, not_negative, positive, share
 from benchmarks.report import machine_facts, print_row, write_json
@@ -175,18 +175,34 @@ class Engines:
         return output.outputs[0].token_ids, output.num_cached_tokens
 
     def restart(self) -> None:
-        self.llm.close()
+        self.close()
         self.llm = make_engine(self._model, self._memory)
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+class Restartable(Protocol):
+    """See `Engines`."""
+
+    def ask(self, prompt: Tokens, most: int | None = None) -> tuple[Tokens, int]: ...
+    def restart(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def play(
-    model: Path, memory: Memory, talk: Talk, patterns: Sequence[str], between: int = 0
+    model: Path,
+    memory: Memory,
+    talk: Talk,
+    patterns: Sequence[str],
+    between: int = 0,
+    make: Callable[[Path, Memory, int], Restartable] = Engines,
 ) -> Iterator[tuple[str, list[Asked]]]:
     """The requests of each pattern, whose sessions one engine plays one after the other.
 
-    between: tokens of an unrelated prompt before each request.
+    between: tokens of an unrelated prompt before each request. make: gives the engines.
     """
-    engines = Engines(model, memory, talk.answer)
+    engines = make(model, memory, talk.answer)
     player = Player(engines.ask)
     try:
         for name in patterns:
@@ -200,7 +216,7 @@ def play(
 
             yield name, player.play(PATTERNS[name](talk, name), interrupt)
     finally:
-        engines.llm.close()
+        engines.close()
 
 
 # ---- report

@@ -14,6 +14,7 @@ import pytest
 from content_model import VOCAB
 from fast import fast_only
 from session_helpers import CACHE, MODELS, SessionBench
+from session_processes import KilledEngines
 
 from benchmarks.peers import run_llama_session
 from benchmarks.session_first_token import first_tokens, talk_of
@@ -159,6 +160,17 @@ def test_a_short_session_of_a_real_engine(family: str, pattern: str, tmp_path: P
     model = write_model(tmp_path / "model", family, talk)
     ((_, asked),) = play(model, Memory(tokens=5120), talk, [pattern])
     assert [each.recomputed <= bound(each) for each in asked] == [True] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_a_session_goes_on_after_its_process_was_killed(family: str, tmp_path: Path) -> None:
+    """What its engine had handed to the disk before was written, but the engine was never closed."""
+    talk = Talk(system=1500, answer=20, reasoning=10, turns=4)
+    model = write_model(tmp_path / "model", family, talk)
+    memory = Memory(tokens=5120, kv_cache_dir=tmp_path / "kv")
+    rows = play(model, memory, talk, ("reasoning stripped", "compaction"), make=KilledEngines)
+    assert misses(rows, has_full_attention_only(model)) == {}
 
 
 @pytest.mark.slow
