@@ -20,6 +20,7 @@ from benchmarks.peers import run_llama_session
 from benchmarks.session_first_token import first_tokens, talk_of
 from benchmarks.session_patterns import (
     KNOWN_BOUND,
+    OTHER_BOUND,
     PATTERNS,
     Asked,
     Player,
@@ -29,6 +30,8 @@ from benchmarks.session_patterns import (
     bound,
     cell,
     common_length,
+    cut_result,
+    worst,
 )
 from benchmarks.sessions import FAMILIES, Memory, has_full_attention_only, main, play, write_model
 
@@ -133,6 +136,20 @@ def test_the_latest_session_is_kept_in_a_quarter_of_the_memory(model: str) -> No
     windows, is_recurrent = MODELS[model]
     bench = SessionBench(windows, is_recurrent, tokens=CACHE // 4, answer=TALK.answer)
     assert misses(bench.play(TALK), model == "full attention") == {}
+
+
+def cut_result_of(model: str, tokens: int) -> list[Asked]:
+    """The requests of a session whose tool result is cut, before each an unrelated prompt."""
+    windows, is_recurrent = MODELS[model]
+    talk = Talk(vocab=VOCAB)
+    bench = SessionBench(windows, is_recurrent, tokens=tokens, answer=talk.answer)
+    session = cut_result(talk, "cut")
+    return Player(bench.ask).play(session, lambda number: bench.ask(talk.words(BETWEEN, f"between {number}"), 1))
+
+
+def test_a_long_prompt_has_states_where_windows_are_kept() -> None:
+    """Its chunks may end elsewhere."""
+    assert 256 < worst(cut_result_of("windows and recurrent layers", CACHE // 4), False) <= OTHER_BOUND
 
 
 SHORT = ("reasoning stripped", "compaction", "tool result cut in half")

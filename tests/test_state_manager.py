@@ -298,6 +298,8 @@ def test_snapshots_of_a_long_prompt_are_where_its_chunks_end(chunk: int, interva
     plan = planned_snapshots(0, 51, (), interval, unit=4, chunk=chunk)
     assert plan.within(0, 51, chunk) == expected
     assert plan.within(0, expected[0], chunk) == [], "the end is the sequence's own state"
+    beside_windows = planned_snapshots(0, 51, (), interval, unit=4, chunk=chunk, has_windows=True)
+    assert beside_windows == planned_snapshots(0, 51, (), interval, unit=4, chunk=None), "windows are kept at the grid"
 
 
 def test_chunks_of_a_long_prompt_are_whole_between_its_snapshots() -> None:

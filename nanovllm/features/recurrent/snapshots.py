@@ -50,19 +50,26 @@ class SnapshotPlan:
 
 
 def planned_snapshots(
-    begin: int, end: int, places: Iterable[int], interval: int, unit: int, chunk: int | None, stored_unit: int = 1
+    begin: int,
+    end: int,
+    places: Iterable[int],
+    interval: int,
+    unit: int,
+    chunk: int | None,
+    stored_unit: int = 1,
+    has_windows: bool = False,
 ) -> SnapshotPlan:
     """Where the state of a prompt of `end` tokens is kept, of which `begin` are computed, in chunks of up to `chunk`.
 
     They are its branch points. In a prompt of many chunks those of the grid are at the ends of chunks instead, so that
-    no further chunk loads the KV before it. They are multiples of `stored_unit` too, which the block store takes,
-    unless that is longer than the interval.
+    no further chunk loads the KV before it; but not if other layers have windows, which are kept before the grid. They
+    are multiples of `stored_unit` too, which the block store takes, unless that is longer than the interval.
     """
     points = branch_points(end, places, interval, unit)
     if (common := lcm(unit, stored_unit)) <= interval:
         unit = common
     interval = -(-points.interval // unit) * unit
-    is_long = chunk is not None and end > LONG_PROMPT * chunk
+    is_long = chunk is not None and end > LONG_PROMPT * chunk and not has_windows
     fixed = {*points.places, *(() if is_long else range(interval, end, interval))}
     between = tuple(sorted(position for position in fixed if begin < position < end))
     places = tuple(position for position in between if position in points.places)

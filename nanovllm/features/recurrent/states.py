@@ -101,6 +101,7 @@ class RecurrentStates(StepHook):
             cache.hash_block_size,
             self._manager.capacity.chunk,
             self._stored_unit,
+            any(group.window is not None for group in self._manager.groups),
         )
 
     def _last_stored(self, seq: Sequence) -> int:
