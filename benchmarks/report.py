@@ -21,7 +21,7 @@ import nanovllm
 from benchmarks.timing import Rates, Spread
 
 MIB = 1 << 20
-FILE_ARGUMENTS = ("output_json", "output_dir", "trace")
+FILE_ARGUMENTS = ("output_json", "output_dir", "trace", "llama_cpp")
 ROOT = Path(__file__).resolve().parent.parent
 
 
