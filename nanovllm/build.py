@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.memory_checks import gib
+from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.data.network import Network
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
@@ -51,11 +51,12 @@ from nanovllm.memory.draft_model import asked_mtp, draft_engine, mtp_engine, mtp
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import layout_of, of_rank
-from nanovllm.memory.profiling import measure_memory
+from nanovllm.memory.profiling import activation_peak, measure_memory
 from nanovllm.memory.shares import with_device_bytes
 from nanovllm.memory.sizing import KVPlan, smallest
 from nanovllm.memory.states import without_states
 from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
+from nanovllm.memory.weights import weight_plan
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model, load_mtp_head
 from nanovllm.models.mtp import MTPHead
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from nanovllm.features.kv_disk.store import DiskStore
     from nanovllm.features.lora.rows import AdapterRows
     from nanovllm.features.speculation.hidden_states import HiddenStates
+    from nanovllm.features.streamed_weights.host_layers import HostLayers
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +146,8 @@ def build_runner(
     logger.info("attention backend: %s", backend.name)
     if device.torch_device.type == "cpu":
         logger.info("CPU kernels: %s", cpu_kernel_choice())
-    model = _load_model(config, network, dtype, device, group)
+    model, host_layers = _load_model(config, network, dtype, device, group)
+    _stream_weights(device, model, host_layers)
     own = model.network  # of this rank
     config = with_device_bytes(config, own)
     backend = _faster_prefill(config, model, device, backend)
@@ -158,6 +161,7 @@ def build_runner(
         from nanovllm.device.trace import TracedDevice
 
         device = trace = TracedDevice(device, config.trace)
+        _stream_weights(device, model, host_layers)
     layout = of_rank(sizing.layout, own)
     geometry = AttentionGeometry(own.attention_scale, own.num_heads, dtype, model.sinks)
     kv_cache: KVCacheBase
@@ -387,19 +391,58 @@ def _resolve_dtype(name: str, of_checkpoint: str) -> torch.dtype:
 
 def _load_model(
     config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, device: Device, group: RankGroup | None
-) -> CausalLM:
-    """The model on the device, written by the stream that reads it."""
+) -> tuple[CausalLM, HostLayers | None]:
+    """The model on the device, written by the stream that reads it, and its layers in host memory, if it has any."""
+    local_size = group.local_size if group is not None else 1
+    free = device.free_memory() // (local_size if device.shares_host else 1)
+    in_turn: HostLayers | None = None
+
+    def choose(declared: CausalLM) -> HostLayers | None:
+        nonlocal in_turn
+        in_turn = _host_layers(config, declared, device, free, device.free_host_memory() // local_size)
+        return in_turn
+
     try:
         with device.compute():
-            free = device.free_memory() // (group.local_size if group is not None and device.shares_host else 1)
             load_format = config.load_format
             seed = config.seed
-            return load_model(config.model, network, dtype, device.torch_device, load_format, seed, free, group)
+            where = device.torch_device
+            model = load_model(config.model, network, dtype, where, load_format, seed, free, group, choose)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "
-            "free device memory or use device='cpu'"
+            "free device memory, lower weights_memory_bytes, or use device='cpu'"
         ) from error
+    return model, in_turn
+
+
+def _host_layers(config: EngineConfig, model: CausalLM, device: Device, free: int, host_free: int) -> HostLayers | None:
+    """The layers whose weights stream, if there are any. model: without memory. free, host_free: bytes."""
+    sizes = model.network.weights
+    total = device.total_memory()
+    plan = weight_plan(config, sizes, total, free, device.shares_host, lambda: activation_peak(model, config))
+    if not plan.streamed:
+        return None
+    where = "the host has"
+    check_fits("model: the weights that stream take", plan.host_bytes, host_free, where, "raise weights_memory_bytes")
+    logger.info(
+        "weights: %s on the device, with %d slots of %s for the layers that stream; %s of %d layers in host memory",
+        gib(plan.device_bytes),
+        plan.num_slots,
+        gib(plan.slot_bytes),
+        gib(plan.host_bytes),
+        len(plan.streamed),
+    )
+    from nanovllm.features.streamed_weights.host_layers import HostLayers
+
+    return HostLayers(device, plan)
+
+
+def _stream_weights(device: Device, model: CausalLM, layers: HostLayers | None) -> None:
+    if layers is not None:
+        from nanovllm.features.streamed_weights.stream import WeightStream
+
+        model.layer_weights = WeightStream(device, layers)
 
 
 def _faster_prefill(
@@ -436,7 +479,8 @@ def _keep_batch_invariance(config: EngineConfig, model: CausalLM, backend: Atten
     if config.batch_invariant and misfit is not None:
         raise ConfigError(f"batch_invariant=True: {misfit}; leave it out")
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    if config.batch_invariant is False and is_cpu and model.dtype == torch.bfloat16 and has_amx():
+    in_place = model.layer_weights is None
+    if config.batch_invariant is False and in_place and is_cpu and model.dtype == torch.bfloat16 and has_amx():
         model.use_torch_products()
         logger.info("batch_invariant=False: products of many rows are torch's, whose last bits depend on the batch")
     elif misfit is not None:

@@ -19,12 +19,14 @@ from nanovllm.config_rules import (
     MOST_GIB,
     MOST_SECONDS,
     SIZES,
+    WEIGHT_BYTES,
     can_be_dir,
     can_be_file,
     is_dir,
     is_fields,
     is_generation_config,
     is_names,
+    is_weights_size,
 )
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.formats.hub import find_directories, is_gguf
@@ -72,6 +74,8 @@ class EngineConfig:
         cache of a sequence of max_model_len tokens, or of as many as it names: "10% of 32K". Without
         kvcache_block_size, blocks are small enough that several fit.
     kv_offloading_size: of all ranks together.
+    weights_memory_bytes: of each rank. It covers all weights, with two slots for streamed layers. None keeps them all
+        on the device; with enable_cpu_offload, as many as leave room for a step and for KV blocks.
     kv_cache_dtype: "int8" and "fp8" take one byte an element, with an fp32 scale for each token and KV head:
         `ops.kv_quantization` has the formula.
     cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
@@ -146,6 +150,12 @@ class EngineConfig:
         None,
         size(GIB_OR_SIZE, GIB, MOST_GIB * GIB),
         "KV memory of the host in GiB, or such as 500M, instead of num_cpu_blocks; turns offload on",
+    )
+    weights_memory_bytes: int | str | None = argument(
+        None,
+        Rule(is_weights_size, WEIGHT_BYTES),
+        "device memory for weights: bytes, such as 20G, or a share of them, such as 25%; layers for which it is too "
+        "little stream from host memory",
     )
     enable_prefix_caching: bool = argument(True, FLAG, "reuse the KV blocks of prefixes that were computed before")
     seed: int = argument(0, whole(0, most=2**63 - 1), "of requests without a seed")
@@ -293,6 +303,12 @@ class EngineConfig:
     def kv_share(self) -> Share | None:
         """The share that `kv_cache_memory_bytes` is; None if it is none. `memory.shares` makes it a number of bytes."""
         return share(self.kv_cache_memory_bytes)
+
+    @property
+    def weights_share(self) -> float | None:
+        """The share that `weights_memory_bytes` is; None if it is none."""
+        asked = share(self.weights_memory_bytes)
+        return None if asked is None else asked.part
 
     def num_bytes(self, name: str) -> int | None:
         """The bytes of one of SIZES; None if it is not given, or is a share."""

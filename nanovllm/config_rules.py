@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanovllm.rules import Rule
+from nanovllm.rules import Rule, share, size
 
 MOST_GIB = 2**30  # more than any machine has
 MOST_SECONDS = 10**9  # such as fit a timedelta
@@ -21,7 +21,13 @@ FROM_MEMORY = " or -1 to size it from memory"
 GIB = 2**30
 # Sizes, which may be text with a unit such as "7M", and the bytes of a number without one.
 SIZES: Mapping[str, int] = MappingProxyType(
-    {"kv_cache_memory_bytes": 1, "kv_offloading_size": GIB, "swap_space": GIB, "kv_cache_dir_space": GIB}
+    {
+        "kv_cache_memory_bytes": 1,
+        "weights_memory_bytes": 1,
+        "kv_offloading_size": GIB,
+        "swap_space": GIB,
+        "kv_cache_dir_space": GIB,
+    }
 )
 GIB_OR_SIZE = f'must be None, a number of GiB above 0 and at most {MOST_GIB:,}, or a size such as "20G"'
 GIB_OR_NONE = f'must be None, a number of GiB from 0 to {MOST_GIB:,}, or a size such as "4G"'
@@ -29,7 +35,17 @@ KV_BYTES = (
     'must be None, a whole number of bytes of at least 1, a size such as "20G" or "7M", or a share such as "10%" of '
     f'the KV cache of a sequence of max_model_len tokens, or "10% of 32K"; at most {MOST_GIB:,}G'
 )
+WEIGHT_BYTES = (
+    'must be None, a whole number of bytes of at least 1, a size such as "20G", or a share of the weights, such as '
+    f'"25%"; at most {MOST_GIB:,}G'
+)
 GENERATION = 'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json'
+
+
+def is_weights_size(value: Any) -> bool:
+    """Whether it is None, a size, or a share that names no tokens."""
+    asked = share(value)
+    return size(WEIGHT_BYTES, 1, MOST_GIB * GIB).holds(value) if asked is None else asked.tokens is None
 
 
 def is_dir(path: object) -> bool:

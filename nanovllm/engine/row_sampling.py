@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -170,7 +171,9 @@ def _measure_prompts(model: CausalLM, rows: ComputedRows, results: list[list[Tok
 
 def explain_non_finite_logits(model: CausalLM) -> str:
     """A sentence that says which weights hold NaN or infinity, or that it was computed. Reads all weights."""
-    damaged = [name for name, slot in model.slots() if not is_finite(slot.view)]
+    not_layers = (child for child in model.children() if child not in model.layers)
+    modules = chain(map(model.layer, range(len(model.layers))), not_layers)
+    damaged = [name for module in modules for name, slot in module.slots() if not is_finite(slot.view)]
     if damaged:
         named = ", ".join(damaged[:MOST_NAMED])
         others = f" and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""

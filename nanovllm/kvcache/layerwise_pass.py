@@ -53,6 +53,7 @@ class LayerwisePass:
     ) -> None:
         self._model = model
         self._spans = model.network.kv_spans
+        self._recurrent = frozenset(model.network.recurrent_layers)
         self._engine = engine
         self._pass_hooks = pass_hooks
         self._kv_cache = LayerwiseKVCache(engine, geometry, backend)
@@ -87,11 +88,14 @@ class LayerwisePass:
         pool = self._engine.states
         slot = seq.state_slot
         states = pool.of_step([slot]) if pool is not None and slot is not None else None
-        for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
-            self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache, states)
+        num_chunks = part.layerwise.num_chunks
+        for layer in range(part.first_layer_chunk // num_chunks, -(-part.end_layer_chunk // num_chunks)):
+            first = max(part.first_layer_chunk, layer * num_chunks)
+            end = min(part.end_layer_chunk, (layer + 1) * num_chunks)
+            self._run_layer(range(first, end), seq, part, x, kv_cache, states)
         self._kv_cache.end_part()
         state.next_layer_chunk = part.end_layer_chunk
-        if part.end_layer_chunk < part.layerwise.num_chunks * len(self._spans):
+        if part.end_layer_chunk < num_chunks * len(self._spans):
             hidden = x[:0]
         else:
             self.state = None
@@ -105,24 +109,39 @@ class LayerwisePass:
     def _embed(self, seq: ScheduledSequence) -> Tensor:
         return self._model.embed(upload(torch.tensor(seq.token_ids, dtype=torch.int64), self._model.device))
 
-    def _run_layer_chunk(
+    def _run_layer(
         self,
-        layer_chunk: int,
+        layer_chunks: range,
         seq: ScheduledSequence,
         part: LayerwiseStep,
         x: Tensor,
         kv_cache: KVCache,
         states: StepStates | None,
     ) -> None:
-        where = part.layerwise.positions(layer_chunk)
+        """Run the chunks through a layer, after the recurrent ones before it, each of which takes all chunks first."""
+        chunks = [
+            self._chunk(part.layerwise.positions(chunk), seq, part, x, kv_cache, states) for chunk in layer_chunks
+        ]
+        for index in self._spans[part.layerwise.layer(layer_chunks.start)]:
+            for where, rows, ctx in chunks:
+                self._model.forward_layers_(range(index, index + 1), rows, self._model.inputs(rows, ctx))
+                for position, slot in part.layerwise.snapshots if index in self._recurrent else ():
+                    if position == where.stop and seq.state_slot is not None:
+                        self._engine.copy_state(seq.state_slot, slot, range(index, index + 1))
+
+    def _chunk(
+        self,
+        where: range,
+        seq: ScheduledSequence,
+        part: LayerwiseStep,
+        x: Tensor,
+        kv_cache: KVCache,
+        states: StepStates | None,
+    ) -> tuple[range, Tensor, ForwardContext]:
+        """The rows of some positions, and what layers read besides them."""
         chunk = SequenceMetadata.full(0, len(where), where.start, *seq.block_tables)
         positions = torch.arange(where.start, where.stop, device=x.device)
-        ctx = with_hooks(
-            self._pass_hooks, ForwardContext(positions, (chunk,), kv_cache, states=states), [(seq, len(where))]
-        )
+        context = ForwardContext(positions, (chunk,), kv_cache, states=states)
+        ctx = with_hooks(self._pass_hooks, context, [(seq, len(where))])
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
-        span = self._spans[part.layerwise.layer(layer_chunk)]
-        self._model.forward_layers_(span, rows, ctx)
-        for position, slot in part.layerwise.snapshots:
-            if position == where.stop and seq.state_slot is not None:
-                self._engine.copy_state(seq.state_slot, slot, span)
+        return where, rows, ctx

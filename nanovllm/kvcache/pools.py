@@ -70,7 +70,7 @@ class KVPools:
     def copy_state(self, src: int, dst: int, layers: range) -> None:
         """Copy what the recurrent layers among these have in a slot, between earlier and later computation.
 
-        A pass calls it for one span of layers after the other. The first span with recurrent layers counts as the copy.
+        A pass calls it for one range of layers after the other. The first with recurrent layers counts as the copy.
         """
         assert self.states is not None
         with self.order.moves(any_moves=True) as stream:

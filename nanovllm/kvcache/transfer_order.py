@@ -1,7 +1,8 @@
 """All streams, events and waits of the offload path. No other module orders copies, attention and CPU work.
 
 The ring's slots are loaded, attended and released in groups, each in a place of the ring. Events that are said to be
-per group exist once for each place, and once for each block of the layer buffer. Seven orderings keep the KV correct:
+per group exist once for each place, and once for each block of the layer buffer. Seven orderings keep the KV correct,
+and an eighth the weights:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
 2. A host block is complete before it is read, and copies to its old content end before it is overwritten. When a step
@@ -19,6 +20,8 @@ per group exist once for each place, and once for each block of the layer buffer
 7. Outside copies, between blocks and buffers that are not of this cache, such as those of files, run after everything
    that used the blocks before: `settled`, the event of `before_outside_copies`. The thread that issues the copies waits
    until they have ended, so that blocks are attended or written again only after that.
+8. The matrices of a streamed layer are in their slot before the layer is computed, and used before those of another
+   layer overwrite them: `weights_ready`, `weights_used`, per slot. They have a stream of their own (`WeightOrder`).
 
 What needs no event:
 
@@ -32,8 +35,8 @@ What needs no event:
   the last partial state.
 
 Copies in one direction share one link, and one stream keeps it busy: on an H200 as busy as four streams did. An engine
-of one process has seven streams at most, with those of computation, CPU attention, the clock and outside copies, fewer
-than CUDA has hardware queues by default (eight; `create_device` asks for 32), so no two of them share a queue.
+of one process has eight streams at most, with those of computation, CPU attention, the clock, outside copies and
+weights, as many as CUDA has hardware queues by default (`create_device` asks for 32), so no two of them share a queue.
 """
 
 from __future__ import annotations
@@ -217,4 +220,44 @@ class TransferOrder:
         """Let all work of steps end, failed or not, and start with new events: then there is nothing to wait for."""
         with suppress(EngineError):  # the caller resets because of this failure or an earlier one
             self.synchronize()
+        self._make_events()
+
+
+class WeightOrder:
+    """Owns the stream on which the matrices of layers are copied to weight slots; orders it with compute."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._compute = device.compute_stream
+        self._loads = device.new_stream("weight-loads")
+        self._make_events()
+
+    def _make_events(self) -> None:
+        # By slot. An event is created at its first record.
+        self._weights_ready = defaultdict[int, Event](self._device.new_event)
+        self._weights_used = defaultdict[int, Event](self._device.new_event)
+
+    def before_fill(self, slot: int) -> Stream:
+        """Copies on the returned stream may overwrite the slot."""
+        if slot in self._weights_used:
+            self._loads.wait(self._weights_used[slot])
+        return self._loads
+
+    def after_fill(self, slot: int) -> None:
+        """The copies have been issued on the stream of `before_fill`."""
+        self._loads.record(self._weights_ready[slot])
+
+    def before_compute(self, slot: int) -> None:
+        """Compute uses the slot next, after its copies."""
+        self._compute.wait(self._weights_ready[slot])
+
+    def after_compute(self, slot: int) -> None:
+        """All products with the matrices in the slot have been issued on the compute stream."""
+        self._compute.record(self._weights_used[slot])
+
+    def reset(self) -> None:
+        """Let all copies end, failed or not, and all that was computed with them, and start with new events."""
+        for stream in (self._loads, self._compute):
+            with suppress(EngineError):
+                stream.synchronize()
         self._make_events()

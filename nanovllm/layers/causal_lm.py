@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
 from nanovllm.ops.row_kernels import kernels_on, widened
 
 META = torch.device("meta")
+
+
+class LayerWeights(Protocol):
+    """Brings the matrices of layers that do not stay on the device."""
+
+    def before_layer(self, index: int) -> None:
+        """The matrices of the layer are on the device from now on, until those of another layer are asked for."""
+        ...
 
 
 class CausalLM(Module):
@@ -65,6 +73,7 @@ class CausalLM(Module):
         """
         self.build = build
         self.config = config
+        self.layer_weights: LayerWeights | None = None  # None: those of all layers stay on the device
         self.has_layer_inputs = False  # whether layers read more of a pass than the residual stream
         self.vocab_size = config.vocab_size
         self.is_tied: bool = getattr(config, "tie_word_embeddings", False)
@@ -104,10 +113,14 @@ class CausalLM(Module):
         attention and recurrent layers, a row depends only on its own token.
         """
         x = self.embed(input_ids)
-        inputs = self.inputs(x, ctx)
-        for layer in self.layers:
-            layer.forward_(x, inputs)
+        self.forward_layers_(range(len(self.layers)), x, self.inputs(x, ctx))
         return self.normalize_(x)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """A layer, with its weights on the device until another one is asked for."""
+        if self.layer_weights is not None:
+            self.layer_weights.before_layer(index)
+        return self.layers[index]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
@@ -118,11 +131,10 @@ class CausalLM(Module):
         """What layers share in a pass of x [tokens, hidden]."""
         return LayerInputs(x, ctx, self.chunk_rows, is_recurrent=self._is_recurrent)
 
-    def forward_layers_(self, indices: range, x: Tensor, ctx: ForwardContext) -> None:
+    def forward_layers_(self, indices: range, x: Tensor, inputs: LayerInputs) -> None:
         """Take the residual stream x [tokens, hidden] through some layers, in place."""
-        inputs = self.inputs(x, ctx)
         for index in indices:
-            self.layers[index].forward_(x, inputs)
+            self.layer(index).forward_(x, inputs)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
@@ -145,7 +157,7 @@ class CausalLM(Module):
         """The same model without memory, to count what a pass takes."""
         group = self.group and MetaRanks(self.group.rank, self.group.size)
         make: Callable[[Any, BuildContext], CausalLM] = type(self)
-        return make(self.config, replace(self.build, device=META, group=group))
+        return make(self.config, replace(self.build, device=META, group=group, host_layers=None))
 
     def one_of_each_kind(self) -> CausalLM:
         """The model without memory, with the first layer of each kind, which take different memory in a pass.
@@ -179,7 +191,7 @@ class CausalLM(Module):
     @property
     def is_recordable(self) -> bool:
         """Whether a CUDA graph can record a pass of few rows."""
-        return all(layer.is_recordable for layer in self.layers)
+        return self.layer_weights is None and all(layer.is_recordable for layer in self.layers)
 
     @property
     def attending(self) -> Sequence[Attention]:
@@ -273,6 +285,8 @@ class CausalLM(Module):
             num_weights=everything.number,
             num_bytes=everything.nbytes,
             layer_bytes=of_layers.nbytes,
+            stored_bytes=tuple(layer.stored_bytes for layer in self.layers),
+            stored_expert_bytes=tuple(layer.expert_weights().nbytes for layer in self.layers),
             layer_matrix_weights=matrices.number,
             expert_weights=experts.number,
             expert_bytes=experts.nbytes,

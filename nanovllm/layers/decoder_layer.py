@@ -12,7 +12,7 @@ from nanovllm.layers.layer_inputs import LayerInputs
 from nanovllm.layers.linear import Linear, RowAdapters
 from nanovllm.layers.mixer import Mixer
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.module import Module
+from nanovllm.layers.module import Module, Parameter
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.row_kernels import kernels_on
@@ -45,6 +45,8 @@ class DecoderLayer(Module):
         self._group = build.group
         self._kernels = kernels_on(build.device, build.dtype)
         self._few_rows = self._few_row_kernels()
+        if build.host_layers is not None:
+            build.host_layers.built(self)
 
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
         """Advance the residual stream x [tokens, hidden] in place, row-wise work in the parts of `inputs`."""
@@ -89,11 +91,19 @@ class DecoderLayer(Module):
 
     def finish_loading(self) -> None:
         super().finish_loading()
+        self.weights_moved()
+
+    def weights_moved(self) -> None:
         self._few_rows = self._few_row_kernels()
 
     def use_torch_products(self) -> None:
         super().use_torch_products()
-        self._few_rows = self._few_row_kernels()
+        self.weights_moved()
+
+    @property
+    def stored_bytes(self) -> int:
+        """What `weight_tensors` take, as `LinearMethod.weight_bytes` counts it."""
+        return sum(own.own_matrix_weights().nbytes for own in self.modules() if not isinstance(own, Parameter))
 
     @property
     def is_recordable(self) -> bool:

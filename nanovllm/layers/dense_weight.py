@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,9 @@ class DenseWeight:
         if not self._interleaved and cpu_kernels.can_interleave(self._matrix):
             cpu_kernels.interleave_(self._matrix)
             self._interleaved = True
+
+    def tensors(self) -> Iterable[Tensor]:
+        return (self._matrix,)
 
     def kernel_parts(self) -> Sequence[WeightPart]:
         return [cpu_kernels.interleaved_part(self._matrix) if self._interleaved else self._matrix]

@@ -313,6 +313,11 @@ class ExpertWeights(Module):
     def own_weights(self) -> Iterable[StoredWeight]:
         return self._weights
 
+    def own_weight_tensors(self) -> Iterator[Tensor]:
+        if self.dense is not None:
+            yield self.dense
+        yield from super().own_weight_tensors()
+
     def own_slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()

@@ -6,7 +6,7 @@ checkpoint brings its own `LinearMethod`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -119,6 +119,11 @@ class StoredWeight(Protocol):
 
     def finish_loading(self) -> None:
         """Called when all slots are filled: the weight may now be rearranged for its kernels."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """All that the matrix is read from. Whoever lets them refer to other memory with the same content calls
+        `Module.weights_moved`."""
         ...
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:

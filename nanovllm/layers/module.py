@@ -64,6 +64,11 @@ class Module:
     def own_weights(self) -> Iterable[StoredWeight]:
         return ()
 
+    def own_weight_tensors(self) -> Iterator[Tensor]:
+        """All that `own_weights` are read from."""
+        for weight in self.own_weights():
+            yield from weight.tensors()
+
     def own_matrix_weights(self) -> Weights:
         """Of the weights with which rows are multiplied."""
         return Weights()
@@ -102,12 +107,20 @@ class Module:
     def expert_weights(self) -> Weights:
         return sum((module.own_expert_weights() for module in self.modules()), Weights())
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """All that stored matrices are read from, without routers."""
+        for module in self.modules():
+            yield from module.own_weight_tensors()
+
     def finish_loading(self) -> None:
         """Called when all slots are filled: weights may now be rearranged for their kernels."""
         for child in self.children():
             child.finish_loading()
         for weight in self.own_weights():
             weight.finish_loading()
+
+    def weights_moved(self) -> None:
+        """Called when `weight_tensors` refer to other memory with the same content."""
 
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -49,6 +49,10 @@ class PackedMatrix:
         """Rearrange the weight for the kernels, where it lies, so that it is never in memory twice."""
         self.packed = self.packed.for_kernels()
 
+    def tensors(self) -> Iterable[Tensor]:
+        parts = (self.packed.data, self.packed.scales, self.packed.zeros)
+        return [part for part in parts if part is not None]
+
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
 
@@ -91,6 +95,9 @@ class StackedWeights:
     def finish_loading(self) -> None:
         for weight in self._weights:
             weight.finish_loading()
+
+    def tensors(self) -> Iterable[Tensor]:
+        return [tensor for weight in self._weights for tensor in weight.tensors()]
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         of_weights = [weight.kernel_parts() for weight in self._weights]

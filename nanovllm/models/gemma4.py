@@ -221,8 +221,7 @@ class Gemma4ForCausalLM(CausalLM):
         inputs = self.inputs(x, ctx)
         if self.per_layer_inputs is not None:
             inputs.own = self.per_layer_inputs.rows(input_ids, x, self.chunk_rows)
-        for layer in self.layers:
-            layer.forward_(x, inputs)
+        self.forward_layers_(range(len(self.layers)), x, inputs)
         return self.normalize_(x)
 
     def ignores(self, name: str) -> bool:

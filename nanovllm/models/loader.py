@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, part_of, some_of
 from nanovllm.formats.hub import is_gguf
+from nanovllm.layers.build_context import HostLayers
 from nanovllm.layers.causal_lm import CausalLM
-from nanovllm.layers.linear_method import CheckpointTensor, Part
+from nanovllm.layers.linear_method import CheckpointTensor, Part, WeightSlot
 from nanovllm.layers.module import Module
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.models.fused_experts import split_experts, split_interleaved_experts
@@ -28,19 +30,27 @@ from nanovllm.ops.cpu_kernels import use_huge_pages
 
 logger = logging.getLogger(__name__)
 
+REMEDY = (
+    "free memory, let the weights of some layers stream from host memory (weights_memory_bytes), or take a smaller "
+    "model or dtype"
+)
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 
-def fill_with_random_weights(model: Module, device: torch.device, seed: int) -> None:
-    """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
+def slots_of(modules: Iterable[Module]) -> Iterator[tuple[str, WeightSlot]]:
+    return (slot for module in modules for slot in module.slots())
+
+
+def fill_with_random_weights(modules: Iterable[Module], device: torch.device, seed: int) -> None:
+    """Fill every parameter of parts of a network from `seed`: the same device, dtype and seed give the same weights.
 
     Matrices, and convolutions, are uniform with variance 1 / columns, so that a normalized input gives outputs of size
     1. Norm weights are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. Tensor-parallel ranks
     agree on what each of them holds whole; together they are another network than one rank would be.
     """
     generator = torch.Generator(device=device)
-    for name, slot in model.slots():
+    for name, slot in slots_of(modules):
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if slot.randomize is not None:
             slot.randomize(generator)
@@ -57,6 +67,32 @@ def fill_with_random_weights(model: Module, device: torch.device, seed: int) -> 
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
+class LayersInTurn(HostLayers, Protocol):
+    """Layers whose matrices are on the device one after the other while a model is loaded."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Their indices, ascending."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """What all weights take of the device when the model is loaded."""
+        ...
+
+    def load(self, index: int) -> Module:
+        """Give the matrices of a layer memory of the device, to be filled and finished."""
+        ...
+
+    def keep(self, index: int) -> None:
+        """The matrices of the layer are complete: they may leave the device."""
+        ...
+
+    def finish(self) -> None:
+        """All of these layers are loaded."""
+        ...
+
+
 def load_model(
     model_dir: str | Path,
     network: NetworkConfig,
@@ -66,6 +102,7 @@ def load_model(
     seed: int = 0,
     free_bytes: int | None = None,
     group: RankGroup | None = None,
+    in_turn: Callable[[CausalLM], LayersInTurn | None] = lambda model: None,
 ) -> CausalLM:
     """A model with its weights: those of `model_dir`, or drawn from `seed` if load_format is "dummy".
 
@@ -73,6 +110,7 @@ def load_model(
     hold exactly the tensors of the network, in their shapes. All headers are checked before any allocation. Then the
     tensors are copied one at a time, so that the host never holds a second copy of the weights. free_bytes: free memory
     of the device in bytes, if known. group: the ranks that share the model; each reads its own part of the checkpoint.
+    in_turn: of the model without memory, which layers are on the device one after the other; None for none.
     Raises ModelError, which names the wrong tensors, and ConfigError for a load_format of other files, or weights
     that do not fit.
     """
@@ -83,19 +121,36 @@ def load_model(
     checkpoint = None
     if load_format != "dummy":
         checkpoint = _Checkpoint(directory, declared, says_so=group is None or group.rank == 0)
+        checkpoint.check()
+    layers = in_turn(declared)
     if free_bytes is not None:
-        where = "the device has"
-        remedy = "free memory, or take a smaller model or dtype"
-        weights = declared.network.weight_bytes
-        check_fits(f"model={str(model_dir)!r}: its weights take", weights, free_bytes, where, remedy)
-    model = network.build(dtype, device, group)
-    for _, slot in model.slots():
-        use_huge_pages(slot.view)
-    if checkpoint is None:
-        fill_with_random_weights(model, device, seed)
-    else:
-        checkpoint.fill(model)
-    model.finish_loading()
+        weights = declared.network.weight_bytes if layers is None else layers.device_bytes
+        check_fits(f"model={str(model_dir)!r}: its weights take", weights, free_bytes, "the device has", REMEDY)
+    model = network.build(dtype, device, group, layers)
+
+    def fill(modules: Sequence[Module]) -> None:
+        for _, slot in slots_of(modules):
+            use_huge_pages(slot.view)
+        if checkpoint is None:
+            fill_with_random_weights(modules, device, seed)
+        else:
+            checkpoint.fill(modules)
+
+    others = list(model.children())
+    if layers is not None:
+        for index in layers.layers:
+            layer = layers.load(index)
+            fill([layer])
+            layer.finish_loading()
+            layers.keep(index)
+            others.remove(layer)
+    fill(others)
+    if checkpoint is not None:
+        checkpoint.check_unused(model)
+    for module in others:
+        module.finish_loading()
+    if layers is not None:
+        layers.finish()
     return model
 
 
@@ -107,13 +162,14 @@ def load_mtp_head(model_dir: str | Path, model: CausalLM, load_format: str = "au
     head = MTPHead(model)
     directory = Path(model_dir)
     if load_format == "dummy":
-        fill_with_random_weights(head, model.device, seed)
+        fill_with_random_weights([head], model.device, seed)
     else:
         stored = with_single_experts(_of_mtp_head(_list_tensors(directory)), head)
         tensors = dict(head.tensors())
         names = _stored_names(directory, head, tensors, stored)
         with closing(TensorReader()) as reader:
-            _fill(head, reader, tensors, names, stored)
+            _check(reader, tensors, names, stored)
+            _fill([head], reader, tensors, names, stored)
     head.finish_loading()
     return head
 
@@ -140,10 +196,19 @@ class _Checkpoint:
         self._tensors = dict(declared.tensors())
         self._names = _stored_names(directory, declared, self._tensors, self._stored)
 
-    def fill(self, model: CausalLM) -> None:
-        """Read the parameters. Raises ModelError for values that cannot be used."""
+    def check(self) -> None:
+        """Read the tensors that are only checked. Raises ModelError for values that cannot be used."""
         with closing(TensorReader()) as reader:
-            _fill(model, reader, self._tensors, self._names, self._stored)
+            _check(reader, self._tensors, self._names, self._stored)
+
+    def fill(self, modules: Iterable[Module]) -> None:
+        """Read the parameters of parts of the network. Raises ModelError for values that cannot be used."""
+        with closing(TensorReader()) as reader:
+            _fill(modules, reader, self._tensors, self._names, self._stored)
+
+    def check_unused(self, model: CausalLM) -> None:
+        """Compare tensors that fill nothing with the filled model. Raises ModelError if they differ."""
+        with closing(TensorReader()) as reader:
             self._check_tied(reader, model)
             self._check_unused_biases(reader)
 
@@ -170,25 +235,32 @@ class _Checkpoint:
 
 
 def _fill(
-    model: Module,
+    modules: Iterable[Module],
     reader: TensorReader,
     tensors: dict[str, CheckpointTensor],
     names: dict[str, str],
     stored: dict[str, StoredTensor],
 ) -> None:
-    """Read the parameters of a model, which has these checkpoint tensors. names: in the file, of those it holds.
-
-    First the tensors that are only checked. Raises ModelError.
-    """
-    for name, stored_as in names.items():
-        if (check := tensors[name].check) is not None:
-            _use(check, reader, stored_as, stored[stored_as])
+    """Read the parameters of a network with these checkpoint tensors, or of a part of it. names: in the file, of those
+    it holds. Raises ModelError."""
     # The largest first: what is read of a tensor should not come on top of all weights.
-    for name, slot in sorted(model.slots(), key=lambda named: -named[1].view.nbytes):
+    for name, slot in sorted(slots_of(modules), key=lambda named: -named[1].view.nbytes):
         if name in names:
             stored_as = names[name]
             part = tensors[name].part(stored[stored_as].shape)
             _use(slot.write, reader, stored_as, stored[stored_as], part)
+
+
+def _check(
+    reader: TensorReader,
+    tensors: dict[str, CheckpointTensor],
+    names: dict[str, str],
+    stored: dict[str, StoredTensor],
+) -> None:
+    """Read the tensors that are only checked. Raises ModelError."""
+    for name, stored_as in names.items():
+        if (check := tensors[name].check) is not None:
+            _use(check, reader, stored_as, stored[stored_as])
 
 
 def _list_tensors(model: Path, *, says_so: bool = False) -> dict[str, StoredTensor]:

@@ -51,7 +51,7 @@ class MTPHead(CausalLM):
         for parts in row_parts(self.chunk_rows, x, ctx.hidden):
             both = torch.cat([norm(rows) for norm, rows in zip(self.input_norms, parts, strict=True)], dim=1)
             self._kernels.copy_(parts[0], self.fc(both))
-        self.forward_layers_(range(1), x, ctx)
+        self.forward_layers_(range(1), x, self.inputs(x, ctx))
         return self.normalize_(x)
 
     def on_meta(self) -> CausalLM:

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.data.network import Network
 from nanovllm.errors import ModelError
-from nanovllm.layers.build_context import BuildContext
+from nanovllm.layers.build_context import BuildContext, HostLayers
 from nanovllm.layers.causal_lm import META, CausalLM
 from nanovllm.layers.linear_method import LinearMethod
 from nanovllm.layers.parallel import MetaRanks, RankGroup
@@ -36,7 +36,13 @@ class NetworkConfig:
     rope_factors: tuple[float, ...] = ()
     is_gguf: bool = False
 
-    def build(self, dtype: torch.dtype, device: torch.device, group: RankGroup | None = None) -> CausalLM:
+    def build(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup | None = None,
+        host_layers: HostLayers | None = None,
+    ) -> CausalLM:
         """The model, its parameters allocated and not initialized. group: the ranks that share it.
 
         Raises ModelError for what is not computed, and ConfigError for ranks that cannot share it.
@@ -50,6 +56,7 @@ class NetworkConfig:
             longest=self.longest,
             rope_factors=self.rope_factors,
             is_gguf=self.is_gguf,
+            host_layers=host_layers,
         )
         make: Callable[[Any, BuildContext], CausalLM] = ARCHITECTURES[self.architecture]
         return make(self.config, context)

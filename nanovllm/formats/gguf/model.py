@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,9 @@ class ReorderedInputs:
 
     def finish_loading(self) -> None:
         self._weight.finish_loading()
+
+    def tensors(self) -> Iterable[Tensor]:
+        return self._weight.tensors()
 
     def kernel_parts(self) -> None:
         """None: the kernels of a whole layer know one order."""
