@@ -59,12 +59,18 @@ class WeightSizes:
     num_weights: int  # of all; tied embeddings count once
     num_bytes: int
     layer_bytes: int  # of all layers together
-    stored_bytes: tuple[int, ...]  # of each layer's matrices, without routers: what may be in host memory
-    stored_expert_bytes: tuple[int, ...]  # of these, what is in experts of which a row reads a few
     layer_matrix_weights: int  # the weights of all layers with which rows are multiplied
     expert_weights: int  # those of them that are in experts of which a row reads a few
     expert_bytes: int
     head_bytes: int  # of the output projection
+    stored_bytes: tuple[int, ...]  # of each layer's matrices, without routers: what may be in host memory
+    stored_expert_bytes: tuple[int, ...]  # of these, what is in experts of which a row reads a few
+    num_experts: int = 0  # of a layer with experts
+    experts_per_token: int = 0
+
+    def streamed_bytes(self, layer: int) -> int:
+        """Of a layer, what streams if it does: see `memory.weights`."""
+        return self.stored_expert_bytes[layer] or self.stored_bytes[layer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -21,6 +22,7 @@ EVERYTHING_BANNED = (
     "no token is left to choose: logit_bias, bad_words, min_tokens, allowed_token_ids, structured_outputs and "
     "logits_processors together ban all of them; ban fewer"
 )
+ALL_ROWS = sys.maxsize  # as many as read every expert
 MOST_NAMED = 3  # weights in an error message
 
 
@@ -172,7 +174,7 @@ def _measure_prompts(model: CausalLM, rows: ComputedRows, results: list[list[Tok
 def explain_non_finite_logits(model: CausalLM) -> str:
     """A sentence that says which weights hold NaN or infinity, or that it was computed. Reads all weights."""
     not_layers = (child for child in model.children() if child not in model.layers)
-    modules = chain(map(model.layer, range(len(model.layers))), not_layers)
+    modules = chain((model.layer(index, ALL_ROWS) for index in range(len(model.layers))), not_layers)
     damaged = [name for module in modules for name, slot in module.slots() if not is_finite(slot.view)]
     if damaged:
         named = ", ".join(damaged[:MOST_NAMED])

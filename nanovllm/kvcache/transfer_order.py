@@ -224,7 +224,12 @@ class TransferOrder:
 
 
 class WeightOrder:
-    """Owns the stream on which the matrices of layers are copied to weight slots; orders it with compute."""
+    """Owns the stream on which the weights of layers are copied to the device; orders it with compute.
+
+    The expert cache counts as a slot.
+    """
+
+    cache = -1
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -33,8 +33,11 @@ META = torch.device("meta")
 class LayerWeights(Protocol):
     """Brings the matrices of layers that do not stay on the device."""
 
-    def before_layer(self, index: int) -> None:
-        """The matrices of the layer are on the device from now on, until those of another layer are asked for."""
+    def before_layer(self, index: int, rows: int) -> None:
+        """The matrices of the layer are on the device from now on, until those of another layer are asked for.
+
+        rows: that are computed. Of few the experts are asked for by the layer, see `layers.experts.ExpertLoads`.
+        """
         ...
 
 
@@ -116,10 +119,10 @@ class CausalLM(Module):
         self.forward_layers_(range(len(self.layers)), x, self.inputs(x, ctx))
         return self.normalize_(x)
 
-    def layer(self, index: int) -> DecoderLayer:
-        """A layer, with its weights on the device until another one is asked for."""
+    def layer(self, index: int, rows: int) -> DecoderLayer:
+        """A layer, with what so many rows read of it on the device until another one is asked for."""
         if self.layer_weights is not None:
-            self.layer_weights.before_layer(index)
+            self.layer_weights.before_layer(index, rows)
         return self.layers[index]
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ class CausalLM(Module):
     def forward_layers_(self, indices: range, x: Tensor, inputs: LayerInputs) -> None:
         """Take the residual stream x [tokens, hidden] through some layers, in place."""
         for index in indices:
-            self.layer(index).forward_(x, inputs)
+            self.layer(index, x.shape[0]).forward_(x, inputs)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
@@ -287,6 +290,8 @@ class CausalLM(Module):
             layer_bytes=of_layers.nbytes,
             stored_bytes=tuple(layer.stored_bytes for layer in self.layers),
             stored_expert_bytes=tuple(layer.expert_weights().nbytes for layer in self.layers),
+            num_experts=self.experts[0].spec.num_experts if self.experts else 0,
+            experts_per_token=self.experts[0].spec.num_experts_per_tok if self.experts else 0,
             layer_matrix_weights=matrices.number,
             expert_weights=experts.number,
             expert_bytes=experts.nbytes,

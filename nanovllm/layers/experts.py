@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +51,17 @@ class Routing(NamedTuple):
 
     weights: Tensor
     chosen: Tensor | Grouping
+
+
+class ExpertLoads(Protocol):
+    """Brings the matrices of experts that do not stay on the device."""
+
+    def before_experts(self, chosen: Callable[[], Sequence[int]]) -> None:
+        """The matrices of these experts are on the device, until those of another layer or of others are asked for.
+
+        chosen: gives the numbers of the experts that any row has chosen; it may wait for the device.
+        """
+        ...
 
 
 class Experts(Module):
@@ -122,6 +134,7 @@ class Experts(Module):
         down = [names[2:] for names in self.names]
         self.down = ExpertWeights(down, hidden, inner, build, bias=biases, adds_bias=build.is_first_rank)
         self.shared = shared
+        self.loads: ExpertLoads | None = None  # None: all experts stay on the device
 
     def _routing_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         data = torch.empty(shape, dtype=dtype, device=self._build.device)
@@ -155,6 +168,8 @@ class Experts(Module):
         """What the chosen experts make of the rows of x."""
         weights, chosen = routing
         shared = None if self.shared is None else self.shared(x, adapters)
+        if self.loads is not None:
+            self.loads.before_experts(partial(chosen_numbers, chosen))
         if not isinstance(chosen, Tensor):
             return self._all_at_once(x, weights, chosen, shared)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -215,6 +230,10 @@ class Experts(Module):
 
         inner = self._gated_unit(self.gate_up.all_at_once(x, grouping.ends, grouping.rows))
         return weighted_sum(self.down.all_at_once(inner, grouping.ends), grouping.entries, weights, shared)
+
+    def tensors_of(self, expert: int) -> list[Tensor]:
+        """All that the matrices of an expert are read from."""
+        return [*self.gate_up.tensors_of(expert), *self.down.tensors_of(expert)]
 
     def routing_tensors(self) -> Iterator[str]:
         """The names of the tensors that decide about experts."""
@@ -313,6 +332,13 @@ class ExpertWeights(Module):
     def own_weights(self) -> Iterable[StoredWeight]:
         return self._weights
 
+    def tensors_of(self, expert: int) -> Iterable[Tensor]:
+        """What the matrix of an expert is read from: of a stack its rows."""
+        if not self.is_stacked:
+            return self._weights[expert].tensors()
+        tensors = [tensor for weight in self._weights for tensor in weight.tensors()]
+        return [tensor.unflatten(0, (len(self._parts), -1))[expert] for tensor in tensors]
+
     def own_weight_tensors(self) -> Iterator[Tensor]:
         if self.dense is not None:
             yield self.dense
@@ -375,6 +401,14 @@ def _stacks(parts: Sequence[Mapping[str, int]], in_features: int, build: BuildCo
         return [whole]
     by_part = [dict(of_experts) for of_experts in zip(*(of_expert.items() for of_expert in parts), strict=True)]
     return by_part if all(map(has_one_form, by_part)) else None
+
+
+def chosen_numbers(chosen: Tensor | Grouping) -> Sequence[int]:
+    """The experts that any row has chosen, ascending; see `Routing.chosen`."""
+    if isinstance(chosen, Tensor):
+        return chosen.unique().tolist()
+    ends = chosen.ends.tolist()
+    return [expert for expert, (begin, end) in enumerate(pairwise([0, *ends])) if end > begin]
 
 
 def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:

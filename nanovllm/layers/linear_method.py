@@ -118,7 +118,10 @@ class StoredWeight(Protocol):
         ...
 
     def finish_loading(self) -> None:
-        """Called when all slots are filled: the weight may now be rearranged for its kernels."""
+        """Called when all slots are filled: the weight may now be rearranged for its kernels.
+
+        Another call changes nothing.
+        """
         ...
 
     def tensors(self) -> Iterable[Tensor]:

@@ -1,8 +1,12 @@
-"""Which layers keep their matrices on the device, and which have them in host memory, from where they stream. No torch.
+"""Which layers keep their weights on the device, and which have them in host memory, from where they stream. No torch.
 
-A streamed layer is computed in a *weight slot* of the device, into which its matrices are copied before. Slots take
-turns: while a layer is computed in one, the matrices of the next streamed layer are copied into the other. Norms,
-routers, embedding and output projection stay on the device.
+Of a streamed layer the matrices are in host memory, and of one with experts those of the experts alone. Norms, routers,
+embedding and output projection stay on the device. A layer is computed in a *weight slot* of the device, into which its
+matrices are copied before. Slots take turns: while a layer is computed in one, the matrices of the next streamed layer
+are copied into the other.
+
+A step of few rows chooses few experts. They alone are copied, into an *expert cache* on the device, which keeps those
+that were used last, of all streamed layers together.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 2
 KV_SHARE = 8  # 1 / KV_SHARE of the device's memory is left for KV blocks where nothing says how much they get
+CACHE_SHARE = 4  # 1 / CACHE_SHARE of the streamed experts fit into the cache, before further layers stay on the device
+LEAST_ROWS = 2  # of a step, whose experts fit into the cache at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,8 @@ class WeightPlan:
     """Where the weights of a network lie, or of a rank's part."""
 
     sizes: WeightSizes
-    streamed: tuple[int, ...] = ()  # layers, ascending, whose matrices are in host memory
+    streamed: tuple[int, ...] = ()  # layers, ascending, whose matrices or experts are in host memory
+    cached_experts: int = 0  # places of the expert cache
 
     @property
     def num_slots(self) -> int:
@@ -36,45 +43,66 @@ class WeightPlan:
 
     @property
     def slot_bytes(self) -> int:
-        return max((self.sizes.stored_bytes[layer] for layer in self.streamed), default=0)
+        return max(map(self.sizes.streamed_bytes, self.streamed), default=0)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of a place of the cache."""
+        most = max((self.sizes.stored_expert_bytes[layer] for layer in self.streamed), default=0)
+        return -(-most // max(1, self.sizes.num_experts))
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.sizes.stored_bytes[layer] for layer in self.streamed)
-
-    def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
-        """What a pass of so many rows copies to the device: of experts, those that any row is expected to choose."""
-        unread = 0.0 if experts is None else 1.0 - experts.share_read(rows)
-        return self.host_bytes - round(unread * sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed))
+        return sum(map(self.sizes.streamed_bytes, self.streamed))
 
     @property
     def device_bytes(self) -> int:
-        return self.sizes.num_bytes - self.host_bytes + self.num_slots * self.slot_bytes
+        on_device = self.sizes.num_bytes - self.host_bytes
+        return on_device + self.num_slots * self.slot_bytes + self.cached_experts * self.expert_bytes
+
+    def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """What a pass of so many rows copies to the device: of experts, those that any row is expected to choose.
+
+        Of experts it is less by what the cache has.
+        """
+        unread = 0.0 if experts is None else 1.0 - experts.share_read(rows)
+        return self.host_bytes - round(unread * sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed))
 
 
 def plan_weights(sizes: WeightSizes, budget: int) -> WeightPlan:
     """The plan with the fewest streamed layers that takes at most `budget` bytes of the device.
 
-    Streamed layers are spread evenly among the others, so that each is copied while others are computed. All of them
-    stream if no plan is so small.
+    Streamed layers are spread evenly among the others, so that each is copied while others are computed. If no plan is
+    so small, all of them stream, and the expert cache is as large as the budget allows, or as small as it can be.
     """
     num_layers = len(sizes.stored_bytes)
-    if sizes.num_bytes <= budget:
+    if sizes.num_bytes <= budget or num_layers == 1:
         return WeightPlan(sizes)
     for count in range(MOST_SLOTS + 1, num_layers):
         if count % MOST_SLOTS:  # else the last layer and the first one of the next pass would have the same slot
             continue
-        plan = WeightPlan(sizes, spread(count, num_layers))
+        plan = _with_cache(WeightPlan(sizes, spread(count, num_layers)))
         if plan.device_bytes <= budget:
             return plan
-    return WeightPlan(sizes, tuple(range(num_layers)) if num_layers > 1 else ())
+    plan = WeightPlan(sizes, tuple(range(num_layers)))
+    return _with_cache(plan, budget - plan.device_bytes)
+
+
+def _with_cache(plan: WeightPlan, budget: int | None = None) -> WeightPlan:
+    """The plan with a cache of a share of its streamed experts, or of at most `budget` bytes."""
+    sizes = plan.sizes
+    if not plan.expert_bytes:
+        return plan
+    places = sizes.num_experts * sum(sizes.stored_expert_bytes[layer] > 0 for layer in plan.streamed) // CACHE_SHARE
+    if budget is not None:
+        places = min(places, budget // plan.expert_bytes)
+    return WeightPlan(sizes, plan.streamed, max(places, LEAST_ROWS * sizes.experts_per_token))
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
     """`count` of the layers, at distances that differ by at most one."""
-    return tuple(
-        layer for layer in range(num_layers) if (layer + 1) * count // num_layers > layer * count // num_layers
-    )
+    before = [layer * count // num_layers for layer in range(num_layers + 1)]
+    return tuple(layer for layer in range(num_layers) if before[layer + 1] > before[layer])
 
 
 def weight_plan(
@@ -110,7 +138,7 @@ def _asked_plan(config: EngineConfig, sizes: WeightSizes) -> WeightPlan:
     plan = plan_weights(sizes, asked)
     if plan.device_bytes <= asked:
         return plan
-    says = f"embedding, norms and slots for streamed layers take {gib(plan.device_bytes)}"
+    says = f"embedding, norms and the slots of streamed layers take {gib(plan.device_bytes)}"
     if part is None:
         raise ConfigError(
             f"weights_memory_bytes={config.weights_memory_bytes}: {says}; raise it to at least {plan.device_bytes}"

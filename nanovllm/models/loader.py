@@ -39,7 +39,8 @@ LM_HEAD = "lm_head.weight"
 
 
 def slots_of(modules: Iterable[Module]) -> Iterator[tuple[str, WeightSlot]]:
-    return (slot for module in modules for slot in module.slots())
+    """Of modules themselves, without what is below them."""
+    return (slot for module in modules for slot in module.own_slots())
 
 
 def fill_with_random_weights(modules: Iterable[Module], device: torch.device, seed: int) -> None:
@@ -80,8 +81,8 @@ class LayersInTurn(HostLayers, Protocol):
         """What all weights take of the device when the model is loaded."""
         ...
 
-    def load(self, index: int) -> Module:
-        """Give the matrices of a layer memory of the device, to be filled and finished."""
+    def load(self, index: int) -> Sequence[Module]:
+        """Give what streams of a layer memory of the device, to be filled and finished."""
         ...
 
     def keep(self, index: int) -> None:
@@ -129,6 +130,7 @@ def load_model(
     model = network.build(dtype, device, group, layers)
 
     def fill(modules: Sequence[Module]) -> None:
+        """Without what is below them."""
         for _, slot in slots_of(modules):
             use_huge_pages(slot.view)
         if checkpoint is None:
@@ -136,19 +138,19 @@ def load_model(
         else:
             checkpoint.fill(modules)
 
-    others = list(model.children())
-    if layers is not None:
-        for index in layers.layers:
-            layer = layers.load(index)
-            fill([layer])
-            layer.finish_loading()
-            layers.keep(index)
-            others.remove(layer)
+    others = list(model.modules())
+    for index in () if layers is None else layers.layers:
+        assert layers is not None
+        in_turn_now = [module for part in layers.load(index) for module in part.modules()]
+        fill(in_turn_now)
+        for module in in_turn_now:
+            module.finish_loading()
+            others.remove(module)
+        layers.keep(index)
     fill(others)
     if checkpoint is not None:
         checkpoint.check_unused(model)
-    for module in others:
-        module.finish_loading()
+    model.finish_loading()
     if layers is not None:
         layers.finish()
     return model
@@ -162,14 +164,14 @@ def load_mtp_head(model_dir: str | Path, model: CausalLM, load_format: str = "au
     head = MTPHead(model)
     directory = Path(model_dir)
     if load_format == "dummy":
-        fill_with_random_weights([head], model.device, seed)
+        fill_with_random_weights(head.modules(), model.device, seed)
     else:
         stored = with_single_experts(_of_mtp_head(_list_tensors(directory)), head)
         tensors = dict(head.tensors())
         names = _stored_names(directory, head, tensors, stored)
         with closing(TensorReader()) as reader:
             _check(reader, tensors, names, stored)
-            _fill([head], reader, tensors, names, stored)
+            _fill(head.modules(), reader, tensors, names, stored)
     head.finish_loading()
     return head
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from nanovllm.device import Device, PitchedCopy
 from nanovllm.errors import EngineError
-from nanovllm.features.streamed_weights.host_layers import HostLayers
+from nanovllm.features.streamed_weights.expert_cache import LastUsed
+from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.kvcache.transfer_order import WeightOrder
 
 PIECE_BYTES = 64 << 20  # of one row of a copy, whose width CUDA limits
@@ -23,80 +25,149 @@ class WeightStream:
 
     def __init__(self, device: Device, layers: HostLayers) -> None:
         self._device = device
-        self._memory = layers.memory
+        self._layers = layers.of_layer
         self._slots = layers.slots
-        self._streamed = layers.plan.streamed
-        self._slot_of = {layer: order % len(self._slots) for order, layer in enumerate(self._streamed)}
+        self._streamed = list(layers.of_layer)
         self._order = WeightOrder(device)
-        self._held: list[int | None] = [None] * len(self._slots)  # the layer that each slot has, or gets
+        self._held: list[int | None] = [None] * len(self._slots)  # the layer that each slot has, or gets, whole
         self._layer: int | None = None  # which is computed now
+        self._cache = layers.expert_cache
+        self._cached = LastUsed(layers.plan.cached_experts)
         self.loaded_bytes = 0
+        for layer in self._layers.values():
+            if layer.parts and layer.experts is not None:
+                layer.experts.loads = self
 
-    def before_layer(self, index: int) -> None:
+    def before_layer(self, index: int, rows: int) -> None:
         """See `LayerWeights`. Raises EngineError if a copy has failed."""
         if index == self._layer:
             return
-        self._release()
-        self._layer = index
-        slot = self._slot_of.get(index)
         try:
-            if slot is not None:
+            self._release()
+            self._layer = index
+            layer = self._layers.get(index)
+            if layer is not None and (self._held[layer.slot] == index or not self._chooses(index, rows)):
                 self._load(index)
-                self._order.before_compute(slot)
-                self._declare_use(slot)
+                self._order.before_compute(layer.slot)
+                self._declare(reads=(self._slots[layer.slot],))
             for following in self._following(index):
-                self._load(following)
+                if not self._chooses(following, rows):
+                    self._load(following)
         except EngineError:
             self._reset()
             raise
 
+    def before_experts(self, chosen: Callable[[], Sequence[int]]) -> None:
+        """See `layers.experts.ExpertLoads`."""
+        assert self._layer is not None
+        layer = self._layers[self._layer]
+        if self._held[layer.slot] != self._layer:
+            try:
+                self._bring(layer, chosen())
+            except EngineError:
+                self._reset()
+                raise
+
+    # ---- whole layers
+
     def _release(self) -> None:
         """The layer that was computed is done with its slot."""
-        if self._layer in self._slot_of:
-            slot = self._slot_of[self._layer]
-            self._declare_use(slot)
+        if self._layer in self._layers:
+            slot = self._layers[self._layer].slot
+            self._declare(reads=(self._slots[slot],))
             self._order.after_compute(slot)
         self._layer = None
 
     def _following(self, index: int) -> Iterator[int]:
         """The streamed layers after this one whose slots it leaves free, in the order in which they are computed."""
-        own = self._slot_of.get(index)
+        own = self._layers[index].slot if index in self._layers else None
         first = bisect_left(self._streamed, index if own is None else index + 1)
         for ahead in range(len(self._slots) - (own is not None)):
             layer = self._streamed[(first + ahead) % len(self._streamed)]
-            if self._slot_of[layer] == own:
+            if self._layers[layer].slot == own:
                 return
             yield layer
 
-    def _load(self, layer: int) -> None:
+    def _load(self, index: int) -> None:
         """Copy the matrices of a layer into its slot, unless they are there or on the way."""
-        slot = self._slot_of[layer]
-        if self._held[slot] == layer:
+        layer = self._layers[index]
+        if self._held[layer.slot] == index:
             return
-        stream = self._order.before_fill(slot)
-        memory = self._memory[layer]
-        for dst, src, width, height in _rows(self._slots[slot], memory):
-            self._device.copy_2d(PitchedCopy(dst, src, width, width, width, height, "h2d"), stream)
-        self._order.after_fill(slot)
-        self._held[slot] = layer
-        self.loaded_bytes += memory.nbytes
+        stream = self._order.before_fill(layer.slot)
+        for copy in _copies(layer, self._slots[layer.slot]):
+            self._device.copy_2d(copy, stream)
+        self._order.after_fill(layer.slot)
+        self._held[layer.slot] = index
+        self.loaded_bytes += layer.memory.nbytes
 
-    def _declare_use(self, slot: int) -> None:
-        self._device.declare_kernel("the products of a streamed layer", reads=(self._slots[slot],))
+    # ---- chosen experts
+
+    def _chooses(self, index: int, rows: int) -> bool:
+        """Whether the experts that rows choose in a layer are copied alone: they fit, and are less than half of all."""
+        layer = self._layers[index]
+        if not layer.parts or self._cache is None or layer.experts is None:
+            return False
+        spec = layer.experts.spec
+        return rows * spec.num_experts_per_tok <= len(self._cache) and 2 * spec.share_read(rows) <= 1
+
+    def _bring(self, layer: HostLayer, chosen: Sequence[int]) -> None:
+        """Take experts from the cache to their places in the slot; first copy those to the cache that it lacks."""
+        assert self._cache is not None and self._layer is not None
+        cache = self._order.cache
+        size = layer.memory.shape[1]
+        there, brought = self._cached.take((self._layer, expert) for expert in chosen)
+        places = {**there, **brought}
+        if brought:
+            stream = self._order.before_fill(cache)
+            for (_, expert), place in brought.items():
+                memory = layer.memory[expert]
+                self._device.copy_2d(PitchedCopy(self._cache[place], memory, size, size, size, 1, "h2d"), stream)
+            self._order.after_fill(cache)
+            self.loaded_bytes += len(brought) * size
+        if self._held[layer.slot] is not None:  # a copy may be under way
+            self._order.before_compute(layer.slot)
+            self._held[layer.slot] = None
+        if brought:
+            self._order.before_compute(cache)
+        targets = []
+        sources = []
+        begin = 0
+        for part in layer.parts:
+            end = begin + part.in_slot.shape[1]
+            for expert in chosen:
+                targets.append(part.in_slot[expert])
+                sources.append(self._cache[places[self._layer, expert], begin:end])
+            begin = end
+        self._declare(reads=sources, writes=targets)
+        torch._foreach_copy_(targets, sources)
+        self._order.after_compute(cache)
+
+    # ---- helpers
+
+    def _declare(self, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> None:
+        self._device.declare_kernel("weights of a streamed layer", reads, writes)
         self._device.end_kernel()
 
     def _reset(self) -> None:
-        """Wait for the copies, failed or not, after which no slot has a layer."""
+        """Wait for the copies, failed or not, after which no slot has a layer, and the cache no expert."""
         self._order.reset()
         self._held = [None] * len(self._slots)
+        self._cached.clear()
         self._layer = None
 
 
-def _rows(slot: Tensor, memory: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int]]:
-    """Destination, source, width and height of the copies of a layer: whole pieces, then the rest."""
+def _copies(layer: HostLayer, slot: Tensor) -> Iterator[PitchedCopy]:
+    """The copies of a layer to its slot."""
+    for part in layer.parts:
+        experts, width = part.in_slot.shape
+        pitches = part.in_slot.stride(0), part.on_host.stride(0)
+        yield PitchedCopy(part.in_slot, part.on_host, *pitches, width, experts, "h2d")
+    if layer.parts:
+        return
+    memory = layer.memory.flatten()
     size = memory.nbytes
     whole = size // PIECE_BYTES
     if whole:
-        yield slot, memory, PIECE_BYTES, whole
+        yield PitchedCopy(slot, memory, PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, whole, "h2d")
     if rest := size - whole * PIECE_BYTES:
-        yield slot[size - rest :], memory[size - rest :], rest, 1
+        yield PitchedCopy(slot[size - rest :], memory[size - rest :], rest, rest, rest, 1, "h2d")
