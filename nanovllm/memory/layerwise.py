@@ -30,6 +30,7 @@ class LayerwiseMemory:
 
     buffer_blocks: int = 0  # one layer of each; only positions in these blocks are prefilled layer by layer
     max_tokens: int = 0  # of one layer-by-layer prefill
+    weight_tokens: int = 0  # as many tokens' worth of KV do the weights weigh that stream in a pass through all layers
 
     def num_bytes(self, layout: KVLayout, token_bytes: int) -> int:
         """token_bytes: the residual stream of a token, with its id."""
@@ -67,13 +68,15 @@ def plan_prefill(
     """The next layer-by-layer prefill of [begin, end); None if the next chunk goes through all layers.
 
     host_blocks: sorted indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The prefill is as
-    long as memory allows, and is chosen if it loads fewer bytes than its chunks would. Both orders store the same
-    bytes, and chunk by chunk takes less memory.
+    long as memory allows, and is chosen if it loads fewer bytes than its chunks would, of KV and of weights. Both
+    orders store the same bytes, and chunk by chunk takes less memory.
     """
     reach = longest_prefill(block_size, begin, end, chunk, memory)
     if reach - begin <= chunk:
         return None
-    if stored_before(host_blocks, block_size, begin) >= chunk_major_loads(host_blocks, block_size, begin, reach, chunk):
+    chunks = -(-(reach - begin) // chunk)
+    saved = chunk_major_loads(host_blocks, block_size, begin, reach, chunk) + memory.weight_tokens * (chunks - 1)
+    if stored_before(host_blocks, block_size, begin) >= saved:
         return None
     return LayerwisePrefill(begin, reach, chunk)
 
@@ -96,10 +99,10 @@ def prefill_steps(
 
 
 def prefill_loads(block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory) -> int:
-    """Tokens that each layer loads for such a prompt."""
+    """Tokens that each layer loads for such a prompt, with what weights count for."""
     host_blocks = range(resident_blocks, -(-end // block_size))
     steps = prefill_steps(block_size, resident_blocks, end, chunk, memory)
-    return sum(stored_before(host_blocks, block_size, step.begin) for step in steps)
+    return sum(stored_before(host_blocks, block_size, step.begin) + memory.weight_tokens for step in steps)
 
 
 def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
@@ -118,13 +121,17 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
     return layer_chunk
 
 
-def divide_memory(layout: KVLayout, token_bytes: int, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
+def divide_memory(
+    layout: KVLayout, token_bytes: int, memory: int, longest: int, chunk: int, streamed_bytes: int = 0
+) -> LayerwiseMemory:
     """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
     A buffer of T tokens leaves memory for the residual stream of S tokens. The first T tokens then load about
-    T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and nothing if S reaches T. Returns the T that
-    saves most, or NO_LAYERWISE if none saves anything.
+    T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and nothing if S reaches T; and weights T / S times
+    instead of T / chunk times. Returns the T that saves most, or NO_LAYERWISE if none saves anything.
+    streamed_bytes: of the weights that stream.
     """
+    weights = streamed_bytes // layout.token_bytes
 
     def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
         """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
@@ -132,19 +139,24 @@ def divide_memory(layout: KVLayout, token_bytes: int, memory: int, longest: int,
         if reach < longest:
             reach -= reach % chunk
         layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // token_bytes)
-        saved = _loads(reach, chunk, chunk) - _loads(reach, layerwise, chunk) if layerwise > chunk else 0
-        return LayerwiseMemory(blocks, layerwise), saved
+        saved = 0
+        if layerwise > chunk:
+            saved = _loads(reach, chunk, chunk, weights) - _loads(reach, layerwise, chunk, weights)
+        return LayerwiseMemory(blocks, layerwise, weights), saved
 
     most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
     best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
     return best if saved else NO_LAYERWISE
 
 
-def _loads(tokens: int, step: int, chunk: int) -> int:
-    """Tokens that each layer loads for a prompt of `tokens`. All steps but the last are multiples of `chunk`."""
+def _loads(tokens: int, step: int, chunk: int, weights: int) -> int:
+    """Tokens that each layer loads for a prompt of `tokens`. All steps but the last are multiples of `chunk`.
+
+    weights: that each step loads besides, as tokens.
+    """
     full = step - step % chunk
     steps = 1 + max(0, -(-(tokens - step) // full))
-    return full * steps * (steps - 1) // 2
+    return full * steps * (steps - 1) // 2 + weights * steps
 
 
 def layerwise_token_bytes(network: Network, config: EngineConfig) -> int:

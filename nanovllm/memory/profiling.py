@@ -142,6 +142,7 @@ def measure_memory(
         host_may_grow=device.host_memory_may_grow,
         # With a backend whose bits depend on the chunks, outputs would depend on the order that memory allows.
         layerwise_token_bytes=token_bytes if is_chunk_invariant(backend) else 0,
+        streamed_bytes=0 if model.layer_weights is None else model.layer_weights.streamed_bytes,
     )
 
 

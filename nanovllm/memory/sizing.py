@@ -53,6 +53,7 @@ class MemoryFacts:
     adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
     layerwise_token_bytes: int = 0  # of layer-by-layer prefill; 0 if no prompt goes that way
     states: StateSlots | None = None  # of recurrent layers, which neither tier counts as free
+    streamed_bytes: int = 0  # of the weights that stream from host memory, which neither tier counts as free
 
 
 def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
@@ -148,7 +149,8 @@ def _plan_tiers(
     longest = min(wanted_len, longest_sequence(config, layout, split.resident_blocks + num_cpu_blocks, watermark))
     used = NO_LAYERWISE
     if reserved_bytes and num_cpu_blocks:  # else no KV is ever copied
-        used = divide_memory(layout, token_bytes, reserved_bytes, longest, config.max_num_batched_tokens)
+        chunk = config.max_num_batched_tokens
+        used = divide_memory(layout, token_bytes, reserved_bytes, longest, chunk, memory.streamed_bytes)
     working_bytes = memory.activation_peak + used.num_bytes(layout, token_bytes)
     return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, used, working_bytes)
 
@@ -199,7 +201,8 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
         if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
             smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
             left = min(left // LAYERWISE_SHARE, left - smallest)
-    return divide_memory(layout, memory.layerwise_token_bytes, left, longest, config.max_num_batched_tokens)
+    chunk = config.max_num_batched_tokens
+    return divide_memory(layout, memory.layerwise_token_bytes, left, longest, chunk, memory.streamed_bytes)
 
 
 def cache_budget(config: EngineConfig, memory: MemoryFacts) -> int:

@@ -14,6 +14,7 @@ from nanovllm.features.streamed_weights.expert_cache import LastUsed
 from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.kvcache.transfer_order import WeightOrder
 
+WORD = torch.int64  # as which bytes are copied on the device
 PIECE_BYTES = 64 << 20  # of one row of a copy, whose width CUDA limits
 
 
@@ -33,10 +34,13 @@ class WeightStream:
         self._layer: int | None = None  # which is computed now
         self._cache = layers.expert_cache
         self._cached = LastUsed(layers.plan.cached_experts)
-        self.loaded_bytes = 0
-        for layer in self._layers.values():
-            if layer.parts and layer.experts is not None:
+        self.streamed_bytes = sum(layer.memory.nbytes for layer in self._layers.values())
+        self.loaded_bytes = 0  # since the engine was made
+        self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: of each part the slot's and the cache's
+        for index, layer in self._layers.items():
+            if layer.parts and layer.experts is not None and self._cache is not None:
                 layer.experts.loads = self
+                self._places[index] = list(_places(layer, self._cache))
 
     def before_layer(self, index: int, rows: int) -> None:
         """See `LayerWeights`. Raises EngineError if a copy has failed."""
@@ -104,10 +108,10 @@ class WeightStream:
 
     def _chooses(self, index: int, rows: int) -> bool:
         """Whether the experts that rows choose in a layer are copied alone: they fit, and are less than half of all."""
-        layer = self._layers[index]
-        if not layer.parts or self._cache is None or layer.experts is None:
+        experts = self._layers[index].experts
+        if index not in self._places or self._cache is None or experts is None:
             return False
-        spec = layer.experts.spec
+        spec = experts.spec
         return rows * spec.num_experts_per_tok <= len(self._cache) and 2 * spec.share_read(rows) <= 1
 
     def _bring(self, layer: HostLayer, chosen: Sequence[int]) -> None:
@@ -129,15 +133,10 @@ class WeightStream:
             self._held[layer.slot] = None
         if brought:
             self._order.before_compute(cache)
-        targets = []
-        sources = []
-        begin = 0
-        for part in layer.parts:
-            end = begin + part.in_slot.shape[1]
-            for expert in chosen:
-                targets.append(part.in_slot[expert])
-                sources.append(self._cache[places[self._layer, expert], begin:end])
-            begin = end
+        numbers = [(expert, places[self._layer, expert]) for expert in chosen]
+        parts = self._places[self._layer]
+        targets = [in_slot[expert] for in_slot, _ in parts for expert, _ in numbers]
+        sources = [in_cache[place] for _, in_cache in parts for _, place in numbers]
         self._declare(reads=sources, writes=targets)
         torch._foreach_copy_(targets, sources)
         self._order.after_compute(cache)
@@ -171,3 +170,14 @@ def _copies(layer: HostLayer, slot: Tensor) -> Iterator[PitchedCopy]:
         yield PitchedCopy(slot, memory, PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, whole, "h2d")
     if rest := size - whole * PIECE_BYTES:
         yield PitchedCopy(slot[size - rest :], memory[size - rest :], rest, rest, rest, 1, "h2d")
+
+
+def _places(layer: HostLayer, cache: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each part of an expert its places in the slot and in the cache, [experts, words] and [places, words]."""
+    begin = 0
+    for part in layer.parts:
+        end = begin + part.in_slot.shape[1]
+        both = part.in_slot, cache[:, begin:end]
+        has_words = all(value % WORD.itemsize == 0 for own in both for value in (*own.stride()[:1], begin, end))
+        yield both if not has_words else (both[0].view(WORD), both[1].view(WORD))
+        begin = end
