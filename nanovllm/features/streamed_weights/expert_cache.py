@@ -14,20 +14,16 @@ class LastUsed:
         self._free = list(range(num_places))
         self._places: dict[Expert, int] = {}  # the least recently used first
 
-    def take(self, experts: Iterable[Expert]) -> tuple[dict[Expert, int], dict[Expert, int]]:
-        """The places of experts that are used together, at most as many as there are places: of those that are there,
-        and of those that must be brought there."""
-        found: dict[Expert, int] = {}
-        new: list[Expert] = []
-        for expert in experts:
-            if (place := self._places.pop(expert, None)) is None:
-                new.append(expert)
-            else:
-                found[expert] = place
-        self._places |= found  # used last, so that none of them gives way to another
-        brought = {expert: self._place() for expert in new}
-        self._places |= brought
-        return found, brought
+    def take(self, experts: Iterable[Expert]) -> tuple[dict[Expert, int], list[Expert]]:
+        """The places of experts that are used together, at most as many as there are places, and which of them must be
+        brought there."""
+        places = {expert: self._places.pop(expert, None) for expert in experts}
+        # Those that are there count as used last, so that none of them gives way to another.
+        self._places |= {expert: place for expert, place in places.items() if place is not None}
+        missing = [expert for expert, place in places.items() if place is None]
+        for expert in missing:
+            self._places[expert] = self._place()
+        return {expert: self._places[expert] for expert in places}, missing
 
     def _place(self) -> int:
         return self._free.pop() if self._free else self._places.pop(next(iter(self._places)))

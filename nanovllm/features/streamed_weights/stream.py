@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from nanovllm.data.network import ExpertSpec
 from nanovllm.device import Device, PitchedCopy
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights.expert_cache import LastUsed
@@ -36,10 +37,13 @@ class WeightStream:
         self._cached = LastUsed(layers.plan.cached_experts)
         self.streamed_bytes = sum(layer.memory.nbytes for layer in self._layers.values())
         self.loaded_bytes = 0  # since the engine was made
-        self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: of each part the slot's and the cache's
+        # By layer, if experts are copied alone: their spec, and of each part where it is in the slot and in the cache.
+        self._specs: dict[int, ExpertSpec] = {}
+        self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for index, layer in self._layers.items():
             if layer.parts and layer.experts is not None and self._cache is not None:
                 layer.experts.loads = self
+                self._specs[index] = layer.experts.spec
                 self._places[index] = list(_places(layer, self._cache))
 
     def before_layer(self, index: int, rows: int) -> None:
@@ -108,38 +112,40 @@ class WeightStream:
 
     def _chooses(self, index: int, rows: int) -> bool:
         """Whether the experts that rows choose in a layer are copied alone: they fit, and are less than half of all."""
-        experts = self._layers[index].experts
-        if index not in self._places or self._cache is None or experts is None:
+        if index not in self._specs or self._cache is None:
             return False
-        spec = experts.spec
+        spec = self._specs[index]
         return rows * spec.num_experts_per_tok <= len(self._cache) and 2 * spec.share_read(rows) <= 1
 
     def _bring(self, layer: HostLayer, chosen: Sequence[int]) -> None:
-        """Take experts from the cache to their places in the slot; first copy those to the cache that it lacks."""
-        assert self._cache is not None and self._layer is not None
+        """Copy experts to the cache that it lacks, then all that are chosen from there to their places in the slot."""
+        assert self._layer is not None
         cache = self._order.cache
-        size = layer.memory.shape[1]
-        there, brought = self._cached.take((self._layer, expert) for expert in chosen)
-        places = {**there, **brought}
-        if brought:
-            stream = self._order.before_fill(cache)
-            for (_, expert), place in brought.items():
-                memory = layer.memory[expert]
-                self._device.copy_2d(PitchedCopy(self._cache[place], memory, size, size, size, 1, "h2d"), stream)
-            self._order.after_fill(cache)
-            self.loaded_bytes += len(brought) * size
+        places, missing = self._cached.take((self._layer, expert) for expert in chosen)
+        if missing:
+            self._fill_cache(layer, [(expert, places[index, expert]) for index, expert in missing])
         if self._held[layer.slot] is not None:  # a copy may be under way
             self._order.before_compute(layer.slot)
             self._held[layer.slot] = None
-        if brought:
-            self._order.before_compute(cache)
-        numbers = [(expert, places[self._layer, expert]) for expert in chosen]
         parts = self._places[self._layer]
-        targets = [in_slot[expert] for in_slot, _ in parts for expert, _ in numbers]
-        sources = [in_cache[place] for _, in_cache in parts for _, place in numbers]
+        targets = [in_slot[expert] for in_slot, _ in parts for _, expert in places]
+        sources = [in_cache[place] for _, in_cache in parts for place in places.values()]
         self._declare(reads=sources, writes=targets)
         torch._foreach_copy_(targets, sources)
         self._order.after_compute(cache)
+
+    def _fill_cache(self, layer: HostLayer, experts: Sequence[tuple[int, int]]) -> None:
+        """Copy experts to the cache, from where compute takes them next. experts: their numbers and places."""
+        assert self._cache is not None
+        cache = self._order.cache
+        size = layer.memory.shape[1]
+        stream = self._order.before_fill(cache)
+        for expert, place in experts:
+            copy = PitchedCopy(self._cache[place], layer.memory[expert], size, size, size, 1, "h2d")
+            self._device.copy_2d(copy, stream)
+        self._order.after_fill(cache)
+        self._order.before_compute(cache)
+        self.loaded_bytes += len(experts) * size
 
     # ---- helpers
 
