@@ -357,7 +357,12 @@ def test_metrics(engine: AsyncLLM) -> None:
     assert grown("vllm:time_to_first_token_seconds_bucket", ',le="+Inf"') == 3
     assert grown("vllm:time_to_first_token_seconds_count") == 3 and grown("vllm:time_to_first_token_seconds_sum") > 0
     text = ask(engine, "/metrics").text
-    for name in ('nanovllm:kv_transfer_bytes_total{direction="h2d"', "vllm:kv_cache_usage_perc", "kv_link_bytes_per"):
+    for name in (
+        'nanovllm:kv_transfer_bytes_total{direction="h2d"',
+        "vllm:kv_cache_usage_perc",
+        "kv_link_bytes_per",
+        "nanovllm:loaded_weight_bytes_total{",
+    ):
         assert name in text
 
 

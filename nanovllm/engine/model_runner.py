@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
@@ -158,6 +159,7 @@ class ModelRunner:
         self.dtype = model.dtype
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
+        self._loaded_before = self._loaded_weight_bytes  # by the pass that measured memory
         self._watch = StepWatch(model.network.num_kv_layers)
 
     @torch.inference_mode()
@@ -208,7 +210,13 @@ class ModelRunner:
         return before
 
     def kv_stats(self) -> KVStats:
-        return self._last_stats if self._closed else self.kv_cache.stats()
+        if self._closed:
+            return self._last_stats
+        return replace(self.kv_cache.stats(), loaded_weight_bytes=self._loaded_weight_bytes - self._loaded_before)
+
+    @property
+    def _loaded_weight_bytes(self) -> int:
+        return 0 if self.model.layer_weights is None else self.model.layer_weights.loaded_bytes
 
     def link_busy(self) -> Busy:
         """Bytes copied to the device so far, or in a sample of the copies, and the seconds during which they ran."""
@@ -217,8 +225,8 @@ class ModelRunner:
     def close(self) -> None:
         """End the device's streams, release weights and KV cache. Safe to call twice."""
         if not self._closed:
+            self._last_stats = self.kv_stats()
             self._closed = True
-            self._last_stats = self.kv_cache.stats()
             try:
                 self.device.close()
             finally:

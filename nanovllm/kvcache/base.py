@@ -58,7 +58,7 @@ class StepTraffic:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """Sizes of the KV memory, and the copies between its tiers since the engine was created."""
+    """Sizes of the KV memory, and the copies between its tiers, and of weights, since the engine was created."""
 
     block_size: int  # tokens
     bytes_per_block: int  # of one KV group, all its layers
@@ -71,6 +71,7 @@ class KVStats:
     host_bytes: int
     swap_bytes: int  # in host memory, for preempted requests
     transfers: TransferCount
+    loaded_weight_bytes: int = 0  # copied to the device, of layers that stream: beside `transfers`, on the same link
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
     layer_buffer_bytes: int = 0  # allocated for it on the device, beyond num_gpu_blocks and device_bytes
     windows: tuple[int | None, ...] = (None,)  # of each KV group; a sequence has blocks in all of them

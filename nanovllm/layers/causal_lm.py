@@ -34,6 +34,7 @@ class LayerWeights(Protocol):
     """Brings the matrices of layers that do not stay on the device."""
 
     streamed_bytes: int  # of all these layers
+    loaded_bytes: int  # copied to the device so far
 
     def before_layer(self, index: int, rows: int) -> None:
         """The matrices of the layer are on the device from now on, until those of another layer are asked for.

@@ -76,6 +76,8 @@ def kv_line(stats: KVStats, tokens: int) -> str:
     moved = stats.transfers
     if moved.d2h_bytes or moved.h2d_bytes:
         parts += [f"{size(moved.d2h_bytes)} copied out to the host", f"{size(moved.h2d_bytes)} copied in"]
+    if stats.loaded_weight_bytes:
+        parts.append(f"{size(stats.loaded_weight_bytes)} of weights copied in")
     if moved.cpu_attention_bytes:
         parts.append(f"the CPU attended to {size(moved.cpu_attention_bytes)}")
     return f"{tokens:,} tokens: {', '.join(parts)}"

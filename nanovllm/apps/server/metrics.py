@@ -51,7 +51,8 @@ class ServerMetrics(Collector):
     def _own(self) -> Iterable[Metric]:
         """Blocks, bytes between host and device, and what CPU attention kept off the link."""
         engine = self._llm.metrics()
-        moved = self._llm.kv_stats().transfers
+        stats = self._llm.kv_stats()
+        moved = stats.transfers
         busy = self._llm.link_busy()
         swapped = "Requests that were swapped out, which vllm:num_requests_waiting counts too"
         loading = "Requests whose KV is being read from kv_cache_dir, which vllm:num_requests_waiting counts too"
@@ -85,4 +86,7 @@ class ServerMetrics(Collector):
         text = "KV bytes in host memory that the CPU attended to instead"
         attended = CounterMetricFamily("nanovllm:cpu_attention_bytes", text, labels=["model_name"])
         attended.add_metric([self._model_name], moved.cpu_attention_bytes)
-        yield from (copied, cached, recomputed, attended)
+        text = "Weight bytes copied to the device, of layers that stream from host memory"
+        weights = CounterMetricFamily("nanovllm:loaded_weight_bytes", text, labels=["model_name"])
+        weights.add_metric([self._model_name], stats.loaded_weight_bytes)
+        yield from (copied, cached, recomputed, attended, weights)
