@@ -152,7 +152,7 @@ def build_runner(
     config = with_device_bytes(config, own)
     backend = _faster_prefill(config, model, device, backend)
     _keep_batch_invariance(config, model, backend)
-    sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
+    sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group, host_layers)
     _log_sizes(sizing, plan, model, device, kv_dtype)
     adapters = _adapter_rows(config, model, device)  # before the trace, for which all computation is of steps
     pass_hooks = [*pass_hooks, *([] if adapters is None else [adapters])]
@@ -490,7 +490,12 @@ def _keep_batch_invariance(config: EngineConfig, model: CausalLM, backend: Atten
 
 
 def _plan_memory(
-    config: EngineConfig, model: CausalLM, device: Device, backend: AttentionBackend, group: RankGroup | None
+    config: EngineConfig,
+    model: CausalLM,
+    device: Device,
+    backend: AttentionBackend,
+    group: RankGroup | None,
+    host_layers: HostLayers | None = None,
 ) -> tuple[KVSizing, KVPlan, int]:
     """The sizes that all ranks can allocate: of both tiers, and the blocks of the swap space."""
     network = model.network
@@ -514,7 +519,8 @@ def _plan_memory(
     if group is not None:  # adapters take more on the rank that has most of the model
         memory = smallest(group.exchange(memory), local_size=1)
     without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
-    sizing = KVSizing(config, layout, network.max_model_len, without_swap, WATERMARK, network.yarn_positions)
+    weights = None if host_layers is None else host_layers.plan
+    sizing = KVSizing(config, layout, network.max_model_len, without_swap, WATERMARK, network.yarn_positions, weights)
     plan = sizing.plan()
     return sizing, plan, plan_swap_space(config, layout, memory, plan)
 

@@ -177,10 +177,16 @@ def test_the_page_of_the_readme(capsys: pytest.CaptureFixture[str], name: str) -
 
 
 def test_what_does_not_fit_is_told_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    on = ["--gpu", "RTX 4090", "--host-mem", "64GB"]
-    assert main(["plan", "qwen3-30b-a3b", "--prompt-len", "32k", *on]) == 1
-    assert "the weights take 61.1 GB, and the device has 24.0 GB" in capsys.readouterr().out
-    assert run_json(capsys, "gpt-oss-120b", *on, status=1)["fits"] is False
+    card = ["--gpu", "RTX 4090"]
+    on = [*card, "--host-mem", "64GB"]
+    assert main(["plan", "qwen3-30b-a3b", "--prompt-len", "32k", *card]) == 1
+    page = capsys.readouterr().out
+    assert "the weights take 61.1 GB, and the device has 24.0 GB" in page and "with --host-mem and" in page
+    small = run_json(capsys, "qwen3-30b-a3b", *card, "--host-mem", "40GB", status=1)
+    told = "47.3 GB of the weights' 61.1 GB have to be in host memory, of which 40.0 GB are free"
+    assert small["fits"] is False and told in small["advice"]
+    tiny = run_json(capsys, "llama-3.1-8b", "--gpu-mem", "2GB", "--host-mem", "64GB", status=1)
+    assert "what stays of 16.1 GB of weights takes 3.0 GB, and the device has 2.0 GB" in tiny["advice"]
     assert main(["plan", "qwen3-8b", "--prompt-len", "128k", *on]) == 1
     page = capsys.readouterr().out
     assert "128,000 tokens does not fit: the model's positions end at 40960" in page and str(QWEN_YARN) in page
@@ -188,6 +194,65 @@ def test_what_does_not_fit_is_told_with_numbers(capsys: pytest.CaptureFixture[st
     assert main(["plan", "llama-3.1-8b", "--prompt-len", "120k", "--gpu", "RTX 4090", "--host-mem", "8GB"]) == 1
     page = capsys.readouterr().out
     assert "its KV cache takes 14.64 GiB" in page and "kv_cache_dtype='int8'" in page
+
+
+# ---- weights that stream
+
+# By hand: a layer of Llama 3.1 8B has so many weights of 2 bytes in matrices, and all weights take 16.06 GB.
+LLAMA_LAYER = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+LLAMA = ["llama-3.1-8b", "--gpu", "RTX 4090", "--host-mem", "64GB"]
+
+
+def test_weights_that_do_not_fit_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, *LLAMA, "--weights-memory-bytes", "6G", "--prompt-len", "30000", "--output-len", "3")
+    weights = report["weights"]
+    count = len(weights["streamed_layers"])
+    total = report["model"]["weight_bytes"]
+    assert weights["host_bytes"] == count * LLAMA_LAYER and weights["slot_bytes"] == LLAMA_LAYER
+    assert weights["device_bytes"] == total - (count - 2) * LLAMA_LAYER <= 6 * 2**30 < total - (count - 4) * LLAMA_LAYER
+    memory = report["memory"]
+    assert memory["device_free"] == memory["device_total"] - weights["device_bytes"]
+    assert memory["host_free"] == 64 * 10**9 - weights["host_bytes"]
+    request = report["request"]
+    assert not report["engine"]["enable_cpu_offload"] and request["streamed_bytes"] == 0
+    # Two chunks of at most 16,384 tokens, and one token: each copies the layers once.
+    assert request["prefill_weight_bytes"] == 2 * weights["host_bytes"]
+    assert request["step_weight_bytes"] == weights["host_bytes"]
+    copied = weights["host_bytes"] / 31.5e9
+    assert request["decode"]["terms"]["link"] == pytest.approx(copied)
+    assert request["decode"]["seconds"] == pytest.approx(copied + 128_256 * 4096 * 2 / 1008e9)
+    assert (request["prefill"]["limit"], request["decode"]["limit"]) == ("compute", "link")
+    four_bits, link, device = request["faster"]
+    assert four_bits["change"] == "a checkpoint in 4 bits" and four_bits["times"] > link["times"]
+    assert link["times"] == pytest.approx(2.0, rel=0.01)
+    assert device["change"] == "a device of 35.6 GB, which holds all weights" and device["times"] > 15
+
+
+def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    """On 8 GB they are on the host without being asked to, and with 24 GB they are not."""
+    assert main(["plan", *LLAMA, "--gpu-mem", "8GB", "--prompt-len", "1k"]) == 0
+    page = capsys.readouterr().out
+    for line in (
+        "weights                        4.7 GB",
+        "in slots                     872.4 MB   2 slots of one layer each, in which the 28 other layers are computed",
+        "on the host                   12.2 GB   their matrices, from where they stream",
+        "copied in                     12.2 GB   for the prompt, and 12.2 GB for each token after it",
+        "copying 12.2 GB in 387.74 ms; meanwhile reading the memory of the device 15.03 ms",
+        "faster                                7.0 times with a checkpoint in 4 bits; 2.0 times with a link twice as",
+        "--max-tokens 128 --enable-cpu-offload",
+    ):
+        assert line in page
+    assert main(["plan", *LLAMA, "--prompt-len", "1k"]) == 0
+    page = capsys.readouterr().out
+    assert "weights                       16.1 GB\n" in page and "in slots" not in page and "faster" not in page
+
+
+def test_each_rank_has_its_part_of_the_layers_that_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, *LLAMA, "--weights-memory-bytes", "3G", "--tensor-parallel-size", "2")
+    weights = report["weights"]
+    assert weights["slot_bytes"] == LLAMA_LAYER // 2
+    assert weights["host_bytes"] == len(weights["streamed_layers"]) * LLAMA_LAYER // 2
+    assert report["memory"]["host_free"] == 32 * 10**9 - weights["host_bytes"]
 
 
 # ---- this machine
@@ -220,6 +285,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a model that is none": (["plan", "qwen3-8", "--gpu-mem", "8GB"], "'qwen3-8': did you mean 'qwen3-8b'"),
     "a dtype": (["plan", *QWEN_1M, "--dtype", "int8"], "bfloat16"),
+    "too little memory for weights": (["plan", *LLAMA, "--weights-memory-bytes", "2G"], "raise it to at least 2974"),
+    "weights that stream from no host": (
+        ["plan", "llama-3.1-8b", "--gpu", "RTX 4090", "--weights-memory-bytes", "25%"],
+        "--host-mem is not given, and weights that stream need it",
+    ),
     "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),
     "offload without a host": (["plan", *QWEN_1M, "--gpu-mem", "24GB", "--enable-cpu-offload"], "--host-mem"),
     "a host size without offload": (

@@ -27,6 +27,7 @@ from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.layout import kv_layout
+from nanovllm.memory.weights import WeightPlan
 from nanovllm.models.hf_config import load_network_config
 
 BLOCK = 16
@@ -176,6 +177,24 @@ def test_operations_of_attention_are_those_of_a_walk(
     assert work.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
 
 
+@pytest.mark.parametrize("part", ["30%", "70%"])
+def test_weights_are_copied_once_a_pass(tmp_path: Path, part: str) -> None:
+    """And at the end the first layers of the next pass, which are copied behind the last ones."""
+    make_checkpoint(tmp_path, vocab=VOCAB, layers=6)
+    sizes = {"weights_memory_bytes": part, "max_num_batched_tokens": 20}
+    with LLM(tmp_path, **offloaded(BLOCK, 9, 40, **sizes)) as llm:
+        plan = llm.plan()
+        assert plan.weights.streamed and not llm.kv_stats().loaded_weight_bytes
+        request = plan.request(50, 6)
+        llm.generate(random_prompt(50, VOCAB, 1), greedy(6), use_tqdm=False)
+        loaded = llm.kv_stats().loaded_weight_bytes
+    assert llm.kv_stats().loaded_weight_bytes == loaded
+    predicted = request.prefill_weight_bytes + 5 * request.step_weight_bytes
+    assert request.step_weight_bytes == plan.weights.host_bytes
+    ahead = [sum(plan.weights.sizes.stored_bytes[layer] for layer in plan.weights.streamed[:most]) for most in (1, 2)]
+    assert loaded - predicted in ahead
+
+
 # ---- the longest prompt
 
 TOO_SMALL: dict[str, dict[str, Any]] = {
@@ -244,9 +263,12 @@ CHUNK = LayerwisePrefill(100, 140, 40)
 RESIDENT = 2  # blocks
 
 
-def step_model(network: Network, rates: Rates, cpu_attention: bool = False) -> StepModel:
+def step_model(
+    network: Network, rates: Rates, cpu_attention: bool = False, streamed: tuple[int, ...] = ()
+) -> StepModel:
     layout = kv_layout(network, "auto").with_block_size(BLOCK)
-    return StepModel(network, rates, layout, ring_slots=4, cpu_attention=cpu_attention)
+    weights = WeightPlan(network.weights, streamed)
+    return StepModel(network, rates, layout, ring_slots=4, weights=weights, cpu_attention=cpu_attention)
 
 
 def moves_of(model: StepModel, context_len: int, query_len: int = 1) -> TransferCount:
@@ -303,7 +325,43 @@ def test_what_the_cpu_attends_to_is_neither_copied_nor_read_by_the_device(networ
     assert alone.no_cpu_attention == ("host_bandwidth",) and moves_of(alone, 1000).cpu_attention_blocks == 0
 
 
+def test_weights_that_stream_share_the_link_with_kv(network: Network) -> None:
+    """Two of three layers, once a pass. What the ring leaves of the link's time is theirs first."""
+    rates = replace(RATES, compute=1e12, device_bandwidth=1e12)
+    model = step_model(network, rates, streamed=(0, 2))
+    loaded = network.weights.stored_bytes[0] + network.weights.stored_bytes[2]
+    moved = moves_of(model, 100)
+    step = model.decode(100, moved)
+    link = (moved.h2d_bytes + loaded) / 1e8
+    head = VOCAB * network.hidden_size * 4 / 1e12
+    assert step.limit == LINK and step.terms[LINK] == pytest.approx(link)
+    assert step.seconds == pytest.approx(link + head)
+    chunk = model.prefill(CHUNK, False, moves_of(model, 100, 40))
+    layers = model.prefill(LayerwisePrefill(100, 220, 40), False, moves_of(model, 100, 120))
+    token = model.layout.token_bytes
+    stored = (100 - 2 * BLOCK) * token
+    assert chunk.terms[LINK] == pytest.approx((stored + loaded) / 1e8)
+    assert layers.terms[LINK] == pytest.approx((stored + loaded) / 1e8), "three chunks layer by layer, and one copy"
+    slow = step_model(network, replace(rates, device_bandwidth=1e3), streamed=(0, 2)).decode(100, moved)
+    resident = step_model(network, replace(rates, device_bandwidth=1e3)).decode(100, moved)
+    assert slow.seconds == resident.seconds, "they hide behind computation"
+
+
+def test_a_token_copies_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", vocab=VOCAB, layers=LAYERS)
+    network = load_network_config(tmp_path).on_meta("float32").network
+    assert network.experts is not None
+    model = step_model(network, RATES, streamed=(0, 1, 2))
+    experts = sum(network.weights.stored_expert_bytes)
+    others = sum(network.weights.stored_bytes) - experts
+    share = network.experts.num_experts_per_tok / network.experts.num_experts
+    assert model.loaded_weights(1) == pytest.approx(others + share * experts, abs=1)
+    assert model.loaded_weights(1000) == others + experts
+
+
 def test_an_unknown_rate_is_named(network: Network) -> None:
     model = step_model(network, Rates(compute=1e9))
     assert model.prefill(CHUNK, True, moves_of(model, 100, 40)).missing == ("device_bandwidth", "link")
     assert model.decode(10, TransferCount()).missing == ("device_bandwidth",)
+    streaming = step_model(network, Rates(compute=1e9), streamed=(0, 1))
+    assert streaming.decode(10, TransferCount()).missing == ("device_bandwidth", "link")

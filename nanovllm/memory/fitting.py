@@ -8,6 +8,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import gib
 from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan, MemoryFacts, larger_cache, longer_positions, longest_sequence, plan_kv_cache
+from nanovllm.memory.weights import WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class KVSizing:
     memory: MemoryFacts
     watermark: float  # the share of the blocks that stays free
     yarn_positions: int | None = None  # the trained length, if YaRN can extend it; see `Network.yarn_positions`
+    weights: WeightPlan | None = None  # where they lie; None: all of them stay on the device
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""

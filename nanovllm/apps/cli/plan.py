@@ -27,8 +27,8 @@ CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "pla
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     *("dtype", "hf_overrides", "kv_cache_dtype", "kvcache_block_size", "max_model_len", "max_num_batched_tokens"),
     *("max_num_seqs", "num_gpu_blocks", "kv_cache_memory_bytes", "num_cpu_blocks", "kv_offloading_size"),
-    *("cpu_attention", "gpu_memory_utilization", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-    "tensor_parallel_size",
+    *("weights_memory_bytes", "cpu_attention", "gpu_memory_utilization", "tensor_parallel_size"),
+    *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
 
 
@@ -77,7 +77,7 @@ def _add_machine_options(group: Any) -> None:
     rate = planner.parse_byte_rate
     add("--gpu", planner.find_card, "NAME", 'a card, such as "RTX 4090", H100 or L40S')
     add("--gpu-mem", num_bytes, "80GB", "memory of the device")
-    add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache")
+    add("--host-mem", num_bytes, "256GB", "host memory that is free for the KV cache and for weights that stream")
     link = 'between host and device, each way; or "PCIe 4"'
     add("--link", lambda text: planner.find_link(text) or rate(text), "50GB/s", link)
     add("--compute", planner.parse_compute_rate, "400TFLOPS", "of matrix products and attention")

@@ -44,6 +44,8 @@ def page(plan: Plan, name: str, machine: str, prompt_len: int | None, output_len
     ranks = plan.network.num_ranks
     of_each = f", of each of {ranks} ranks" if ranks > 1 else ""
     lines += ["", f"Memory of the device{of_each}", *_memory(plan)]
+    if plan.weights.streamed:
+        lines += ["", f"Weights{of_each}", *_weights(plan, request)]
     lines += ["", f"KV cache of the {request.prompt_len + request.output_len:,} tokens{of_each}"]
     return "\n".join([*lines, *_kv_cache(plan, request), "", *_time(plan, request)])
 
@@ -69,6 +71,13 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
         },
         "memory": memory,
+        "weights": {
+            "device_bytes": plan.weights.device_bytes,
+            "slots": plan.weights.num_slots,
+            "slot_bytes": plan.weights.slot_bytes,
+            "host_bytes": plan.weights.host_bytes,
+            "streamed_layers": plan.weights.streamed,
+        },
         "rates": asdict(plan.rates),
         "engine": {
             "enable_cpu_offload": plan.sizing.config.enable_cpu_offload,
@@ -87,6 +96,7 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
             "streamed_bytes": request.streamed_bytes,
             "prefill": asdict(request.prefill) | {"limit": request.prefill.limit},
             "decode": asdict(request.decode) | {"limit": request.decode.limit},
+            "faster": [change._asdict() for change in request.faster],
         },
     }
 
@@ -129,11 +139,9 @@ def _memory(plan: Plan) -> list[str]:
     config = plan.sizing.config
     network = plan.network
     kv = plan.kv
-    note = ""
-    if network.experts is not None:
-        read = network.num_layers * network.layer_weight_bytes(rows=1) + network.head_bytes
-        note = f"with all experts; a token reads {show_bytes(read)} of them"
-    rows = [_row("in all", show_bytes(memory.device_total)), _row("weights", show_bytes(network.weight_bytes), note)]
+    note = "" if plan.weights.streamed else _read_weights(network)
+    rows = [_row("in all", show_bytes(memory.device_total))]
+    rows.append(_row("weights", show_bytes(plan.weights.device_bytes), note))
     if memory.adapter_bytes:
         note = f"{config.max_loras} of rank {config.max_lora_rank}; {config.num_cpu_loras} are in host memory too"
         rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
@@ -153,6 +161,32 @@ def _memory(plan: Plan) -> list[str]:
     if left > 0 and not memory.tiers_share_memory:
         rows.append(_row("left free", show_bytes(left), f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"))
     return rows
+
+
+def _read_weights(network: Network) -> str:
+    if network.experts is None:
+        return ""
+    read = network.num_layers * network.layer_weight_bytes(rows=1) + network.head_bytes
+    return f"with all experts; a token reads {show_bytes(read)} of them"
+
+
+def _weights(plan: Plan, request: RequestPlan) -> list[str]:
+    """Where weights lie that do not all stay on the device, and what of them is copied there."""
+    weights = plan.weights
+    layers = plan.network.num_layers
+    streamed = len(weights.streamed)
+    slots = weights.num_slots * weights.slot_bytes
+    parts = "embedding, norms" if plan.network.experts is None else "embedding, norms, routers"
+    stays = f"{parts} and the matrices of {layers - streamed} of {layers} layers"
+    through = f"slots of one layer each, in which the {streamed} other layers are computed"
+    moved = f"for the prompt, and {show_bytes(request.step_weight_bytes)} for each token after it"
+    return [
+        _row("in all", show_bytes(weights.sizes.num_bytes), _read_weights(plan.network)),
+        _row("on the device", show_bytes(weights.device_bytes - slots), stays),
+        _row("in slots", show_bytes(slots), f"{weights.num_slots} {through}"),
+        _row("on the host", show_bytes(weights.host_bytes), "their matrices, from where they stream"),
+        _row("copied in", show_bytes(request.prefill_weight_bytes), moved),
+    ]
 
 
 # ---- the KV cache of the prompt
@@ -205,8 +239,13 @@ def _kept(plan: Plan) -> str:
 def _time(plan: Plan, request: RequestPlan) -> list[str]:
     known = _rates(plan)
     rows = [f"Time at peak rates, so that real runs take longer: {known}" if known else "Time"]
-    rows += _phase("prefill", request.prefill, request.prompt_len, request.prefill_transfers)
-    rows += _phase("decode of a token", request.decode, 1, request.step_transfers)
+    prefill = _work(request.prefill, request.prefill_transfers, request.prefill_weight_bytes)
+    decode = _work(request.decode, request.step_transfers, request.step_weight_bytes)
+    rows += _phase("prefill", request.prefill, request.prompt_len, prefill)
+    rows += _phase("decode of a token", request.decode, 1, decode)
+    if request.faster:
+        changes = "; ".join(f"{times:,.1f} times with {change}" for change, times in request.faster)
+        rows.append(_row("  faster", "", changes))
     if not plan.cpu_attention or not request.streamed_bytes or request.decode.seconds is None:
         return rows
     if request.no_cpu_attention:
@@ -218,7 +257,7 @@ def _time(plan: Plan, request: RequestPlan) -> list[str]:
     return rows
 
 
-def _phase(label: str, phase: Prediction, tokens: int, moved: TransferCount) -> list[str]:
+def _phase(label: str, phase: Prediction, tokens: int, work: str) -> list[str]:
     """The seconds of a phase of so many tokens, its speed, and what it waits for."""
     if phase.seconds is None:
         return [_row(label, "not known", f"give {_options(phase.missing)}")]
@@ -226,24 +265,28 @@ def _phase(label: str, phase: Prediction, tokens: int, moved: TransferCount) -> 
     shown = f"{speed:,.1f}" if speed < 10 or tokens == 1 else f"{speed:,.0f}"
     limit = LIMITS.get(phase.limit or "", phase.limit)
     note = f"{shown} tokens/s is the upper bound, limited by {limit}"
-    return [_row(label, f"at least {show_seconds(phase.seconds)}", note), _row("", "", _work(phase, moved))]
+    return [_row(label, f"at least {show_seconds(phase.seconds)}", note), _row("", "", work)]
 
 
 def _rates(plan: Plan) -> str:
     """The rates that are known, in words."""
     rates = plan.rates
+    has_copies = plan.kv.num_cpu_blocks or plan.weights.streamed
     known = [
         *([f"computing {show_rate(rates.compute, 'FLOPS')}"] if rates.compute else []),
         *([f"device memory {show_rate(rates.device_bandwidth, 'B/s')}"] if rates.device_bandwidth else []),
         *([f"host memory {show_rate(rates.host_bandwidth, 'B/s')}"] if rates.host_bandwidth else []),
-        *([f"link {show_rate(rates.link, 'B/s')}"] if rates.link and plan.kv.num_cpu_blocks else []),
+        *([f"link {show_rate(rates.link, 'B/s')}"] if rates.link and has_copies else []),
     ]
     return ", ".join(known)
 
 
-def _work(phase: Prediction, moved: TransferCount) -> str:
-    """What happens in the phase, with the seconds of each work, the longest first."""
-    copies = [f"{show_bytes(size)} {way}" for size, way in ((moved.h2d_bytes, "in"), (moved.d2h_bytes, "out")) if size]
+def _work(phase: Prediction, moved: TransferCount, weights: int) -> str:
+    """What happens in the phase, with the seconds of each work, the longest first. weights: bytes copied."""
+    if phase.seconds is None:
+        return ""
+    ways = ((moved.h2d_bytes + weights, "in"), (moved.d2h_bytes, "out"))
+    copies = [f"{show_bytes(size)} {way}" for size, way in ways if size]
     names = WORK | {LINK: f"copying {' and '.join(copies)}"}
     terms = sorted(((seconds, name) for name, seconds in phase.terms.items() if seconds), reverse=True)
     first, *others = [f"{names[name]} {show_seconds(seconds)}" for seconds, name in terms]

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nanovllm.data.batch import LayerwisePrefill
 from nanovllm.data.kv_groups import ANY_LENGTH, HOLE
-from nanovllm.data.network import Network
+from nanovllm.data.network import Network, WeightSizes
 from nanovllm.errors import RequestError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.dry_run import NOTHING_MOVED, dry_run
-from nanovllm.features.planner.predict import Prediction, Rates, StepModel, total
+from nanovllm.features.planner.predict import LINK, Prediction, Rates, StepModel, total
+from nanovllm.features.planner.units import show_bytes
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan, longest_sequence
+from nanovllm.memory.weights import WeightPlan, plan_weights
+
+WORTH = 1.05  # times as fast as now, for a change to be named
+FOUR_BITS = 4.5  # bits of a weight in 4 bits, with its share of scales
+MOST_OF_NOW = 0.7  # of their bytes that weights in 4 bits may take for the change to be named
 
 PlannedStep = tuple[LayerwisePrefill, TransferCount]  # what is computed, a single token too, and what that moves
+
+
+class FasterDecode(NamedTuple):
+    """A change that makes decode faster."""
+
+    change: str
+    times: float  # as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +47,12 @@ class RequestPlan:
     prefill_transfers: TransferCount
     decode_transfers: TransferCount  # of all output tokens after the first
     step_transfers: TransferCount  # of one decode step, on average; its bytes alone
+    prefill_weight_bytes: int  # of layers that stream, copied to the device while the prompt is computed
+    step_weight_bytes: int  # the same in one decode step
     prefill: Prediction
     decode: Prediction  # of one token, on average
     no_cpu_attention: tuple[str, ...]  # rates without which CPU attention is unknown and left out
+    faster: tuple[FasterDecode, ...]  # changes of a machine where the link limits the decode of weights that stream
 
     @property
     def streamed_bytes(self) -> int:
@@ -50,6 +67,11 @@ class Plan:
     sizing: KVSizing
     rates: Rates
     kv: KVPlan
+
+    @property
+    def weights(self) -> WeightPlan:
+        """Where the weights lie."""
+        return self.sizing.weights or WeightPlan(self.network.weights)
 
     @property
     def device_kv_bytes(self) -> int:
@@ -91,6 +113,7 @@ class Plan:
         prefills = [step for step in planned.steps if step[0].begin < prompt_len]
         decodes = planned.steps[len(prefills) :]
         shown = decodes or [planned.next_token]
+        decode = _decode(model, shown)
         return RequestPlan(
             prompt_len=prompt_len,
             output_len=output_len,
@@ -102,17 +125,46 @@ class Plan:
             prefill_transfers=sum((moved for _, moved in prefills), NOTHING_MOVED),
             decode_transfers=sum((moved for _, moved in decodes), NOTHING_MOVED),
             step_transfers=_mean_bytes([moved for _, moved in shown]),
+            prefill_weight_bytes=sum(model.loaded_weights(work.end - work.begin) for work, _ in prefills),
+            step_weight_bytes=model.loaded_weights(1),
             prefill=total([model.prefill(work, work.end == prompt_len, moved) for work, moved in prefills]),
-            decode=_mean([model.decode(work.begin, moved) for work, moved in shown]),
+            decode=decode,
             no_cpu_attention=model.no_cpu_attention,
+            faster=self._faster(model, shown, decode),
+        )
+
+    def _faster(self, model: StepModel, steps: Sequence[PlannedStep], decode: Prediction) -> tuple[FasterDecode, ...]:
+        """What would make decode faster if the link limits it and weights stream. The steps move the same KV then.
+
+        The device's memory for weights stays as it is, but in the last change.
+        """
+        if not model.weights.streamed or decode.seconds is None or decode.limit != LINK or model.rates.link is None:
+            return ()
+        changes: list[tuple[str, StepModel]] = []
+        if (smaller := _four_bits(self.network.weights)) is not None:
+            network = replace(self.network, weights=smaller)
+            weights = plan_weights(smaller, self.weights.device_bytes)
+            changes.append(("a checkpoint in 4 bits", replace(model, network=network, weights=weights)))
+        link = model.rates.link
+        changes.append(("a link twice as fast", replace(model, rates=replace(model.rates, link=2 * link))))
+        more = self.weights.sizes.num_bytes - self.weights.device_bytes
+        size = self.sizing.memory.device_total + int(more / self.sizing.config.gpu_memory_utilization)
+        says = f"a device of {show_bytes(size)}, which holds all weights"
+        changes.append((says, replace(model, weights=WeightPlan(self.weights.sizes))))
+        seconds = [_decode(changed, steps).seconds for _, changed in changes]
+        return tuple(
+            FasterDecode(says, decode.seconds / changed)
+            for (says, _), changed in zip(changes, seconds, strict=True)
+            if changed and decode.seconds / changed >= WORTH
         )
 
     @property
     def _step_model(self) -> StepModel:
         one_processor = self.sizing.memory.tiers_share_memory
         layout = self.sizing.layout
+        ring_slots = self.kv.split.ring_slots
         return StepModel(
-            self.network, self.rates, layout, self.kv.split.ring_slots, self.cpu_attention, one_processor=one_processor
+            self.network, self.rates, layout, ring_slots, self.weights, self.cpu_attention, one_processor=one_processor
         )
 
     def _steps(self, model: StepModel, prompt_len: int, output_len: int) -> PlannedSteps:
@@ -159,9 +211,28 @@ def _mean_bytes(moved: Sequence[TransferCount]) -> TransferCount:
     )
 
 
-def _mean(steps: Sequence[Prediction]) -> Prediction:
-    summed = total(steps)
+def _decode(model: StepModel, steps: Sequence[PlannedStep]) -> Prediction:
+    """Of one of these decode steps, on average."""
+    summed = total([model.decode(work.begin, moved) for work, moved in steps])
     if summed.seconds is None:
         return summed
     count = len(steps)
     return Prediction(summed.seconds / count, {name: seconds / count for name, seconds in summed.terms.items()})
+
+
+def _four_bits(sizes: WeightSizes) -> WeightSizes | None:
+    """The sizes if the layers' matrices were in 4 bits with their scales; None if they take little more as it is."""
+    stored = sum(sizes.stored_bytes)
+    share = FOUR_BITS * sizes.layer_matrix_weights / (8 * stored)
+    if share > MOST_OF_NOW:
+        return None
+    smaller = tuple(int(share * size) for size in sizes.stored_bytes)
+    saved = stored - sum(smaller)
+    return replace(
+        sizes,
+        num_bytes=sizes.num_bytes - saved,
+        layer_bytes=sizes.layer_bytes - saved,
+        stored_bytes=smaller,
+        stored_expert_bytes=tuple(int(share * size) for size in sizes.stored_expert_bytes),
+        expert_bytes=int(share * sizes.expert_bytes),
+    )

@@ -1,16 +1,21 @@
 """How long a step takes, and which resource limits it, from sizes and rates. Pure arithmetic.
 
-The device computes the layers while the link copies KV. A step takes the longer of the two, and then the output
-projection:
+The device computes the layers while the link copies KV, and the weights of layers that stream. A step takes the longer
+of the two, and then the output projection:
 
-    step = max(device, link + stall) + head
+    step = max(device, link) + head
+    link = max(KV / link's rate + stall, (KV in + weights) / link's rate)
 
 device: in prefill max(operations / compute, weights / device bandwidth) + attention operations / compute; in decode the
 bytes of weights and of KV that are read / device bandwidth.
 
 stall: loads run ahead of attention only as far as the ring is deep. While a layer computes what needs no ring slot,
 such as projections ("slot-free" work), the link fills the `ring_slots` slots and then waits. Each layer thus costs the
-link max(0, slot-free seconds - ring_slots * slot bytes / link).
+link max(0, slot-free seconds - ring_slots * slot bytes / link). Weights cross in that time.
+
+weights: `WeightPlan.loaded_bytes` once a pass: a chunk of a prompt, a layer-by-layer prefill as a whole, or a decode
+step. A layer's weights cross while the layers before it compute. Of a few rows only the chosen experts cross, once
+their router has been computed: that wait is not counted, so that real steps of such mixtures take longer.
 
 Host blocks that the CPU attends to take neither link nor device. CPU attention runs beside attention on the device, or
 after it where both are one processor. Tensor-parallel ranks wait for each other in every sum, so that the device also
@@ -37,6 +42,7 @@ from nanovllm.features.cpu_attention.shares import (
 from nanovllm.features.planner.step_work import StepWork
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layout import KVLayout
+from nanovllm.memory.weights import WeightPlan
 
 COMPUTE = "compute"
 DEVICE = "device memory bandwidth"
@@ -79,6 +85,7 @@ class StepModel:
     rates: Rates
     layout: KVLayout
     ring_slots: int
+    weights: WeightPlan
     cpu_attention: bool = False  # the CPU attends to a share of the host blocks
     one_processor: bool = False  # device and host are the same cores and memory
 
@@ -111,10 +118,15 @@ class StepModel:
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             bandwidths = Bandwidths(rates.link, rates.host_bandwidth, rates.device_bandwidth)
         weights = self.network.layer_weight_bytes(rows=1)
-        load = LayerLoad([HostRead(block_bytes)] * num_blocks, rest, resident_bytes + rest, weights)
+        on_link = rest + self.loaded_weights(1) // self.network.num_layers
+        load = LayerLoad([HostRead(block_bytes)] * num_blocks, on_link, resident_bytes + rest, weights)
         return blocks_for_cpu_attention(load, bandwidths) / num_blocks
 
     # ---- phases
+
+    def loaded_weights(self, rows: int) -> int:
+        """Bytes of weights that a pass of so many rows copies to the device."""
+        return self.weights.loaded_bytes(rows, self.network.experts)
 
     def prefill(self, step: LayerwisePrefill, samples: bool, moved: TransferCount) -> Prediction:
         """A chunk of the prompt, or several chunks layer by layer. samples: whether the first token follows.
@@ -126,7 +138,8 @@ class StepModel:
         compute = self.rates.compute
         bandwidth = self.rates.device_bandwidth
         query_len = step.end - step.begin
-        missing = self._missing(moved, "compute", "device_bandwidth")
+        loaded = self.loaded_weights(query_len)
+        missing = self._missing(moved, loaded, "compute", "device_bandwidth")
         if compute is None or bandwidth is None or missing:
             return Prediction(missing=missing)
         products = 0.0
@@ -146,13 +159,15 @@ class StepModel:
             network.head_bytes / bandwidth if samples else 0.0,
             query_len,
             moved,
+            loaded,
         )
 
     def decode(self, context_len: int, moved: TransferCount) -> Prediction:
         """One token after `context_len` stored ones. Recurrent states are read and written."""
         network = self.network
         bandwidth = self.rates.device_bandwidth
-        missing = self._missing(moved, "device_bandwidth")
+        loaded = self.loaded_weights(1)
+        missing = self._missing(moved, loaded, "device_bandwidth")
         if bandwidth is None or missing:
             return Prediction(missing=missing)
         weights = network.num_layers * network.layer_weight_bytes(1) / bandwidth
@@ -167,6 +182,7 @@ class StepModel:
             network.head_bytes / bandwidth,
             1,
             moved,
+            loaded,
         )
 
     # ---- helpers
@@ -184,8 +200,12 @@ class StepModel:
         head: float,
         query_len: int,
         moved: TransferCount,
+        loaded: int,
     ) -> Prediction:
-        """The formula of the module's docstring. All times in seconds; resource: what limits the device."""
+        """The formula of the module's docstring. All times in seconds; resource: what limits the device.
+
+        loaded: bytes of weights.
+        """
         num_layers = self.network.num_layers
         terms = {resource: products + attention + head}
         if moved.cpu_attention_bytes:
@@ -199,12 +219,15 @@ class StepModel:
             terms[INTERCONNECT] = sums
         layers = products + attention + sums
         link = self.rates.link
-        if link is None or not moved:
+        if link is None or not (moved or loaded):
             return Prediction(layers + head, terms)
-        copying = terms[LINK] = max(moved.h2d_bytes, moved.d2h_bytes) / link
-        ahead = self.ring_slots * self.layout.block_layer_bytes / link
-        stall = num_layers * max(0.0, (slot_free + sums) / num_layers - ahead)
-        return Prediction(max(layers, copying + stall) + head, terms)
+        terms[LINK] = max(moved.h2d_bytes + loaded, moved.d2h_bytes) / link
+        stall = 0.0
+        if moved:
+            ahead = self.ring_slots * self.layout.block_layer_bytes / link
+            stall = num_layers * max(0.0, (slot_free + sums) / num_layers - ahead)
+        copying = max(terms[LINK], max(moved.h2d_bytes, moved.d2h_bytes) / link + stall)
+        return Prediction(max(layers, copying) + head, terms)
 
     def _all_reduce_seconds(self, tokens: int) -> float:
         rates = self.rates
@@ -213,8 +236,9 @@ class StepModel:
         received = self._work.all_reduce_bytes(tokens)
         return self._work.num_all_reduces * rates.all_reduce_seconds + received / rates.interconnect
 
-    def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
-        names = [*needed, *(["link"] if moved else []), *(["interconnect"] if self.network.num_ranks > 1 else [])]
+    def _missing(self, moved: TransferCount, loaded: int, *needed: str) -> tuple[str, ...]:
+        on_link = ["link"] if moved or loaded else []
+        names = [*needed, *on_link, *(["interconnect"] if self.network.num_ranks > 1 else [])]
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 
