@@ -163,13 +163,16 @@ def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixt
 # ---- what does not fit, and the page
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "LLAMA-3.1-8b"])
-def test_the_page_of_the_readme(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """README shows a command that fits, and these lines of its output; names and cards are known in any case."""
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [("Llama-3.1-8B", "A prompt of"), ("LLAMA-3.1-8b", "A prompt of"), ("gpt-oss-120b", "  in all      ")],
+)
+def test_the_page_of_the_readme(capsys: pytest.CaptureFixture[str], name: str, begin: str) -> None:
+    """README shows commands that fit, and lines of their output; names and cards are known in any case."""
     readme = (Path(nanovllm.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    shown = readme[readme.index("```text\nA prompt of") + len("```text\n") :].split("\n```")[0].splitlines()
-    command = next(line for line in readme.splitlines() if line.startswith("nanovllm plan "))
-    words = [name if word == "llama-3.1-8b" else word for word in shlex.split(command, comments=True)[1:]]
+    shown = readme[readme.index(f"```text\n{begin}") + len("```text\n") :].split("\n```")[0].splitlines()
+    command = next(line for line in readme.splitlines() if line.startswith(f"nanovllm plan {name.lower()}"))
+    words = [name if word == name.lower() else word for word in shlex.split(command, comments=True)[1:]]
     assert name in words and len(shown) == 10
     assert main([word.replace("RTX", "rtx") for word in words]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line in shown]
@@ -182,8 +185,8 @@ def test_what_does_not_fit_is_told_with_numbers(capsys: pytest.CaptureFixture[st
     assert main(["plan", "qwen3-30b-a3b", "--prompt-len", "32k", *card]) == 1
     page = capsys.readouterr().out
     assert "the weights take 61.1 GB, and the device has 24.0 GB" in page and "with --host-mem and" in page
-    small = run_json(capsys, "qwen3-30b-a3b", *card, "--host-mem", "40GB", status=1)
-    told = "47.3 GB of the weights' 61.1 GB have to be in host memory, of which 40.0 GB are free"
+    small = run_json(capsys, "llama-3.1-8b", "--gpu-mem", "8GB", "--host-mem", "8GB", status=1)
+    told = "12.2 GB of the weights' 16.1 GB have to be in host memory, of which 8.0 GB are free"
     assert small["fits"] is False and told in small["advice"]
     tiny = run_json(capsys, "llama-3.1-8b", "--gpu-mem", "2GB", "--host-mem", "64GB", status=1)
     assert "what stays of 16.1 GB of weights takes 3.0 GB, and the device has 2.0 GB" in tiny["advice"]
@@ -259,7 +262,7 @@ def test_each_rank_has_its_part_of_the_layers_that_stream(capsys: pytest.Capture
 
 
 def test_this_machine_is_planned_as_the_engine_runs(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = offloaded(16, 5, 9, max_num_batched_tokens=50)
+    arguments = offloaded(16, 5, 9, max_num_batched_tokens=50, weights_memory_bytes="25%")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
     report = run_json(capsys, "--model", str(model_dir), "--prompt-len", "150", *options)
     assert report["request"]["step_transfers"]["cpu_attention_bytes"] > 0
@@ -270,6 +273,9 @@ def test_this_machine_is_planned_as_the_engine_runs(model_dir: Path, capsys: pyt
         assert f"A prompt of {llm.max_model_len:,} tokens fits" in str(llm.plan())
         assert report["memory"]["device_total"] == llm.plan().sizing.memory.device_total
         assert report["model"]["weight_bytes"] == parameter_bytes(llm._runner.model)
+        weights = llm.plan().weights
+        assert report["weights"]["streamed_layers"] == list(weights.streamed) == [0, 1, 2]
+        assert report["weights"]["device_bytes"] == weights.device_bytes
     assert report["kv_cache"]["device_bytes"] == stats.device_bytes
     assert report["kv_cache"]["host_bytes"] == stats.host_bytes
 
