@@ -222,8 +222,7 @@ def test_weights_that_do_not_fit_stream(capsys: pytest.CaptureFixture[str]) -> N
     assert request["prefill_weight_bytes"] == 2 * weights["host_bytes"]
     assert request["step_weight_bytes"] == weights["host_bytes"]
     copied = weights["host_bytes"] / 31.5e9
-    assert request["decode"]["terms"]["link"] == pytest.approx(copied)
-    assert request["decode"]["seconds"] == pytest.approx(copied + 128_256 * 4096 * 2 / 1008e9)
+    assert request["decode"]["terms"]["link"] == request["decode"]["seconds"] == pytest.approx(copied)
     assert (request["prefill"]["limit"], request["decode"]["limit"]) == ("compute", "link")
     four_bits, link, device = request["faster"]
     assert four_bits["change"] == "a checkpoint in 4 bits" and four_bits["times"] > link["times"]
@@ -241,7 +240,7 @@ def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> 
         "on the host                   12.2 GB   their matrices, from where they stream",
         "copied in                     12.2 GB   for the prompt, and 12.2 GB for each token after it",
         "copying 12.2 GB in 387.74 ms; meanwhile reading the memory of the device 15.03 ms",
-        "faster                                7.0 times with a checkpoint in 4 bits; 2.0 times with a link twice as",
+        "faster                                7.1 times with a checkpoint in 4 bits; 2.0 times with a link twice as",
         "--max-tokens 128 --enable-cpu-offload",
     ):
         assert line in page

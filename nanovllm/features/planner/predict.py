@@ -1,10 +1,9 @@
 """How long a step takes, and which resource limits it, from sizes and rates. Pure arithmetic.
 
-The device computes the layers while the link copies KV, and the weights of layers that stream. A step takes the longer
-of the two, and then the output projection:
+The device computes the layers while the link copies KV. A step takes the longer of the two, and then the output
+projection. The link also copies the weights of layers that stream, of the next step's first layer during the head:
 
-    step = max(device, link) + head
-    link = max(KV / link's rate + stall, (KV in + weights) / link's rate)
+    step = max(max(device, KV / link's rate + stall) + head, (KV in + weights) / link's rate)
 
 device: in prefill max(operations / compute, weights / device bandwidth) + attention operations / compute; in decode the
 bytes of weights and of KV that are read / device bandwidth.
@@ -13,9 +12,9 @@ stall: loads run ahead of attention only as far as the ring is deep. While a lay
 such as projections ("slot-free" work), the link fills the `ring_slots` slots and then waits. Each layer thus costs the
 link max(0, slot-free seconds - ring_slots * slot bytes / link). Weights cross in that time.
 
-weights: `WeightPlan.loaded_bytes` once a pass: a chunk of a prompt, a layer-by-layer prefill as a whole, or a decode
-step. A layer's weights cross while the layers before it compute. Of a few rows only the chosen experts cross, once
-their router has been computed: that wait is not counted, so that real steps of such mixtures take longer.
+weights: `WeightPlan.loaded_bytes` once a pass, which is a chunk of a prompt, a layer-by-layer prefill as a whole, or a
+decode step. Chosen experts cross once their router has been computed: that wait is not counted, and makes real decode
+steps of mixtures longer.
 
 Host blocks that the CPU attends to take neither link nor device. CPU attention runs beside attention on the device, or
 after it where both are one processor. Tensor-parallel ranks wait for each other in every sum, so that the device also
@@ -222,12 +221,11 @@ class StepModel:
         if link is None or not (moved or loaded):
             return Prediction(layers + head, terms)
         terms[LINK] = max(moved.h2d_bytes + loaded, moved.d2h_bytes) / link
-        stall = 0.0
         if moved:
             ahead = self.ring_slots * self.layout.block_layer_bytes / link
             stall = num_layers * max(0.0, (slot_free + sums) / num_layers - ahead)
-        copying = max(terms[LINK], max(moved.h2d_bytes, moved.d2h_bytes) / link + stall)
-        return Prediction(max(layers, copying) + head, terms)
+            layers = max(layers, max(moved.h2d_bytes, moved.d2h_bytes) / link + stall)
+        return Prediction(max(layers + head, terms[LINK]), terms)
 
     def _all_reduce_seconds(self, tokens: int) -> float:
         rates = self.rates
