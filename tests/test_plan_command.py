@@ -236,8 +236,8 @@ def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> 
     page = capsys.readouterr().out
     for line in (
         "weights                        4.7 GB",
-        "in slots                     872.4 MB   2 slots of one layer each, in which the 28 other layers are computed",
-        "on the host                   12.2 GB   their matrices, from where they stream",
+        "on the host                   12.2 GB   the matrices of 28 layers, which stream",
+        "in slots                     872.4 MB   2 on the device, each for one of these layers",
         "copied in                     12.2 GB   for the prompt, and 12.2 GB for each token after it",
         "copying 12.2 GB in 387.74 ms; meanwhile reading the memory of the device 15.03 ms",
         "faster                                7.1 times with a checkpoint in 4 bits; 2.0 times with a link twice as",

@@ -349,12 +349,21 @@ def test_a_token_copies_the_experts_that_it_chooses(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", vocab=VOCAB, layers=LAYERS)
     network = load_network_config(tmp_path).on_meta("float32").network
     assert network.experts is not None
-    model = step_model(network, RATES, streamed=(0, 1, 2))
-    experts = sum(network.weights.stored_expert_bytes)
-    others = sum(network.weights.stored_bytes) - experts
-    share = network.experts.num_experts_per_tok / network.experts.num_experts
-    assert model.loaded_weights(1) == pytest.approx(others + share * experts, abs=1)
-    assert model.loaded_weights(1000) == others + experts
+    model = step_model(network, replace(RATES, device_bandwidth=1e12), streamed=(0, 2))
+    assert model.loaded_weights(1) == model.loaded_weights(1000) == model.weights.host_bytes, "it has no cache"
+    spec = network.experts
+    number = 2 * spec.num_experts
+    expert = network.weights.stored_expert_bytes[0] // spec.num_experts
+    assert model.weights.num_streamed_experts == number and model.weights.host_bytes == number * expert
+    chosen = 2 * spec.num_experts_per_tok
+    cached = replace(model, weights=replace(model.weights, cached_experts=chosen))
+    misses = chosen * (1 - chosen / number) * expert
+    assert cached.loaded_weights(1) == pytest.approx(misses, abs=1)
+    assert cached.loaded_weights(1000) == number * expert, "many rows choose all of them"
+    waiting = cached.decode(10, TransferCount()).seconds
+    ready = replace(model, weights=WeightPlan(network.weights)).decode(10, TransferCount()).seconds
+    assert waiting is not None and ready is not None
+    assert waiting - ready == pytest.approx(misses / 1e8, abs=1e-8), "the device waits for them behind each router"
 
 
 def test_an_unknown_rate_is_named(network: Network) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import gib
@@ -60,13 +60,35 @@ class WeightPlan:
         on_device = self.sizes.num_bytes - self.host_bytes
         return on_device + self.num_slots * self.slot_bytes + self.cached_experts * self.expert_bytes
 
-    def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
-        """What a pass of so many rows copies to the device: of experts, those that any row is expected to choose.
+    @property
+    def num_streamed_experts(self) -> int:
+        """Of all layers that stream."""
+        return self.sizes.num_experts * sum(self.sizes.stored_expert_bytes[layer] > 0 for layer in self.streamed)
 
-        Of experts it is less by what the cache has.
+    def chooses(self, rows: int, experts: ExpertSpec) -> bool:
+        """Whether only the experts that so many rows choose are copied: they fit the cache, and are at most half."""
+        return rows * experts.num_experts_per_tok <= self.cached_experts and 2 * experts.share_read(rows) <= 1
+
+    def chosen_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """What a pass of so many rows copies of chosen experts, after their routers; 0 if layers are copied whole.
+
+        As many as are expected if rows choose evenly and alone. The cache has each of them with the chance that it has
+        a place; where some experts are chosen more often than others it has more.
         """
-        unread = 0.0 if experts is None else 1.0 - experts.share_read(rows)
-        return self.host_bytes - round(unread * sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed))
+        if experts is None or not self.num_streamed_experts or not self.chooses(rows, experts):
+            return 0
+        missed = max(0.0, 1.0 - self.cached_experts / self.num_streamed_experts)
+        return round(missed * experts.share_read(rows) * self._streamed_expert_bytes)
+
+    def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones."""
+        if experts is None or not self.chooses(rows, experts):
+            return self.host_bytes
+        return self.host_bytes - self._streamed_expert_bytes + self.chosen_bytes(rows, experts)
+
+    @property
+    def _streamed_expert_bytes(self) -> int:
+        return sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed)
 
 
 def plan_weights(sizes: WeightSizes, budget: int) -> WeightPlan:
@@ -90,13 +112,12 @@ def plan_weights(sizes: WeightSizes, budget: int) -> WeightPlan:
 
 def _with_cache(plan: WeightPlan, budget: int | None = None) -> WeightPlan:
     """The plan with a cache of a share of its streamed experts, or of at most `budget` bytes."""
-    sizes = plan.sizes
     if not plan.expert_bytes:
         return plan
-    places = sizes.num_experts * sum(sizes.stored_expert_bytes[layer] > 0 for layer in plan.streamed) // CACHE_SHARE
+    places = plan.num_streamed_experts // CACHE_SHARE
     if budget is not None:
         places = min(places, budget // plan.expert_bytes)
-    return WeightPlan(sizes, plan.streamed, max(places, LEAST_ROWS * sizes.experts_per_token))
+    return replace(plan, cached_experts=max(places, LEAST_ROWS * plan.sizes.experts_per_token))
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:

@@ -75,6 +75,8 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
             "device_bytes": plan.weights.device_bytes,
             "slots": plan.weights.num_slots,
             "slot_bytes": plan.weights.slot_bytes,
+            "cached_experts": plan.weights.cached_experts,
+            "expert_bytes": plan.weights.expert_bytes,
             "host_bytes": plan.weights.host_bytes,
             "streamed_layers": plan.weights.streamed,
         },
@@ -176,17 +178,20 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
     layers = plan.network.num_layers
     streamed = len(weights.streamed)
     slots = weights.num_slots * weights.slot_bytes
-    parts = "embedding, norms" if plan.network.experts is None else "embedding, norms, routers"
-    stays = f"{parts} and the matrices of {layers - streamed} of {layers} layers"
-    through = f"slots of one layer each, in which the {streamed} other layers are computed"
+    what = "matrices" if plan.network.experts is None else "experts"
+    stays = f"with the {what} of {layers - streamed} of {layers} layers"
     moved = f"for the prompt, and {show_bytes(request.step_weight_bytes)} for each token after it"
-    return [
+    rows = [
         _row("in all", show_bytes(weights.sizes.num_bytes), _read_weights(plan.network)),
-        _row("on the device", show_bytes(weights.device_bytes - slots), stays),
-        _row("in slots", show_bytes(slots), f"{weights.num_slots} {through}"),
-        _row("on the host", show_bytes(weights.host_bytes), "their matrices, from where they stream"),
-        _row("copied in", show_bytes(request.prefill_weight_bytes), moved),
+        _row("on the device", show_bytes(weights.sizes.num_bytes - weights.host_bytes), stays),
+        _row("on the host", show_bytes(weights.host_bytes), f"the {what} of {streamed} layers, which stream"),
+        _row("in slots", show_bytes(slots), f"{weights.num_slots} on the device, each for one of these layers"),
     ]
+    if weights.cached_experts:
+        note = f"{weights.cached_experts:,} of the {weights.num_streamed_experts:,} on the host, those used last"
+        rows.append(_row("cached experts", show_bytes(weights.cached_experts * weights.expert_bytes), note))
+        moved += ", which chooses experts evenly"
+    return [*rows, _row("copied in", show_bytes(request.prefill_weight_bytes), moved)]
 
 
 # ---- the KV cache of the prompt

@@ -3,7 +3,7 @@
 The device computes the layers while the link copies KV. A step takes the longer of the two, and then the output
 projection. The link also copies the weights of layers that stream, of the next step's first layer during the head:
 
-    step = max(max(device, KV / link's rate + stall) + head, (KV in + weights) / link's rate)
+    step = max(max(device + chosen / link's rate, KV / link's rate + stall) + head, (KV in + weights) / link's rate)
 
 device: in prefill max(operations / compute, weights / device bandwidth) + attention operations / compute; in decode the
 bytes of weights and of KV that are read / device bandwidth.
@@ -13,8 +13,8 @@ such as projections ("slot-free" work), the link fills the `ring_slots` slots an
 link max(0, slot-free seconds - ring_slots * slot bytes / link). Weights cross in that time.
 
 weights: `WeightPlan.loaded_bytes` once a pass, which is a chunk of a prompt, a layer-by-layer prefill as a whole, or a
-decode step. Chosen experts cross once their router has been computed: that wait is not counted, and makes real decode
-steps of mixtures longer.
+decode step. chosen: `WeightPlan.chosen_bytes` of them, for which the device waits behind each router. They are those of
+even choices: real ones hit the cache more often.
 
 Host blocks that the CPU attends to take neither link nor device. CPU attention runs beside attention on the device, or
 after it where both are one processor. Tensor-parallel ranks wait for each other in every sum, so that the device also
@@ -123,6 +123,11 @@ class StepModel:
 
     # ---- phases
 
+    def _chosen_seconds(self, rows: int) -> float:
+        """For which a pass of so many rows waits for experts."""
+        chosen = self.weights.chosen_bytes(rows, self.network.experts)
+        return chosen / self.rates.link if chosen and self.rates.link is not None else 0.0
+
     def loaded_weights(self, rows: int) -> int:
         """Bytes of weights that a pass of so many rows copies to the device."""
         return self.weights.loaded_bytes(rows, self.network.experts)
@@ -216,7 +221,7 @@ class StepModel:
         sums = self._all_reduce_seconds(query_len)
         if sums:
             terms[INTERCONNECT] = sums
-        layers = products + attention + sums
+        layers = products + attention + sums + self._chosen_seconds(query_len)
         link = self.rates.link
         if link is None or not (moved or loaded):
             return Prediction(layers + head, terms)
