@@ -420,7 +420,8 @@ def _host_layers(config: EngineConfig, model: CausalLM, device: Device, free: in
     """The layers whose weights stream, if there are any. model: without memory. free, host_free: bytes."""
     sizes = model.network.weights
     total = device.total_memory()
-    plan = weight_plan(config, sizes, total, free, device.shares_host, lambda: activation_peak(model, config))
+    shared = device.shares_host
+    plan = weight_plan(config, sizes, total, free, host_free, shared, lambda: activation_peak(model, config))
     if not plan.streamed:
         return None
     where = "the host has"

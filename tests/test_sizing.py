@@ -1,4 +1,4 @@
-"""KV memory in numbers: split of the device, sizing of both tiers and of the swap space. No torch."""
+"""Memory in numbers: split of the device, sizing of both tiers and of the swap space, weights. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import engine_config
+from nanovllm.data.network import WeightSizes
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, split_device
@@ -20,6 +21,7 @@ from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.memory.layout import KVLayout, block_size_of
 from nanovllm.memory.sizing import KVPlan, MemoryFacts, StateSlots
 from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
+from nanovllm.memory.weights import plan_weights
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -348,3 +350,31 @@ def test_what_was_asked_for_is_set_aside_or_refused_with_numbers() -> None:
     assert swap_blocks(100, resident=20, swap_space=50) == 20, "more could never be swapped out"
     with pytest.raises(ConfigError, match=r"swap_space=7: that is 7.00 GiB and .* the host has 6.00 GiB free"):
         swap_blocks(8, resident=1000, host=2 * GIB_BLOCKS, swap_space=7)
+
+
+# ---- weights
+
+MIXTURE = WeightSizes(  # 12 layers with 8 experts of 100 bytes, of which a token uses one
+    num_weights=12_500,
+    num_bytes=12_500,
+    layer_bytes=12_000,
+    layer_matrix_weights=12_000,
+    expert_weights=9_600,
+    expert_bytes=9_600,
+    head_bytes=250,
+    stored_bytes=(900,) * 12,
+    stored_expert_bytes=(800,) * 12,
+    num_experts=8,
+    experts_per_token=1,
+)
+
+
+def test_a_small_host_gets_fewer_layers_beside_a_smaller_cache() -> None:
+    """What stays takes 2,900 bytes and 800 for each layer, two slots 1,600, and a place of the cache 100."""
+    roomy = plan_weights(MIXTURE, 7_000)
+    assert (len(roomy.streamed), roomy.cached_experts, roomy.device_bytes) == (12, 24, 6_900)
+    assert plan_weights(MIXTURE, 7_000, 9_600) == roomy
+    tight = plan_weights(MIXTURE, 7_000, 8_500)
+    assert (len(tight.streamed), tight.cached_experts, tight.device_bytes, tight.host_bytes) == (10, 9, 7_000, 8_000)
+    assert plan_weights(MIXTURE, 7_000, 100) == tight, "no more layers fit the device"
+    assert plan_weights(MIXTURE, 4_000, 8_500) == plan_weights(MIXTURE, 4_000), "nor any of these"

@@ -12,6 +12,7 @@ that were used last, of all streamed layers together.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from nanovllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 2
-KV_SHARE = 8  # 1 / KV_SHARE of the device's memory is left for KV blocks where nothing says how much they get
+KV_SHARE = 8  # 1 / KV_SHARE of the memory is left for KV blocks where nothing says how much they get
 CACHE_SHARE = 4  # 1 / CACHE_SHARE of the streamed experts fit into the cache, before further layers stay on the device
 LEAST_ROWS = 2  # of a step, whose experts fit into the cache at least
 
@@ -91,23 +92,27 @@ class WeightPlan:
         return sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed)
 
 
-def plan_weights(sizes: WeightSizes, budget: int) -> WeightPlan:
+def plan_weights(sizes: WeightSizes, budget: int, host_budget: int = sys.maxsize) -> WeightPlan:
     """The plan with the fewest streamed layers that takes at most `budget` bytes of the device.
 
     Streamed layers are spread evenly among the others, so that each is copied while others are computed. If no plan is
-    so small, all of them stream, and the expert cache is as large as the budget allows, or as small as it can be.
+    so small, all of them stream, and the expert cache is as large as the budget allows, or as small as it can be. Where
+    that is more than `host_budget` bytes of the host, fewer layers stream beside a smaller cache, if the device has
+    room for them.
     """
     num_layers = len(sizes.stored_bytes)
     if sizes.num_bytes <= budget or num_layers == 1:
         return WeightPlan(sizes)
-    for count in range(MOST_SLOTS + 1, num_layers):
-        if count % MOST_SLOTS:  # else the last layer and the first one of the next pass would have the same slot
-            continue
-        plan = _with_cache(WeightPlan(sizes, spread(count, num_layers)))
-        if plan.device_bytes <= budget:
-            return plan
-    plan = WeightPlan(sizes, tuple(range(num_layers)))
-    return _with_cache(plan, budget - plan.device_bytes)
+    # Even numbers: else the last layer and the first one of the next pass would have the same slot.
+    counts = [*range(2 * MOST_SLOTS, num_layers, MOST_SLOTS), num_layers]
+    plans = [WeightPlan(sizes, spread(count, num_layers)) for count in counts]
+    all_of_them = _with_cache(plans[-1], budget - plans[-1].device_bytes)
+    plan = next((plan for plan in map(_with_cache, plans) if plan.device_bytes <= budget), all_of_them)
+    if plan.host_bytes <= host_budget:
+        return plan
+    smaller = [_with_cache(plan, budget - plan.device_bytes) for plan in plans]
+    fitting = [plan for plan in smaller if plan.device_bytes <= budget]
+    return next((plan for plan in reversed(fitting) if plan.host_bytes <= host_budget), [*fitting, plan][0])
 
 
 def _with_cache(plan: WeightPlan, budget: int | None = None) -> WeightPlan:
@@ -131,32 +136,38 @@ def weight_plan(
     sizes: WeightSizes,
     device_total: int,
     device_free: int,
+    host_free: int,
     tiers_share_memory: bool,
     step_bytes: Callable[[], int],
 ) -> WeightPlan:
-    """The plan that the arguments ask for.
+    """The plan that the arguments ask for. It may take more of the host than there is.
 
-    sizes: of this rank. device_total, device_free: bytes, before the weights are loaded; tiers_share_memory: on the
-    CPU, where nothing streams unless it is asked for. step_bytes: of the largest step. Raises ConfigError for fewer
-    bytes than streaming layers take.
+    sizes: of this rank. device_total, device_free, host_free: its bytes, before the weights are loaded;
+    tiers_share_memory: on the CPU, where nothing streams unless it is asked for. step_bytes: of the largest step.
+    Raises ConfigError for fewer bytes than streaming layers take.
     """
+    for_host_kv = 0
+    if config.enable_cpu_offload:
+        named = config.num_bytes("kv_offloading_size")
+        for_host_kv = host_free // KV_SHARE if named is None else named // config.tensor_parallel_size
+    host_budget = host_free - for_host_kv
     if config.weights_memory_bytes is not None:
-        return _asked_plan(config, sizes)
+        return _asked_plan(config, sizes, host_budget)
     if not config.enable_cpu_offload or tiers_share_memory:
         return WeightPlan(sizes)
     usable = int(device_total * config.gpu_memory_utilization) - (device_total - device_free)
     for_kv = config.num_bytes("kv_cache_memory_bytes") or usable // KV_SHARE
     if sizes.num_bytes + for_kv <= usable and sizes.num_bytes + for_kv + step_bytes() <= usable:
         return WeightPlan(sizes)
-    return plan_weights(sizes, usable - for_kv - step_bytes())
+    return plan_weights(sizes, usable - for_kv - step_bytes(), host_budget)
 
 
-def _asked_plan(config: EngineConfig, sizes: WeightSizes) -> WeightPlan:
+def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int) -> WeightPlan:
     """The plan for `weights_memory_bytes`. A share gets what streaming layers take, if that is more."""
     part = config.weights_share
     asked = config.num_bytes("weights_memory_bytes") if part is None else int(part * sizes.num_bytes)
     assert asked is not None
-    plan = plan_weights(sizes, asked)
+    plan = plan_weights(sizes, asked, host_budget)
     if plan.device_bytes <= asked:
         return plan
     says = f"embedding, norms and the slots of streamed layers take {gib(plan.device_bytes)}"

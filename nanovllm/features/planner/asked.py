@@ -163,7 +163,9 @@ def _where_weights_lie(part: _LargestPart, config: EngineConfig, machine: Machin
     sizes = part.model.network.weights
     ranks = part.model.network.num_ranks
     free = machine.device_free // (ranks if machine.is_shared else 1)
-    plan = weight_plan(config, sizes, machine.device_total, free, machine.is_shared, lambda: part.step_bytes)
+    host_free = machine.host_free // ranks
+    shared = machine.is_shared
+    plan = weight_plan(config, sizes, machine.device_total, free, host_free, shared, lambda: part.step_bytes)
     if plan.streamed and not machine.host_free:
         raise _no_host_memory("weights that stream need it")
     if plan.device_bytes >= free:
@@ -174,7 +176,6 @@ def _where_weights_lie(part: _LargestPart, config: EngineConfig, machine: Machin
             "quantized weights, a larger card or a larger tensor_parallel_size takes less of it"
             + ("" if streams else ", and with --host-mem and --enable-cpu-offload layers stream from host memory")
         )
-    host_free = machine.host_free // ranks
     if plan.host_bytes > host_free:
         raise NoMemoryError(
             f"{show_bytes(plan.host_bytes)} of the weights' {show_bytes(sizes.num_bytes)} have to be in host memory, "
