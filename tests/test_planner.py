@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from benchmarks.transfers import CpuAttentionUse, predict_transfers
 from nanovllm import LLM
 from nanovllm.data.batch import Batch, LayerwisePrefill, StepResult
 from nanovllm.data.kv_groups import HOLE
-from nanovllm.data.network import KVLayer, Network
+from nanovllm.data.network import ExpertSpec, KVLayer, Network
 from nanovllm.engine import branch_points
 from nanovllm.errors import RequestError
 from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, LINK, Rates, StepModel
 from nanovllm.features.planner.step_work import StepWork
 from nanovllm.features.recurrent import states as recurrent_states
+from nanovllm.features.streamed_weights.expert_cache import LastUsed
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.layerwise import prefill_steps
 from nanovllm.memory.layout import kv_layout
@@ -359,11 +361,34 @@ def test_a_token_copies_the_experts_that_it_chooses(tmp_path: Path) -> None:
     cached = replace(model, weights=replace(model.weights, cached_experts=chosen))
     misses = chosen * (1 - chosen / number) * expert
     assert cached.loaded_weights(1) == pytest.approx(misses, abs=1)
+    small = replace(model, weights=replace(model.weights, cached_experts=chosen - 1))
+    assert small.loaded_weights(1) == chosen * expert, "what the first layer chose is gone when it is computed again"
     assert cached.loaded_weights(1000) == number * expert, "many rows choose all of them"
     waiting = cached.decode(10, TransferCount()).seconds
     ready = replace(model, weights=WeightPlan(network.weights)).decode(10, TransferCount()).seconds
     assert waiting is not None and ready is not None
     assert waiting - ready == pytest.approx(misses / 1e8, abs=1e-8), "the device waits for them behind each router"
+
+
+@pytest.mark.parametrize("places", [15, 16, 40, 70, 128, 200])
+def test_even_choices_miss_the_cache_as_often_as_the_formula_says(network: Network, places: int) -> None:
+    """Counted with the policy of the engine: 8 layers with 32 experts of 100 bytes, of which a token uses two."""
+    spec = ExpertSpec(num_experts=32, num_experts_per_tok=2)
+    sizes = replace(
+        network.weights,
+        stored_bytes=(3200,) * 8,
+        stored_expert_bytes=(3200,) * 8,
+        num_experts=spec.num_experts,
+        experts_per_token=spec.num_experts_per_tok,
+    )
+    chosen = random.Random(places)
+    cache = LastUsed(places)
+    counts = []
+    for _ in range(600):
+        tokens = [[(layer, expert) for expert in chosen.sample(range(32), 2)] for layer in range(8)]
+        counts.append(sum(len(cache.take(experts)[1]) for experts in tokens))
+    weights = WeightPlan(sizes, tuple(range(8)), places)
+    assert 100 * sum(counts[100:]) / 500 == pytest.approx(weights.chosen_bytes(1, spec), rel=0.04)
 
 
 def test_an_unknown_rate_is_named(network: Network) -> None:

@@ -12,6 +12,7 @@ that were used last, of all streamed layers together.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,13 +74,18 @@ class WeightPlan:
     def chosen_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows copies of chosen experts, after their routers; 0 if layers are copied whole.
 
-        As many as are expected if rows choose evenly and alone. The cache has each of them with the chance that it has
-        a place; where some experts are chosen more often than others it has more.
+        As many as are expected if rows choose evenly and alone. Of passes that read the share s of all experts, n of
+        them read 1 - (1 - s)^n, and the cache has what was read in as many as it has places for: none if it is too
+        small for one. Where some experts are chosen more often than others it has more.
         """
         if experts is None or not self.num_streamed_experts or not self.chooses(rows, experts):
             return 0
-        missed = max(0.0, 1.0 - self.cached_experts / self.num_streamed_experts)
-        return round(missed * experts.share_read(rows) * self._streamed_expert_bytes)
+        share = experts.share_read(rows)
+        uncached = 1.0 - self.cached_experts / self.num_streamed_experts
+        if uncached <= 0.0:
+            return 0
+        passes = int(math.log(uncached) / math.log1p(-share) + 1e-9)
+        return round((1.0 - share) ** passes * share * self._streamed_expert_bytes)
 
     def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones."""

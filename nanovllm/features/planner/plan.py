@@ -147,7 +147,7 @@ class Plan:
             changes.append(("a checkpoint in 4 bits", replace(model, network=network, weights=weights)))
         link = model.rates.link
         changes.append(("a link twice as fast", replace(model, rates=replace(model.rates, link=2 * link))))
-        more = self.weights.sizes.num_bytes - self.weights.device_bytes
+        more = max(0, self.weights.sizes.num_bytes - self.weights.device_bytes)
         size = self.sizing.memory.device_total + int(more / self.sizing.config.gpu_memory_utilization)
         says = f"a device of {show_bytes(size)}, which holds all weights"
         changes.append((says, replace(model, weights=WeightPlan(self.weights.sizes))))
