@@ -98,11 +98,13 @@ def prefill_steps(
     return steps
 
 
-def prefill_loads(block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory) -> int:
-    """Tokens that each layer loads for such a prompt, with what weights count for."""
+def prefill_loads(
+    block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory, weight_tokens: int = 0
+) -> int:
+    """Tokens that each layer loads for such a prompt. weight_tokens: what weights count for in each pass."""
     host_blocks = range(resident_blocks, -(-end // block_size))
     steps = prefill_steps(block_size, resident_blocks, end, chunk, memory)
-    return sum(stored_before(host_blocks, block_size, step.begin) + memory.weight_tokens for step in steps)
+    return sum(stored_before(host_blocks, block_size, step.begin) + weight_tokens for step in steps)
 
 
 def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:

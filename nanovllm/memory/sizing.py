@@ -20,7 +20,8 @@ CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 CPU_HOST_SEQUENCES = 4  # of full length for which the CPU's host tier has blocks by default
 LOGIT_BYTES = 4
 MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
-LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
+LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks,
+WEIGHTS_SHARE = 4  # or 1 / WEIGHTS_SHARE where weights stream, each of which it reads once
 
 
 class StateSlots(NamedTuple):
@@ -113,18 +114,20 @@ def plan_kv_cache(
     if reserved != NO_LAYERWISE and plan.max_model_len < (config.max_model_len or 1):  # rather fit the prompt
         plan = _plan_tiers(config, layout, memory, wanted_len, watermark, NO_LAYERWISE)
     elif plan.layerwise_memory != NO_LAYERWISE and memory.states is not None:
-        # Where few layers have K and V, the memory of a layer of them would hold many tokens in all of them.
+        # Where few layers have K and V, the memory of a layer of them, as resident blocks, may save more.
         without = _plan_tiers(config, layout, memory, wanted_len, watermark, NO_LAYERWISE)
-        if _loads(config, layout, without) < _loads(config, layout, plan):  # its resident blocks save more
+        weights = memory.streamed_bytes // layout.token_bytes
+        if _loads(config, layout, without, weights) < _loads(config, layout, plan, weights):
             plan = without
     _check_capacity(config, layout, plan)
     return plan
 
 
-def _loads(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> int:
-    """Tokens that each layer loads while the longest prompt is prefilled."""
+def _loads(config: EngineConfig, layout: KVLayout, plan: KVPlan, weights: int) -> int:
+    """Tokens that each layer loads while the longest prompt is prefilled. weights: what they count for in each pass."""
     resident = plan.split.resident_blocks
-    return prefill_loads(layout.block_size, resident, plan.max_model_len, config.chunk, plan.layerwise_memory)
+    longest = plan.max_model_len
+    return prefill_loads(layout.block_size, resident, longest, config.chunk, plan.layerwise_memory, weights)
 
 
 def _plan_tiers(
@@ -183,24 +186,26 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     """Memory for layer-by-layer prefill, so that the longest prompt is prefilled that way if memory allows.
 
     If KV blocks are sized from the same memory, or kv_cache_memory_bytes is the memory of both, it is at most
-    1 / LAYERWISE_SHARE of that, and leaves the smallest cache. If all block counts are given, it is what they leave.
+    1 / LAYERWISE_SHARE of that, or 1 / WEIGHTS_SHARE, and leaves the smallest cache. If all block counts are given, it
+    is what they leave.
     """
     if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
     left = cache_budget(config, memory)
+    part = WEIGHTS_SHARE if memory.streamed_bytes else LAYERWISE_SHARE
     shared = memory.tiers_share_memory
     named_bytes = config.num_bytes("kv_cache_memory_bytes")
     if shared:  # the swap space and the host's blocks are taken from the same memory
         left -= max(0, memory.device_free - memory.host_free)
         left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
     if named_bytes is not None:
-        share = min(named_bytes // LAYERWISE_SHARE, named_bytes - fewest_blocks(config, layout) * layout.block_bytes)
+        share = min(named_bytes // part, named_bytes - fewest_blocks(config, layout) * layout.block_bytes)
         left = share + min(0, left - named_bytes)
     else:
         left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
         if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
             smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
-            left = min(left // LAYERWISE_SHARE, left - smallest)
+            left = min(left // part, left - smallest)
     chunk = config.max_num_batched_tokens
     return divide_memory(layout, memory.layerwise_token_bytes, left, longest, chunk, memory.streamed_bytes)
 

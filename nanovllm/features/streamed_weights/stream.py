@@ -30,11 +30,12 @@ class WeightStream:
         self._layers = layers.of_layer
         self._slots = layers.slots
         self._streamed = list(layers.of_layer)
+        self._plan = layers.plan
         self._order = WeightOrder(device)
         self._held: list[int | None] = [None] * len(self._slots)  # the layer that each slot has, or gets, whole
         self._layer: int | None = None  # which is computed now
         self._cache = layers.expert_cache
-        self._cached = LastUsed(layers.plan.cached_experts)
+        self._cached = LastUsed(self._plan.cached_experts)
         self.streamed_bytes = sum(layer.memory.nbytes for layer in self._layers.values())
         self.loaded_bytes = 0  # since the engine was made
         # By layer, if experts are copied alone: their spec, and of each part where it is in the slot and in the cache.
@@ -111,11 +112,8 @@ class WeightStream:
     # ---- chosen experts
 
     def _chooses(self, index: int, rows: int) -> bool:
-        """Whether the experts that rows choose in a layer are copied alone: they fit, and are less than half of all."""
-        if index not in self._specs or self._cache is None:
-            return False
-        spec = self._specs[index]
-        return rows * spec.num_experts_per_tok <= len(self._cache) and 2 * spec.share_read(rows) <= 1
+        """Whether the experts that rows choose in a layer are copied alone."""
+        return index in self._specs and self._plan.chooses(rows, self._specs[index])
 
     def _bring(self, layer: HostLayer, chosen: Sequence[int]) -> None:
         """Copy experts to the cache that it lacks, then all that are chosen from there to their places in the slot."""
