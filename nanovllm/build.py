@@ -52,7 +52,7 @@ from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import NO_LAYERWISE
 from nanovllm.memory.layout import layout_of, of_rank
 from nanovllm.memory.profiling import activation_peak, measure_memory
-from nanovllm.memory.shares import with_device_bytes
+from nanovllm.memory.shares import kv_wish, with_device_bytes
 from nanovllm.memory.sizing import KVPlan, smallest
 from nanovllm.memory.states import without_states
 from nanovllm.memory.swap import asked_swap_bytes, plan_swap_space
@@ -421,7 +421,8 @@ def _host_layers(config: EngineConfig, model: CausalLM, device: Device, free: in
     sizes = model.network.weights
     total = device.total_memory()
     shared = device.shares_host
-    plan = weight_plan(config, sizes, total, free, host_free, shared, lambda: activation_peak(model, config))
+    wish = kv_wish(config, model.network)
+    plan = weight_plan(config, sizes, total, free, host_free, shared, lambda: activation_peak(model, config), wish)
     if not plan.streamed:
         return None
     where = "the host has"

@@ -21,7 +21,11 @@ from nanovllm.ops.triton_routing import FEW_ROWS
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 REGISTERS = 65536  # of a multiprocessor
 FEW_SPILLED = 96  # bytes of a thread that a variant may spill: a few of its 255 registers
-INT4_IN_FP16 = ("packed, 16 rows, int4 float32 64", "packed, 16 rows, int4 channel")
+# Launches for sm_80 that spill a register or two.
+SPILLING = {
+    "float16": ("packed, 16 rows, int4 float32 64", "packed, 16 rows, int4 channel"),
+    "bfloat16": ("gguf q6_k, experts", "gguf q6_k, experts, one row"),
+}
 KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel",
            "_norm_kernel", "_heads_kernel", "_gated_unit_kernel", "_draw_kernel", "_packed_kernel",
            "_grouped_kernel", "_weighted_sum_kernel", "_quantize_kernel", "_shrink_kernel",
@@ -70,10 +74,10 @@ def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
     weights with zeros and of Q5_K, which it holds at 80 to 170, and prefill with a window on 12.0, by 32 bytes. On 8.0
     it spills 8 bytes in fp16 of two kinds of int4 weights."""
     few = [row for row in table if row["launch"].endswith(" KV") or is_large_decode(row) or is_tight(row, arch)]
-    int4 = [row for row in table if (arch, row["dtype"]) == (80, "float16") and row["launch"] in INT4_IN_FP16]
+    spilling = [row for row in table if arch == 80 and row["launch"] in SPILLING.get(row["dtype"], ())]
     check_fit(few, arch, FEW_SPILLED)
-    check_fit(int4, arch, most_spilled=8)
-    check_fit([row for row in table if row not in few + int4], arch, most_spilled=0)
+    check_fit(spilling, arch, most_spilled=8)
+    check_fit([row for row in table if row not in few + spilling], arch, most_spilled=0)
     assert not any(row["fused_over_lanes"] for row in table), "what a kernel carries on differs between lanes"
 
 

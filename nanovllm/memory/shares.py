@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import NamedTuple
 
 from nanovllm.config import MIN_BLOCK_SIZE, EngineConfig
 from nanovllm.data.network import Network
@@ -13,6 +14,24 @@ from nanovllm.memory.sizing import fewest_blocks
 RESIDENT_BLOCKS = 8  # that a device of a named size holds besides the fewest, if smaller blocks can reach that
 
 logger = logging.getLogger(__name__)
+
+
+class KVWish(NamedTuple):
+    """Bytes of the device that the KV cache can use."""
+
+    asked: int | None  # that `kv_cache_memory_bytes` stands for
+    longest: int  # of the longest sequence
+
+
+def kv_wish(config: EngineConfig, network: Network) -> KVWish:
+    """What the arguments say of the KV cache of this rank, before its memory is known."""
+    layout = layout_of(config, network)
+    asked = config.kv_share
+    longest = config.max_model_len or network.max_model_len
+    if asked is None:
+        return KVWish(config.num_bytes("kv_cache_memory_bytes"), layout.held_bytes(longest, config.chunk))
+    shared = layout.held_bytes(asked.tokens or longest, config.chunk)
+    return KVWish(int(shared * asked.part), shared)
 
 
 def with_device_bytes(config: EngineConfig, network: Network) -> EngineConfig:

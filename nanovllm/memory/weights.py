@@ -21,11 +21,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import gib
 from nanovllm.data.network import ExpertSpec, WeightSizes
 from nanovllm.errors import ConfigError
+from nanovllm.memory.shares import KVWish
 
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 2
-KV_SHARE = 8  # 1 / KV_SHARE of the memory is left for KV blocks where nothing says how much they get
+KV_SHARE = 8  # 1 / KV_SHARE of the memory is left for KV blocks where nothing says how much they get,
+MIXTURE_KV_SHARE = 2  # and beside experts up to 1 / MIXTURE_KV_SHARE of the device, if the longest sequence takes it
 CACHE_SHARE = 4  # 1 / CACHE_SHARE of the streamed experts fit into the cache, before further layers stay on the device
 LEAST_ROWS = 2  # of a step, whose experts fit into the cache at least
 
@@ -145,12 +147,13 @@ def weight_plan(
     host_free: int,
     tiers_share_memory: bool,
     step_bytes: Callable[[], int],
+    kv: KVWish,
 ) -> WeightPlan:
     """The plan that the arguments ask for. It may take more of the host than there is.
 
     sizes: of this rank. device_total, device_free, host_free: its bytes, before the weights are loaded;
-    tiers_share_memory: on the CPU, where nothing streams unless it is asked for. step_bytes: of the largest step.
-    Raises ConfigError for fewer bytes than streaming layers take.
+    tiers_share_memory: on the CPU, where nothing streams unless it is asked for. step_bytes: of the largest step. kv:
+    what the KV cache can use of the device. Raises ConfigError for fewer bytes than streaming layers take.
     """
     for_host_kv = 0
     if config.enable_cpu_offload:
@@ -162,7 +165,9 @@ def weight_plan(
     if not config.enable_cpu_offload or tiers_share_memory:
         return WeightPlan(sizes)
     usable = int(device_total * config.gpu_memory_utilization) - (device_total - device_free)
-    for_kv = config.num_bytes("kv_cache_memory_bytes") or usable // KV_SHARE
+    for_kv = usable // KV_SHARE if kv.asked is None else kv.asked
+    if kv.asked is None and sizes.num_experts:  # a token reads all of its KV, and few of the experts
+        for_kv = max(for_kv, min(kv.longest, usable // MIXTURE_KV_SHARE))
     if sizes.num_bytes + for_kv <= usable and sizes.num_bytes + for_kv + step_bytes() <= usable:
         return WeightPlan(sizes)
     return plan_weights(sizes, usable - for_kv - step_bytes(), host_budget)

@@ -20,7 +20,7 @@ from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.layerwise import layerwise_token_bytes
 from nanovllm.memory.layout import layout_of
-from nanovllm.memory.shares import with_device_bytes
+from nanovllm.memory.shares import kv_wish, with_device_bytes
 from nanovllm.memory.sizing import MemoryFacts, NoMemoryError, check_step_fits, needs_activation_peak, smallest
 from nanovllm.memory.states import without_states
 from nanovllm.memory.weights import WeightPlan, weight_plan
@@ -165,7 +165,8 @@ def _where_weights_lie(part: _LargestPart, config: EngineConfig, machine: Machin
     free = machine.device_free // (ranks if machine.is_shared else 1)
     host_free = machine.host_free // ranks
     shared = machine.is_shared
-    plan = weight_plan(config, sizes, machine.device_total, free, host_free, shared, lambda: part.step_bytes)
+    wish = kv_wish(config, part.model.network)
+    plan = weight_plan(config, sizes, machine.device_total, free, host_free, shared, lambda: part.step_bytes, wish)
     if plan.streamed and not machine.host_free:
         raise _no_host_memory("weights that stream need it")
     if plan.device_bytes >= free:
