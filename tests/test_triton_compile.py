@@ -72,7 +72,7 @@ def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
     """Attention over an 8-bit KV cache may spill a few registers: its tiles are widened in registers. So may decode of
     large heads, which the compiler holds at half of a thread's registers for the sake of more threads, products of int8
     weights with zeros and of Q5_K, which it holds at 80 to 170, and prefill with a window on 12.0, by 32 bytes. On 8.0
-    it spills 8 bytes in fp16 of two kinds of int4 weights."""
+    it spills 8 bytes in fp16 of two kinds of int4 weights, and of experts in Q6_K."""
     few = [row for row in table if row["launch"].endswith(" KV") or is_large_decode(row) or is_tight(row, arch)]
     spilling = [row for row in table if arch == 80 and row["launch"] in SPILLING.get(row["dtype"], ())]
     check_fit(few, arch, FEW_SPILLED)
