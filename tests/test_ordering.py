@@ -34,6 +34,7 @@ from nanovllm import LLM
 from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
+from nanovllm.features.streamed_weights import stream
 from nanovllm.kvcache import pools, transfer_order
 
 BLOCK = 16
@@ -179,6 +180,8 @@ def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> 
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32)
+streamed_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, layers=3)
+STREAMED = {"weights_memory_bytes": "1%"}  # the weights of all layers stream
 
 
 def stress(model_dir: Path, share: float | None = None, num_requests: int = 60, **given: Any) -> tuple[int, int, int]:
@@ -288,6 +291,34 @@ def test_every_mix_of_layers_is_ordered(tmp_path: Path, mix: str, name: str, mon
     assert min(preemptions, moves) > 0 and checked > 1000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["no CPU attention", "concurrent"])
+def test_weights_that_stream_are_ordered_beside_the_kv(
+    streamed_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "concurrent":
+        add_cpu_attention_streams(monkeypatch)
+    preemptions, moves, checked = stress(streamed_dir, CPU_ATTENTION_SHARES[name], 20, **STREAMED)
+    assert min(preemptions, moves) > 0 and checked > 1000
+
+
+@pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
+def test_weight_slots_of_which_one_is_not_ordered_are_noticed(
+    streamed_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = getattr(transfer_order.WeightOrder, forgetful)
+
+    def all_but_one(order: transfer_order.WeightOrder, slot: int) -> None:
+        if slot != 1:
+            every(order, slot)
+
+    monkeypatch.setattr(transfer_order.WeightOrder, forgetful, all_but_one)
+    with pytest.raises(EngineError) as failed:
+        stress(streamed_dir, num_requests=1, **STREAMED)
+    assert isinstance(failed.value.__cause__, OrderingError)
+    assert "slots for streamed layers" in str(failed.value.__cause__)
+
+
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
 def test_a_ring_of_which_one_group_is_not_ordered_is_noticed(
     model_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
@@ -311,7 +342,8 @@ def test_there_are_as_many_mutants_as_the_design_has_orderings() -> None:
     of_the_ring = ("kv_written", "stored", "host_ready", *of_slots)
     of_moves = ("moves_begin", "moves_end")
     of_cpu_attention = ("queries_written", "partial_written")
-    for event in of_the_ring + of_moves + of_cpu_attention:
+    of_weights = ("weights_ready", "weights_used")
+    for event in of_the_ring + of_moves + of_cpu_attention + of_weights:
         assert any(f"self._{event}" in source and "record" in source for source in sources), event
         assert any(f"self._{event}" in source and "wait" in source for source in sources), event
 
@@ -320,15 +352,22 @@ def is_cpu_attention(source: str) -> bool:
     return any(word in source for word in ("_cpu_attention", "_queries", "_partial"))
 
 
+def is_of_weights(source: str) -> bool:
+    return "_weights_" in source
+
+
 @pytest.mark.parametrize(("line", "column", "source"), order_calls(), ids=lambda value: str(value))
 def test_every_wait_and_record_taken_out_is_noticed(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cpu_attention(source):
         add_cpu_attention_streams(monkeypatch)
-    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
+    mutant = without_call(line, column)
+    monkeypatch.setattr(pools, "TransferOrder", mutant.TransferOrder)
+    monkeypatch.setattr(stream, "WeightOrder", mutant.WeightOrder)
+    given = STREAMED if is_of_weights(source) else {}
     with pytest.raises(EngineError) as failed:
-        stress(model_dir, 1.0 if is_cpu_attention(source) else None)
+        stress(model_dir, 1.0 if is_cpu_attention(source) else None, **given)
     assert isinstance(failed.value.__cause__, OrderingError), source
 
 
