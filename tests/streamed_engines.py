@@ -1,0 +1,58 @@
+"""What tests of weights that stream share: budgets by the number of streamed layers, and all that requests answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engines import random_prompt
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.data.network import WeightSizes
+from nanovllm.features.streamed_weights.stream import WeightStream
+from nanovllm.memory.weights import WeightPlan, spread
+from nanovllm.models.hf_config import load_network_config
+from nanovllm.outputs import Logprob
+
+VOCAB = 97
+LENGTHS = (100, 33, 5)
+PROMPTS = [random_prompt(length, VOCAB, seed=length) for length in LENGTHS]
+MAX_TOKENS = 7
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=3)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, n=2, seed=5, max_tokens=4, ignore_eos=True, logprobs=1),
+]
+
+
+def weight_sizes(path: Path, dtype: str = "float32") -> WeightSizes:
+    return load_network_config(path).on_meta(dtype).network.weights
+
+
+def budget(sizes: WeightSizes, count: int) -> int:
+    """The least `weights_memory_bytes` with which so many layers stream."""
+    return WeightPlan(sizes, spread(count, len(sizes.stored_bytes))).device_bytes
+
+
+def stream_of(llm: LLM) -> WeightStream:
+    """The stream of weights of an engine of one process, which has one."""
+    stream = llm._runner.model.layer_weights
+    assert isinstance(stream, WeightStream)
+    return stream
+
+
+def bits(positions: Iterable[Mapping[int, Logprob] | None]) -> list[Any]:
+    return [(token, found.logprob) for position in positions for token, found in (position or {}).items()]
+
+
+def answers(llm: LLM, params: list[SamplingParams] = PARAMS, **given: Any) -> list[Any]:
+    """Tokens and the bits of log-probabilities, of every prompt with all parameters at once."""
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+    outputs = llm.generate(prompts, params * len(PROMPTS), use_tqdm=False, **given)
+    assert llm.metrics().blocks.used == 0
+    return [
+        (bits(output.prompt_logprobs or ()), [(one.token_ids, bits(one.logprobs or ())) for one in output.outputs])
+        for output in outputs
+    ]
