@@ -93,6 +93,15 @@ def _narrow_kv_gain(parts: Parts) -> float:
     return float(ratios["decode"]["median"])
 
 
+def _streamed_prefill(part: str) -> Callable[[Parts], float]:
+    """Prefill with weights in host memory beside weights on the device."""
+    return lambda parts: float(_only(parts, part)["ratios"]["prefill"]["median"])
+
+
+def _streamed_decode(parts: Parts) -> float:
+    return float(_only(parts, "weights")["decode_link_share"])
+
+
 def _idle_share(parts: Parts) -> float:
     gaps = _only(parts, "offload-32k")["kernel_gaps"]["prefill"]
     return float(gaps["idle_s"] / gaps["span_s"])
@@ -146,6 +155,9 @@ RULES = (
     Rule("decode in Q4_K_M / reading", Q4, 0.6, _read_share(Q4)),
     Rule("decode of gpt-oss-20b / reading", "gpt-oss-20b", 0.5, _read_share("gpt-oss-20b")),
     Rule("decode of Qwen3.5-9B / reading", "qwen3.5-9b", 0.7, _read_share("qwen3.5-9b")),
+    Rule("prefill at 32K, weights streamed / resident", "weights", 0.90, _streamed_prefill("weights")),
+    Rule("prefill at 32K, the same of experts", "weights-experts", 0.90, _streamed_prefill("weights-experts")),
+    Rule("decode with streamed weights / link", "weights", 0.7, _streamed_decode),
     Rule("GPU idle between kernels of prefill", "offload-32k", 0.05, _idle_share, at_most=True),
     Rule("recall at 128K", "recall-128k", 1.0, _recall),
 )

@@ -97,6 +97,14 @@ def model(name: str, stored: str | None = None, *options: str) -> Part:
     return Part(f"{name}-{stored}" if stored else name, command, 90, 25, dry, repeats=stored != "q4_k_m")
 
 
+def weights(name: str, seconds: int, likely: int, *options: str) -> Part:
+    """A published size with random weights on the device and with most of them in host memory, in turns."""
+    work = ("--prompt-len", str(PROMPT_32K), "--output-len", "9", "--repeats", "1", "--warmup", "1")
+    sizes = ("--device", "cuda", "--block-size", "1024", "--max-num-batched-tokens", "16384")
+    dry = (*TINY_RUN, "--prompt-len", "600", "--weights", "1%")
+    return Part(name, ("-m", "benchmarks.streamed_weights", *sizes, *work, *options), seconds, likely, dry)
+
+
 def library(name: str) -> tuple[tuple[str, str], ...]:
     """The switch for the library of prefill."""
     return (("NANOVLLM_PREFILL_LIBRARY", name),)
@@ -187,6 +195,11 @@ PARTS = (
     model("qwen3.6-35b-a3b", "int4"),
     model("llama-3.1-8b", "q4_k_m"),
     model("qwen3.5-9b"),
+    weights("weights", 90, 50, "--model", "llama-3.1-8b", "--weights", "25%"),
+    replace(
+        weights("weights-experts", 90, 50, "--model", "qwen3.6-35b-a3b", "--stored", "int4", "--weights", "8G"),
+        repeats=True,
+    ),
     Part("ranks", ("-m", "benchmarks.ranks", "--device", "cuda", "--model", "llama-3.1-8b"), 120, 60,
          ("--device", "cpu", "--model", MODEL, "--dtype", "float32", "--prompt-len", "20", "--output-len", "5")),
 )  # fmt: skip

@@ -17,6 +17,7 @@ MACHINE_FIELDS = {"date", "device", "cpu", "threads", "python", "torch", "nanovl
 TINY = ["--prompt-len", "20", "--output-len", "3"]
 SCRIPTS: dict[str, tuple[str, list[str]]] = {  # the key of its results, and options
     "benchmarks.two_trees": ("results", [str(ROOT), *TINY, "--rounds", "2"]),
+    "benchmarks.streamed_weights": ("results", [*TINY, "--dtype", "float32", "--device", "cpu", "--weights", "1%"]),
     "benchmarks.ranks": ("one_rank_step_s", [*TINY, "--dtype", "float32", "--device", "cpu"]),
 }  # fmt: skip
 

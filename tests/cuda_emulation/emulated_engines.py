@@ -12,6 +12,7 @@ from engines import offloaded, random_prompt
 from gguf_files import WIDE, write_gguf
 from lora_helpers import make_adapter
 from quantized_checkpoints import VARIANTS, quantize
+from streamed_engines import stream_of
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM, SamplingParams
@@ -44,6 +45,10 @@ def loaded(llm: LLM) -> bool:
     return llm.kv_stats().transfers.h2d_bytes > 0
 
 
+def streamed(llm: LLM) -> bool:
+    return stream_of(llm).loaded_bytes > 0
+
+
 def hit(llm: LLM) -> bool:
     return llm.metrics().prefix_cache.hit_tokens > 0
 
@@ -65,6 +70,8 @@ GEMMA_4 = {
     **{"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 64, "tie": True},
 }
 RECURRENT = {**CHECKPOINT, "layers": 4, "family": "qwen3_5"}
+STREAMED: dict[str, Any] = {"weights_memory_bytes": "1%", "enforce_eager": True}
+DEEP = {**CHECKPOINT, "layers": 4}
 
 CASES: dict[str, Case] = {
     "resident, eager": Case(EAGER),
@@ -120,6 +127,15 @@ CASES: dict[str, Case] = {
         model=RECURRENT,
         happened=lambda llm: llm.metrics().preemptions.swapped > 0,
     ),
+    "weights stream": Case({**RESIDENT, **STREAMED}, model=DEEP, happened=streamed),
+    "weights stream, offloaded": Case({**RING, **STREAMED}, model=DEEP, happened=streamed),
+    "weights stream, CPU attention": Case({**offloaded(BLOCK, 4, 40), **STREAMED}, model=DEEP, happened=streamed),
+    "weights stream, GPTQ": Case({**RING, **STREAMED}, model=DEEP, stored="gptq-128", happened=streamed),
+    "weights stream, GGUF": Case(
+        {**RESIDENT, **STREAMED}, model={**WIDE, "family": "llama", "layers": 4}, stored="Q8_0", happened=streamed
+    ),
+    "weights stream, experts": Case({**RING, **STREAMED}, model={**MOE, "layers": 3}, happened=streamed),
+    "weights stream, recurrent states": Case({**RING, **STREAMED}, model=RECURRENT, happened=streamed),
 }
 
 

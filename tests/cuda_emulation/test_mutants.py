@@ -19,7 +19,7 @@ import torch
 from checkpoints import checkpoint_fixture
 from cpu_attention_helpers import force_share
 from engines import greedy, offloaded, random_prompt, recorded_logits, run_random_requests, set_prefill, set_ring
-from test_ordering import is_cpu_attention, order_calls, without_call
+from test_ordering import STREAMED, is_cpu_attention, is_of_weights, order_calls, without_call
 from torch import Tensor
 
 from nanovllm import LLM, build
@@ -27,6 +27,7 @@ from nanovllm.device import PitchedCopy, create_device
 from nanovllm.device.cuda import CudaDevice, CudaStream
 from nanovllm.engine import prefix_cache
 from nanovllm.errors import EngineError
+from nanovllm.features.streamed_weights import stream
 from nanovllm.kvcache import pools
 
 BLOCK = 16
@@ -77,12 +78,17 @@ def late(kind: str | None, seed: int) -> Iterator[None]:
 
 
 def logits_of(
-    model_dir: Path, sizes: tuple[int, int, int], share: float | None, kind: str | None = None, seed: int = 0
+    model_dir: Path,
+    sizes: tuple[int, int, int],
+    share: float | None,
+    kind: str | None = None,
+    seed: int = 0,
+    **others: Any,
 ) -> list[Tensor]:
-    """The logits of all steps up to one that fails. sizes: see ENGINES; share: see SHARES."""
+    """The logits of all steps up to one that fails. sizes: see ENGINES; share: see SHARES; others: engine arguments."""
     ring_slots, *blocks = sizes
     arguments = offloaded(BLOCK, *blocks, max_num_batched_tokens=45, cpu_attention=share is not None)
-    arguments |= {"dtype": "float32", "device": "cuda", "enforce_eager": True, "max_model_len": 120}
+    arguments |= {"dtype": "float32", "device": "cuda", "enforce_eager": True, "max_model_len": 120, **others}
     with pytest.MonkeyPatch.context() as patch:
         set_ring(patch, ring_slots)
         llm = LLM(model_dir, **arguments)
@@ -136,6 +142,12 @@ def test_late_work_does_not_change_the_logits(
     assert all(equal(logits_of(model_dir, sizes, share, kind, seed), expected) for seed in SEEDS[:2])
 
 
+@pytest.mark.parametrize("kind", LATE)
+def test_late_weights_do_not_change_the_logits(model_dir: Path, known: dict[Any, list[Tensor]], kind: str) -> None:
+    expected = known_logits(model_dir, known, ENGINES[0], None)
+    assert all(equal(logits_of(model_dir, ENGINES[0], None, kind, seed, **STREAMED), expected) for seed in SEEDS[:2])
+
+
 @pytest.mark.parametrize(("line", "column", "source"), WAITS, ids=lambda value: str(value))
 def test_a_missing_wait_changes_the_logits(
     model_dir: Path,
@@ -148,8 +160,11 @@ def test_a_missing_wait_changes_the_logits(
     """For some kind of late work and some seed."""
     share = 1.0 if is_cpu_attention(source) else None
     expected = {sizes: known_logits(model_dir, known, sizes, share) for sizes in ENGINES}
-    monkeypatch.setattr(pools, "TransferOrder", without_call(line, column).TransferOrder)
+    mutant = without_call(line, column)
+    monkeypatch.setattr(pools, "TransferOrder", mutant.TransferOrder)
+    monkeypatch.setattr(stream, "WeightOrder", mutant.WeightOrder)
+    others = STREAMED if is_of_weights(source) else {}
     tries = [(sizes, kind, seed) for seed in SEEDS for kind in LATE for sizes in ENGINES]
     assert not all(
-        equal(logits_of(model_dir, sizes, share, kind, seed), expected[sizes]) for sizes, kind, seed in tries
+        equal(logits_of(model_dir, sizes, share, kind, seed, **others), expected[sizes]) for sizes, kind, seed in tries
     ), source

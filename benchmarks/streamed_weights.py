@@ -1,0 +1,161 @@
+"""What weights cost that stream from host memory, against the same weights on the device.
+
+    python -m benchmarks.streamed_weights [--model qwen3-0.6b] [--weights 25%] [--prompt-len 4096] [--output-json FILE]
+
+Two engines with the same weights and the same KV memory take turns in one process, in reverse order in every second
+round: one with all weights on the device, and one with --weights of them, the others in host memory. Ratios compare
+runs of the same round. Decode is also compared with the bytes that a token must copy, at the rate of a lone large copy.
+Exit status 1 if tokens differ on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+
+from benchmarks.engine import Work, engine_facts
+from benchmarks.offload import Ratios, Variant, take_turns
+from benchmarks.options import (
+    Parser,
+    add_device_option,
+    add_engine_options,
+    add_model_options,
+    add_run_options,
+    add_weights_option,
+    positive,
+    share,
+)
+from benchmarks.other_load import OtherLoad
+from benchmarks.peaks import copy_gb_s
+from benchmarks.report import mib, print_facts, print_other_load, print_rates, print_row, print_spread, write_json
+from benchmarks.shapes import Shape, open_shape
+from benchmarks.timing import Rates
+from nanovllm import LLM
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.features.streamed_weights.stream import WeightStream
+from nanovllm.memory.weights import weight_plan
+
+RESIDENT = "resident"
+STREAMED = "streamed"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One prompt length. `ratios` are those of streamed over resident; bytes are those of weights that were copied."""
+
+    prompt_len: int
+    output_len: int
+    rates: dict[str, Rates]
+    ratios: Ratios
+    streamed_layers: int
+    device_bytes: int  # of weights and their slots
+    prefill_bytes: int
+    decode_bytes: int  # of a token
+    decode_formula_bytes: int
+    decode_link_share: float | None  # the least time in which a token's bytes are copied, of the time that it took
+    outputs_equal: bool
+    other_load: float
+
+
+def stream_of(llm: LLM) -> WeightStream:
+    """Of the engine whose weights stream."""
+    assert isinstance(llm._runner, ModelRunner)
+    stream = llm._runner.model.layer_weights
+    assert isinstance(stream, WeightStream), "all weights fit the device: give --weights less"
+    return stream
+
+
+def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, link_gb_s: float) -> Result:
+    work = Work.of(shape, args, prompt_len, args.output_len)
+    (prompt,) = shape.prompts(1, prompt_len, args.seed)
+    placement = work.resident() if args.device_share == 1 else work.offloaded(args.device_share)
+    with ExitStack() as stack:
+        variants = {}
+        for name, asked in ((RESIDENT, "100%"), (STREAMED, args.weights)):
+            llm = stack.enter_context(work.open(**placement, weights_memory_bytes=asked))
+            memory = llm.kv_stats().layerwise_memory
+            variants[name] = Variant(llm, memory, work.kv_cache_dtype, list(llm.engine.scheduler.hooks))
+        load = OtherLoad()
+        take_turns(variants, prompt, args)
+        other_load = load.share()
+        streamed = variants[STREAMED]
+        stream = stream_of(streamed.llm)
+        loaded = [0, 0]
+        for index, output_len in enumerate((1, args.output_len)):
+            before = stream.loaded_bytes
+            streamed.run(prompt, output_len, counts=False)
+            loaded[index] = stream.loaded_bytes - before
+        plan = weight_plan(streamed.llm.config, shape.network.weights, 0, 0, tiers_share_memory=True, step_bytes=int)
+    prefill, both = loaded
+    rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
+    formula = plan.loaded_bytes(1, shape.network.experts)
+    tpot = rates[STREAMED].tpot_s
+    return Result(
+        prompt_len=prompt_len,
+        output_len=args.output_len,
+        rates=rates,
+        ratios=Ratios.of(streamed, variants[RESIDENT]),
+        streamed_layers=len(plan.streamed),
+        device_bytes=plan.device_bytes,
+        prefill_bytes=prefill,
+        decode_bytes=(both - prefill) // max(1, args.output_len - 1),
+        decode_formula_bytes=formula,
+        decode_link_share=None if tpot is None else formula / (link_gb_s * 1e9) / tpot.median,
+        outputs_equal=all(tokens == streamed.tokens[0] for v in variants.values() for tokens in v.tokens),
+        other_load=other_load,
+    )
+
+
+def show(result: Result, link_gb_s: float) -> None:
+    for name, rates in result.rates.items():
+        print(name)
+        print_rates(rates)
+        print()
+    print_row("layers that stream", f"{result.streamed_layers}", f"{mib(result.device_bytes)} on the device")
+    print_spread("streamed / resident: prefill", result.ratios.prefill, "{:.3f}")
+    print_spread("streamed / resident: decode", result.ratios.decode, "{:.3f}")
+    print_row("copied for the prompt", mib(result.prefill_bytes))
+    print_row("copied for a token", mib(result.decode_bytes), f"by the formula {mib(result.decode_formula_bytes)}")
+    if result.decode_link_share is not None:
+        print_row("decode", f"{result.decode_link_share:.1%}", f"of a lone large copy's {link_gb_s:,.1f} GB/s")
+    print_row("outputs", "equal" if result.outputs_equal else "DIFFERENT", f"{result.output_len} tokens of every run")
+    print_other_load(result.other_load)
+    print()
+
+
+def run(args: argparse.Namespace) -> int:
+    with open_shape(args.model, args.num_layers, args.dtype, args.load_format, args.stored) as shape:
+        facts = engine_facts(shape, args.device)
+        device = facts["device"]
+        print_facts(facts, shape.facts())
+        link_gb_s = copy_gb_s(device, "h2d")
+        results: list[Result] = []
+        for prompt_len in sorted(set(args.prompt_len)):
+            print(f"{prompt_len:,} tokens in, {args.output_len:,} out, {args.repeats} rounds\n", flush=True)
+            results.append(measure(args, shape, prompt_len, link_gb_s))
+            show(results[-1], link_gb_s)
+            write_json(args.output_json, args, facts, model=shape.facts(), link_gb_s=link_gb_s, results=results)
+    return 0 if device != "cpu" or all(result.outputs_equal for result in results) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m benchmarks.streamed_weights", description="What weights cost that stream.")
+    add_model_options(parser, num_layers=None)
+    add_weights_option(parser)
+    add = parser.add_argument
+    add("--prompt-len", type=positive, nargs="+", default=[4096], help="tokens; several are run in turn")
+    add("--weights", default="25%", help="weights_memory_bytes of the engine that streams (default: %(default)s)")
+    told = "KV blocks on the device, in both engines (default: all)"
+    add("--device-share", type=share, default=Fraction(1), help=told)
+    add_run_options(parser, output_len=17, repeats=2)
+    add_engine_options(parser, block_size=256, max_batched=4096)
+    add_device_option(parser)
+    return parser.run(argv, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
