@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM, build
-from nanovllm.device import cpu
+from nanovllm.device import cpu, create_device
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.streamed_weights.host_layers import ALIGNMENT
@@ -278,6 +278,33 @@ def test_a_trace_has_the_copies_of_weights(model_dir: Path, tmp_path: Path) -> N
     copied = [int(event["name"].split()[2]) for event in events if event["name"].startswith("h2d copy")]
     assert sum(copied) == loaded > 0
     assert any(event["name"] == "the products of a streamed layer" for event in events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SmolLM2", "Gemma 3"])
+def test_a_real_model_says_the_same_with_a_tenth_of_its_weights_and_kv(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or with its embedding and two slots, where that is more. Without the ordering check, which is slow with so much
+    memory."""
+    from nanovllm.apps.real_models import UnavailableError, gemma3
+    from nanovllm.apps.real_models.reading import story
+
+    try:
+        path = request.getfixturevalue("smollm2_dir") if name == "SmolLM2" else gemma3.checkpoint()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(build, "create_device", create_device)
+    text = story(is_short=True)[:2500]
+    params = replace(greedy(20), ignore_eos=False)
+    given = {"max_model_len": 1000, "max_num_batched_tokens": 256, "kvcache_block_size": 16}
+    few = {"weights_memory_bytes": "10%", "kv_cache_memory_bytes": "10%", "kv_offloading_size": "512M"}
+    said = []
+    for memory in ({"num_gpu_blocks": 500}, few):
+        with LLM(path, **given, **memory) as llm:
+            (output,) = llm.generate(text, params, use_tqdm=False)
+            said.append(output.outputs[0].text)
+    assert said[0] == said[1] and len(said[0]) > 20
 
 
 # ---- what is copied
