@@ -37,7 +37,6 @@ from benchmarks.timing import Rates
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.streamed_weights.stream import WeightStream
-from nanovllm.memory.weights import weight_plan
 
 RESIDENT = "resident"
 STREAMED = "streamed"
@@ -89,7 +88,8 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, link_gb_s: 
             before = stream.loaded_bytes
             streamed.run(prompt, output_len, counts=False)
             loaded[index] = stream.loaded_bytes - before
-        plan = weight_plan(streamed.llm.config, shape.network.weights, 0, 0, tiers_share_memory=True, step_bytes=int)
+        plan = streamed.llm._runner.sizing.weights
+        assert plan is not None
     prefill, both = loaded
     rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
     formula = plan.loaded_bytes(1, shape.network.experts)

@@ -52,8 +52,15 @@ def run(args: argparse.Namespace) -> int:
             found = {}
             for model in args.models:
                 windows, is_recurrent = MODELS[model]
-                memory = {"offload": way == "offloaded", "tokens": tokens, "states": tuple(args.states)}
-                bench = SessionBench(windows, is_recurrent, answer=TALK.answer, **memory)
+                device, host = args.states
+                bench = SessionBench(
+                    windows,
+                    is_recurrent,
+                    offload=way == "offloaded",
+                    tokens=tokens,
+                    states=(device, host),
+                    answer=TALK.answer,
+                )
                 found[model] = summary(dict(bench.play(TALK, BETWEEN)))
             print(f"Old tokens computed again, {tokens:,} tokens {way}:\n")
             print_table(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from engines import random_prompt
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.network import WeightSizes
 from nanovllm.features.streamed_weights.stream import WeightStream
-from nanovllm.memory.weights import WeightPlan, spread
+from nanovllm.memory.weights import CACHE_SHARE, LEAST_ROWS, WeightPlan, spread
 from nanovllm.models.hf_config import load_network_config
 from nanovllm.outputs import Logprob
 
@@ -32,8 +33,10 @@ def weight_sizes(path: Path, dtype: str = "float32") -> WeightSizes:
 
 
 def budget(sizes: WeightSizes, count: int) -> int:
-    """The least `weights_memory_bytes` with which so many layers stream."""
-    return WeightPlan(sizes, spread(count, len(sizes.stored_bytes))).device_bytes
+    """`weights_memory_bytes` with which so many layers stream, the least beside a cache of its usual size."""
+    plan = WeightPlan(sizes, spread(count, len(sizes.stored_bytes)))
+    least = LEAST_ROWS * sizes.experts_per_token
+    return replace(plan, cached_experts=max(plan.num_streamed_experts // CACHE_SHARE, least)).device_bytes
 
 
 def stream_of(llm: LLM) -> WeightStream:

@@ -316,7 +316,7 @@ def test_weight_slots_of_which_one_is_not_ordered_are_noticed(
     with pytest.raises(EngineError) as failed:
         stress(streamed_dir, num_requests=1, **STREAMED)
     assert isinstance(failed.value.__cause__, OrderingError)
-    assert "slots for streamed layers" in str(failed.value.__cause__)
+    assert "a slot for streamed layers" in str(failed.value.__cause__)
 
 
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])

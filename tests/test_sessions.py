@@ -144,8 +144,11 @@ def cut_result_of(model: str, tokens: int) -> list[Asked]:
     windows, is_recurrent = MODELS[model]
     talk = Talk(vocab=VOCAB)
     bench = SessionBench(windows, is_recurrent, tokens=tokens, answer=talk.answer)
-    session = cut_result(talk, "cut")
-    return Player(bench.ask).play(session, lambda number: bench.ask(talk.words(BETWEEN, f"between {number}"), 1))
+
+    def interrupt(number: int) -> None:
+        bench.ask(talk.words(BETWEEN, f"between {number}"), 1)
+
+    return Player(bench.ask).play(cut_result(talk, "cut"), interrupt)
 
 
 def test_a_long_prompt_has_states_where_windows_are_kept() -> None:

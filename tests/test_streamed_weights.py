@@ -411,7 +411,7 @@ def test_too_few_bytes_are_refused_with_the_least_number(model_dir: Path) -> Non
     least = budget(weight_sizes(model_dir), LAYERS)
     with LLM(model_dir, dtype="float32", weights_memory_bytes=least, **RESIDENT) as llm:
         assert stream_of(llm).loaded_bytes == 0
-    says = rf"weights_memory_bytes={least - 1}: embedding, norms and slots .* raise it to at least {least}$"
+    says = rf"weights_memory_bytes={least - 1}: embedding, norms and the slots .* raise it to at least {least}$"
     with pytest.raises(ConfigError, match=says):
         LLM(model_dir, dtype="float32", weights_memory_bytes=least - 1, **RESIDENT)
 
@@ -420,7 +420,7 @@ def test_a_share_below_the_least_gets_the_least_and_says_so(model_dir: Path, cap
     with caplog.at_level(logging.WARNING), LLM(model_dir, dtype="float32", weights_memory_bytes="1%", **RESIDENT):
         pass
     (said,) = [record.getMessage() for record in caplog.records if "weights_memory_bytes" in record.getMessage()]
-    assert said.startswith("weights_memory_bytes=1%: embedding, norms and slots") and "more than the share" in said
+    assert said.startswith("weights_memory_bytes=1%: embedding, norms and the slots") and "more than the share" in said
 
 
 def test_one_layer_does_not_stream(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.kvcache.transfer_order import WeightOrder
 
 WORD = torch.int64  # as which bytes are copied on the device
+PRODUCTS = "the products of a streamed layer"
 PIECE_BYTES = 64 << 20  # of one row of a copy, whose width CUDA limits
 
 
@@ -58,7 +59,7 @@ class WeightStream:
             if layer is not None and (self._held[layer.slot] == index or not self._chooses(index, rows)):
                 self._load(index)
                 self._order.before_compute(layer.slot)
-                self._declare(reads=(self._slots[layer.slot],))
+                self._declare(PRODUCTS, (self._slots[layer.slot],))
             for following in self._following(index):
                 if not self._chooses(following, rows):
                     self._load(following)
@@ -83,7 +84,7 @@ class WeightStream:
         """The layer that was computed is done with its slot."""
         if self._layer in self._layers:
             slot = self._layers[self._layer].slot
-            self._declare(reads=(self._slots[slot],))
+            self._declare(PRODUCTS, (self._slots[slot],))
             self._order.after_compute(slot)
         self._layer = None
 
@@ -128,7 +129,7 @@ class WeightStream:
         parts = self._places[self._layer]
         targets = [in_slot[expert] for in_slot, _ in parts for _, expert in places]
         sources = [in_cache[place] for _, in_cache in parts for place in places.values()]
-        self._declare(reads=sources, writes=targets)
+        self._declare("chosen experts", sources, targets)
         torch._foreach_copy_(targets, sources)
         self._order.after_compute(cache)
 
@@ -147,8 +148,8 @@ class WeightStream:
 
     # ---- helpers
 
-    def _declare(self, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> None:
-        self._device.declare_kernel("weights of a streamed layer", reads, writes)
+    def _declare(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> None:
+        self._device.declare_kernel(name, reads, writes)
         self._device.end_kernel()
 
     def _reset(self) -> None:
