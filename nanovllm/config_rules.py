@@ -45,7 +45,11 @@ GENERATION = 'must be "auto", "vllm" (no recommendations) or a directory with a 
 def is_weights_size(value: Any) -> bool:
     """Whether it is None, a size, or a share that names no tokens."""
     asked = share(value)
-    return size(WEIGHT_BYTES, 1, MOST_GIB * GIB).holds(value) if asked is None else asked.tokens is None
+    return (
+        size(WEIGHT_BYTES, 1, MOST_GIB * GIB).holds(value)
+        if asked is None
+        else asked.tokens is None and asked.part <= 1
+    )
 
 
 def is_dir(path: object) -> bool:

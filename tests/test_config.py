@@ -65,7 +65,7 @@ REFUSED: dict[str, list[Any]] = {
     "hf_overrides": ["rope", {1: 2}],
     "generation_config": ["none", 5, "/no/such/directory"],
     "kv_cache_memory_bytes": [0, 1.5],
-    "weights_memory_bytes": [0, -1, 1.5, True, "", "much", "0%", "-5%", "nan%", "25% of 32K"],
+    "weights_memory_bytes": [0, -1, 1.5, True, "", "much", "0%", "-5%", "nan%", "25% of 32K", "101%"],
     "kv_offloading_size": [0, math.nan, "1", True],
     "override_generation_config": ["top_p", {1: 2}],
     "served_model_name": ["", [], [5]],

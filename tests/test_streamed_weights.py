@@ -327,6 +327,31 @@ def test_a_pass_copies_each_streamed_layer_once(model_dir: Path, num_streamed: i
     assert copied // 8 <= first < 2 * copied // 8, "the first layers of the next pass are on the way"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, family: str) -> None:
+    name = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[family]
+    make_checkpoint(tmp_path, family, vocab=VOCAB, layers=8, **{name: 16})
+    given = {**RESIDENT, "enable_prefix_caching": False, "dtype": "float32"}
+    with LLM(tmp_path, **given) as llm:
+        expected = answers(llm)
+        alone = token_ids(llm, PROMPTS[2], greedy(40))
+    least = plan_weights(weight_sizes(tmp_path), 0)
+    assert (len(least.streamed), least.cached_experts) == (8, 4), "of two rows"
+    copied = []
+    for plan in (least, replace(least, cached_experts=32)):
+        with LLM(tmp_path, weights_memory_bytes=plan.device_bytes, **given) as llm:
+            stream = stream_of(llm)
+            assert len(stream._streamed) == 8 and stream._plan.cached_experts == plan.cached_experts
+            token_ids(llm, PROMPTS[2], greedy(1))
+            before = stream.loaded_bytes
+            assert token_ids(llm, PROMPTS[2], greedy(40)) == alone
+            copied.append(stream.loaded_bytes - before)
+            assert answers(llm) == expected
+    tokens = 39 * 8 * 2 * least.expert_bytes
+    assert copied[0] <= 2 * least.host_bytes + tokens, "with the prompt, and what was copied ahead of a pass"
+    assert 0 < copied[1] < copied[0]
+
+
 def test_layer_by_layer_a_prompt_copies_each_streamed_layer_once(model_dir: Path) -> None:
     given = {**OFFLOADED, "num_gpu_blocks": 4, "enable_prefix_caching": False, "weights_memory_bytes": "1%"}
     with LLM(model_dir, dtype="float32", **given) as llm:

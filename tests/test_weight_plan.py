@@ -13,12 +13,24 @@ from hypothesis import strategies as st
 from nanovllm.config import engine_config
 from nanovllm.data.network import ExpertSpec, WeightSizes
 from nanovllm.errors import ConfigError
-from nanovllm.memory.weights import MOST_SLOTS, WeightPlan, plan_weights, spread, weight_plan
+from nanovllm.features.streamed_weights.expert_cache import LastUsed
+from nanovllm.memory.shares import KVWish
+from nanovllm.memory.weights import (
+    CACHE_SHARE,
+    LEAST_ROWS,
+    MOST_SLOTS,
+    WeightPlan,
+    plan_weights,
+    spread,
+    weight_plan,
+)
 
 GIB = 2**30
 
 
-def sizes(stored: list[int], others: int, experts: list[int] | None = None) -> WeightSizes:
+def sizes(
+    stored: list[int], others: int, experts: list[int] | None = None, spec: ExpertSpec | None = None
+) -> WeightSizes:
     """others: bytes of what stays on the device; experts: what is in experts of the bytes of each layer."""
     return WeightSizes(
         num_weights=0,
@@ -30,6 +42,8 @@ def sizes(stored: list[int], others: int, experts: list[int] | None = None) -> W
         expert_weights=0,
         expert_bytes=sum(experts or []),
         head_bytes=0,
+        num_experts=spec.num_experts if spec else 0,
+        experts_per_token=spec.num_experts_per_tok if spec else 0,
     )
 
 
@@ -87,13 +101,50 @@ def test_a_layer_alone_keeps_its_weights() -> None:
     assert both.streamed == (0, 1) and both.num_slots == 1 and both.device_bytes == 110
 
 
+SPEC = ExpertSpec(num_experts=16, num_experts_per_tok=2)
+MIXTURE = sizes([1800] * 6, 10, [1600] * 6, SPEC)  # an expert has 100 bytes
+
+
+def test_of_layers_with_experts_these_stream_alone() -> None:
+    plan = plan_weights(MIXTURE, 0)
+    assert plan.streamed == tuple(range(6)) and plan.host_bytes == 6 * 1600 and plan.expert_bytes == 100
+    assert plan.cached_experts == LEAST_ROWS * 2, "what two rows choose"
+    assert plan.device_bytes == 6 * 200 + 10 + 2 * 1600 + 4 * 100
+    roomy = plan_weights(MIXTURE, plan.device_bytes + 5 * 100)
+    assert (roomy.streamed, roomy.cached_experts) == (plan.streamed, 9)
+    half = plan_weights(MIXTURE, MIXTURE.num_bytes - 100)
+    assert half.cached_experts == 16 * len(half.streamed) // CACHE_SHARE, "then further layers stay"
+
+
 def test_a_pass_of_few_rows_loads_the_experts_that_they_choose() -> None:
-    found = sizes([1000] * 6, 10, experts=[800] * 6)
-    experts = ExpertSpec(num_experts=8, num_experts_per_tok=2)
-    plan = plan_weights(found, 0)
-    assert plan.loaded_bytes(1, experts) == 6 * (200 + 800 // 4)
-    assert plan.loaded_bytes(2, experts) == 6 * (200 + 800 * 7 // 16)
-    assert plan.loaded_bytes(1000, experts) == plan.host_bytes == 6000
+    plan = plan_weights(MIXTURE, 0)
+    assert plan.loaded_bytes(1, SPEC) == 6 * 1600 // 8, "two of sixteen, of which the cache has none"
+    assert plan.loaded_bytes(2, SPEC) == round(6 * 1600 * (1 - (7 / 8) ** 2))
+    assert plan.loaded_bytes(3, SPEC) == plan.host_bytes, "the cache is too small for what three rows choose"
+    assert plan.loaded_bytes(1000, SPEC) == plan.loaded_bytes(1000, None) == plan.host_bytes == 6 * 1600
+
+
+def test_the_cache_gives_up_what_was_used_longest_ago() -> None:
+    cache = LastUsed(3)
+    places, missing = cache.take([(0, 1), (0, 2)])
+    assert missing == [(0, 1), (0, 2)] and len(set(places.values())) == 2
+    again, missing = cache.take([(1, 5), (0, 1)])
+    assert missing == [(1, 5)] and again[0, 1] == places[0, 1]
+    last, missing = cache.take([(0, 3), (0, 1)])
+    assert missing == [(0, 3)] and last[0, 3] == places[0, 2], "the one used longest ago, though it is asked for first"
+    cache.clear()
+    assert cache.take([(0, 1)])[1] == [(0, 1)]
+
+
+@given(st.lists(st.sets(st.integers(0, 9), max_size=4), max_size=30), st.integers(4, 8))
+def test_places_are_never_shared(passes: list[set[int]], num_places: int) -> None:
+    cache = LastUsed(num_places)
+    content: dict[int, tuple[int, int]] = {}
+    for chosen in passes:
+        places, missing = cache.take([(0, number) for number in sorted(chosen)])
+        assert len(set(places.values())) == len(chosen)
+        content |= {places[expert]: expert for expert in missing}
+        assert all(content[place] == expert for expert, place in places.items())
 
 
 # ---- what an engine plans by itself: a device of 24 GiB, 23 of which are free
@@ -102,11 +153,13 @@ LAYERS = 32
 SMALL = sizes([GIB // 4] * LAYERS, GIB)  # 9 GiB
 LARGE = sizes([GIB] * LAYERS, 2 * GIB)  # 34 GiB
 STEP = GIB
+LONGEST = 6 * GIB  # of K and V
 
 
 def planned(found: WeightSizes, *, on_cpu: bool = False, step: int = STEP, **arguments: Any) -> WeightPlan:
     config = engine_config(Path(__file__).parent, {"gpu_memory_utilization": 1.0, **arguments})
-    return weight_plan(config, found, 24 * GIB, 23 * GIB, on_cpu, lambda: step)
+    wish = KVWish(config.num_bytes("kv_cache_memory_bytes"), LONGEST)
+    return weight_plan(config, found, 24 * GIB, 23 * GIB, 128 * GIB, on_cpu, lambda: step, wish)
 
 
 def test_what_fits_stays() -> None:
@@ -121,6 +174,12 @@ def test_what_does_not_fit_streams_and_leaves_room_for_kv_and_a_step() -> None:
     left = 23 * GIB - plan.device_bytes
     assert left >= STEP + 23 * GIB // 8
     assert left < STEP + 23 * GIB // 8 + 3 * GIB, "one layer or two, and the slots"
+
+
+def test_beside_experts_there_is_room_for_the_longest_sequence() -> None:
+    mixture = sizes([GIB] * LAYERS, 2 * GIB, [GIB - 2**20] * LAYERS, SPEC)
+    left = 23 * GIB - planned(mixture, enable_cpu_offload=True).device_bytes
+    assert STEP + LONGEST <= left < STEP + LONGEST + 2 * GIB
 
 
 def test_kv_that_is_asked_for_is_left_and_large_steps_too() -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.memory_checks import gib
 from nanovllm.data.network import ExpertSpec, WeightSizes
 from nanovllm.errors import ConfigError
 from nanovllm.memory.shares import KVWish
@@ -181,7 +180,7 @@ def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int) -> W
     plan = plan_weights(sizes, asked, host_budget)
     if plan.device_bytes <= asked:
         return plan
-    says = f"embedding, norms and the slots of streamed layers take {gib(plan.device_bytes)}"
+    says = f"embedding, norms and the slots of streamed layers take {plan.device_bytes:,} bytes"
     if part is None:
         raise ConfigError(
             f"weights_memory_bytes={config.weights_memory_bytes}: {says}; raise it to at least {plan.device_bytes}"
