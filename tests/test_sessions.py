@@ -139,6 +139,17 @@ def test_the_latest_session_is_kept_in_a_quarter_of_the_memory(model: str) -> No
     assert misses(bench.play(TALK), model == "full attention") == {}
 
 
+def test_few_state_slots_keep_where_sessions_part() -> None:
+    """New sessions go on from the system prompt, whose state no request of the session before began from."""
+    windows, is_recurrent = MODELS["recurrent layers"]
+    bench = SessionBench(windows, is_recurrent, states=(4, 12), answer=TALK.answer)
+    played = dict(bench.play(TALK, BETWEEN))
+    lost = {name: worst(asked, True) for name, asked in played.items() if worst(asked, True) > KNOWN_BOUND}
+    assert lost == {} and len(played) > 3
+    first = [asked[0].recomputed for asked in played.values()]
+    assert max(first[2:]) <= KNOWN_BOUND < first[1], "the second session shows where prompts part"
+
+
 def cut_result_of(model: str, tokens: int) -> list[Asked]:
     """The requests of a session whose tool result is cut, before each an unrelated prompt."""
     windows, is_recurrent = MODELS[model]

@@ -25,6 +25,10 @@ class SnapshotPrefixes:
         """Whether there is a snapshot at the end of a hash block or behind it."""
         return content_hash in self._uses
 
+    def goes_on(self, content_hash: bytes) -> bool:
+        """Whether there is a snapshot behind a hash block at whose end there is one, too."""
+        return self._uses[content_hash] > 1
+
     def add(self, hashes: Seq[bytes]) -> None:
         """There is a snapshot after these hash blocks, one or more."""
         for content_hash in reversed(hashes):

@@ -23,6 +23,7 @@ class State:
     slot: int
     num_sequences: int = 0  # that go on from it
     hashes: Seq[bytes] = ()  # of all hash blocks before it, if the prefix cache can find it
+    is_parting: bool = False  # as a snapshot: several prompts have gone on from it, and the next one may
     is_spare: bool = False  # as a snapshot: on the grid of a prompt, and not used yet; these are forgotten first
 
     @property
@@ -66,14 +67,19 @@ class StateSlots:
         """A state becomes the snapshot after these hash blocks, which have none."""
         state.hashes = hashes
         state.is_spare = is_spare
+        state.is_parting = hashes[-1] in self.prefixes
         self.snapshots[hashes[-1]] = state
         self.prefixes.add(hashes)
 
     def touched(self, content_hash: bytes) -> State:
-        """The snapshot, which is now the one used last."""
-        state = self.snapshots.pop(content_hash)
+        """The snapshot, which is now the one used last, after those before it at which prompts have parted."""
+        state = self.snapshots[content_hash]
         state.is_spare = False
-        self.snapshots[content_hash] = state
+        state.is_parting |= self.prefixes.goes_on(content_hash)
+        for before in state.hashes:
+            used = self.snapshots.get(before)
+            if used is not None and (used is state or used.is_parting):
+                self.snapshots[before] = self.snapshots.pop(before)
         return state
 
     @property
