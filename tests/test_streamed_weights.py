@@ -193,7 +193,7 @@ FEATURES: dict[str, Feature] = {
     "GGUF, recurrent, layer by layer": Feature(gguf("Q8_0", family="qwen3_5"), kv="layer by layer"),
     "GGUF of experts": Feature(gguf(family="qwen3_moe", intermediate=512)),
     "random weights": Feature(plain(), {"load_format": "dummy"}),
-    "n-grams": Feature(plain(), {"speculative_config": NGRAM}, kv="layer by layer"),
+    "n-grams": Feature(plain(), {"speculative_config": NGRAM}),
     "the model's own head": Feature(with_mtp_head, {"speculative_config": MTP}),
     "8-bit KV": Feature(plain(), {"kv_cache_dtype": "int8"}, kv="layer by layer"),
     "recomputed": Feature(plain(), {"num_gpu_blocks": 12, "preemption_mode": "recompute"}),
