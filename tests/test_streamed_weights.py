@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM, build
-from nanovllm.device import cpu, create_device
+from nanovllm.device import PitchedCopy, Stream, cpu, create_device
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.streamed_weights.host_layers import ALIGNMENT
@@ -493,6 +493,51 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
         assert not llm.engine.has_unfinished_requests()
         assert llm.engine.scheduler.block_manager.pool.num_used == 0
         assert token_ids(llm, PROMPTS, greedy(5)) == expected
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plain("qwen3_moe", experts=16)(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_token_that_fails_after_experts_are_chosen_leaves_the_engine_usable(mixture_dir: Path, layer: int) -> None:
+    """The next pass is a prompt, which needs all experts of the first layer."""
+    with LLM(mixture_dir, dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
+        expected = token_ids(llm, PROMPTS, greedy(5))
+        kv_cache = llm._runner.kv_cache  # type: ignore[union-attr]
+        attend = kv_cache.attend
+        calls = count()
+
+        def fail(*given: Any, **named: Any) -> Tensor:
+            if next(calls) == 2 * 4 + layer:  # in the second token: the first has layers of which the prompt left all
+                raise RuntimeError("a failure in the middle of a step")
+            return attend(*given, **named)
+
+        kv_cache.attend = fail  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="a failure in the middle of a step"):
+            token_ids(llm, PROMPTS[2], greedy(5))
+        assert token_ids(llm, PROMPTS, greedy(5)) == expected
+
+
+def test_an_expert_whose_copy_was_interrupted_is_copied_again(mixture_dir: Path) -> None:
+    given = {**RESIDENT, "dtype": "float32", "weights_memory_bytes": "1%", "enable_prefix_caching": False}
+    with LLM(mixture_dir, **given) as llm:
+        expected = token_ids(llm, PROMPTS[2], greedy(5))
+        device = llm._runner.device  # type: ignore[union-attr]
+        copy_2d = device.copy_2d
+        interrupts = iter([KeyboardInterrupt])
+
+        def interrupted(copy: PitchedCopy, stream: Stream) -> int:
+            if copy.height == 1:  # of one expert
+                for interrupt in interrupts:
+                    raise interrupt
+            return copy_2d(copy, stream)
+
+        device.copy_2d = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            token_ids(llm, PROMPTS[2], greedy(5))
+        assert token_ids(llm, PROMPTS[2], greedy(5)) == expected
 
 
 def test_an_engine_is_closed_while_weights_are_copied(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec
 from nanovllm.device import Device, PitchedCopy
-from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights.expert_cache import LastUsed
 from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.kvcache.transfer_order import WeightOrder
@@ -50,20 +49,22 @@ class WeightStream:
 
     def before_layer(self, index: int, rows: int) -> None:
         """See `LayerWeights`. Raises EngineError if a copy has failed."""
-        if index == self._layer:
+        layer = self._layers.get(index)
+        is_held = layer is not None and self._held[layer.slot] == index
+        # A pass that has failed in a layer may have left chosen experts there, fewer than the next one needs.
+        if index == self._layer and (layer is None or is_held or self._chooses(index, rows)):
             return
         try:
             self._release()
             self._layer = index
-            layer = self._layers.get(index)
-            if layer is not None and (self._held[layer.slot] == index or not self._chooses(index, rows)):
+            if layer is not None and (is_held or not self._chooses(index, rows)):
                 self._load(index)
                 self._order.before_compute(layer.slot)
                 self._declare(PRODUCTS, (self._slots[layer.slot],))
             for following in self._following(index):
                 if not self._chooses(following, rows):
                     self._load(following)
-        except EngineError:
+        except BaseException:  # an interrupt too: copies that count as issued may be missing
             self._reset()
             raise
 
@@ -74,7 +75,7 @@ class WeightStream:
         if self._held[layer.slot] != self._layer:
             try:
                 self._bring(layer, chosen())
-            except EngineError:
+            except BaseException:
                 self._reset()
                 raise
 
