@@ -327,14 +327,19 @@ def test_a_pass_copies_each_streamed_layer_once(model_dir: Path, num_streamed: i
     assert copied // 8 <= first < 2 * copied // 8, "the first layers of the next pass are on the way"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", fast_only(["qwen3_moe"], ["qwen3_moe", "gpt_oss"]))
 def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, family: str) -> None:
     name = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[family]
     make_checkpoint(tmp_path, family, vocab=VOCAB, layers=8, **{name: 16})
     given = {**RESIDENT, "enable_prefix_caching": False, "dtype": "float32"}
+    params = replace(GREEDY, max_tokens=10)
+
+    def answer(llm: LLM) -> Any:
+        (output,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+        return output.outputs[0].token_ids, bits(output.outputs[0].logprobs or ())
+
     with LLM(tmp_path, **given) as llm:
-        expected = answers(llm)
-        alone = token_ids(llm, PROMPTS[2], greedy(40))
+        expected = answer(llm)
     least = plan_weights(weight_sizes(tmp_path), 0)
     assert (len(least.streamed), least.cached_experts) == (8, 4), "of two rows"
     copied = []
@@ -342,12 +347,11 @@ def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, fami
         with LLM(tmp_path, weights_memory_bytes=plan.device_bytes, **given) as llm:
             stream = stream_of(llm)
             assert len(stream._streamed) == 8 and stream._plan.cached_experts == plan.cached_experts
-            token_ids(llm, PROMPTS[2], greedy(1))
+            assert answer(llm) == expected
             before = stream.loaded_bytes
-            assert token_ids(llm, PROMPTS[2], greedy(40)) == alone
+            assert answer(llm) == expected
             copied.append(stream.loaded_bytes - before)
-            assert answers(llm) == expected
-    tokens = 39 * 8 * 2 * least.expert_bytes
+    tokens = 9 * 8 * 2 * least.expert_bytes
     assert copied[0] <= 2 * least.host_bytes + tokens, "with the prompt, and what was copied ahead of a pass"
     assert 0 < copied[1] < copied[0]
 
