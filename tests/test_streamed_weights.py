@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -354,6 +354,26 @@ def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, fami
     tokens = 9 * 8 * 2 * least.expert_bytes
     assert copied[0] <= 2 * least.host_bytes + tokens, "with the prompt, and what was copied ahead of a pass"
     assert 0 < copied[1] < copied[0]
+
+
+def test_a_prompt_goes_on_in_the_layer_in_which_a_token_has_ended(tmp_path: Path) -> None:
+    """A step has one row of an answer, which chooses experts of the last layer, and then many rows in that layer."""
+    make_checkpoint(tmp_path, "qwen3_moe", vocab=VOCAB, layers=3, experts=16)
+    found = []
+    for asked in (None, "1%"):
+        with LLM(tmp_path, dtype="float32", weights_memory_bytes=asked, **OFFLOADED) as llm:
+            layerwise = watch_layerwise(llm)
+            llm.engine.add_request("answer", None, greedy(30), PROMPTS[2])
+            for _ in range(3):
+                llm.engine.step()
+            llm.engine.add_request("prompt", None, greedy(3), [*PROMPTS[0], *PROMPTS[0]])
+            outputs = []
+            while llm.engine.has_unfinished_requests():
+                outputs += [output for output in llm.engine.step() if output.finished]
+            found.append({output.request_id: output.outputs[0].token_ids for output in outputs})
+            parts = [part.layerwise for part in layerwise if part.layerwise is not None]
+            assert any(part.first_layer_chunk >= 2 * part.layerwise.num_chunks for part in parts), "in the last layer"
+    assert found[0] == found[1]
 
 
 def test_layer_by_layer_a_prompt_copies_each_streamed_layer_once(model_dir: Path) -> None:

@@ -48,23 +48,26 @@ class WeightStream:
                 self._places[index] = list(_places(layer, self._cache))
 
     def before_layer(self, index: int, rows: int) -> None:
-        """See `LayerWeights`. Raises EngineError if a copy has failed."""
+        """See `LayerWeights`. Raises EngineError if a copy has failed.
+
+        A pass of many rows may go on in the layer in which one of few rows has ended: then the layer is copied whole.
+        """
         layer = self._layers.get(index)
-        is_held = layer is not None and self._held[layer.slot] == index
-        # A pass that has failed in a layer may have left chosen experts there, fewer than the next one needs.
-        if index == self._layer and (layer is None or is_held or self._chooses(index, rows)):
+        is_whole = layer is not None and self._held[layer.slot] == index
+        chooses = self._chooses(index, rows)
+        if index == self._layer and (layer is None or is_whole or chooses):
             return
         try:
             self._release()
             self._layer = index
-            if layer is not None and (is_held or not self._chooses(index, rows)):
+            if layer is not None and (is_whole or not chooses):
                 self._load(index)
                 self._order.before_compute(layer.slot)
                 self._declare(PRODUCTS, (self._slots[layer.slot],))
             for following in self._following(index):
                 if not self._chooses(following, rows):
                     self._load(following)
-        except BaseException:  # an interrupt too: copies that count as issued may be missing
+        except BaseException:  # an interrupt too: nobody knows what has been copied
             self._reset()
             raise
 
