@@ -341,6 +341,9 @@ def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, fami
     with LLM(tmp_path, **given) as llm:
         expected = answer(llm)
     least = plan_weights(weight_sizes(tmp_path), 0)
+    says = rf"=1000: all but the experts, the slots .* cache of experts take .* to at least {least.device_bytes}$"
+    with pytest.raises(ConfigError, match=says):
+        LLM(tmp_path, weights_memory_bytes=1000, **given)
     assert (len(least.streamed), least.cached_experts) == (8, 4), "of two rows"
     copied = []
     for plan in (least, replace(least, cached_experts=32)):
@@ -477,7 +480,7 @@ def test_one_layer_does_not_stream(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB, layers=1)
     with LLM(tmp_path, dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
         assert llm._runner.model.layer_weights is None
-    with pytest.raises(ConfigError, match="weights_memory_bytes=1000: "):
+    with pytest.raises(ConfigError, match="weights_memory_bytes=1000: a model of one layer does not stream, and its "):
         LLM(tmp_path, dtype="float32", weights_memory_bytes=1000, **RESIDENT)
 
 

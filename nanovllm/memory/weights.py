@@ -180,10 +180,19 @@ def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int) -> W
     plan = plan_weights(sizes, asked, host_budget)
     if plan.device_bytes <= asked:
         return plan
-    says = f"embedding, norms and the slots of streamed layers take {plan.device_bytes:,} bytes"
+    says = f"{_least_parts(plan)} {plan.device_bytes:,} bytes"
     if part is None:
         raise ConfigError(
             f"weights_memory_bytes={config.weights_memory_bytes}: {says}; raise it to at least {plan.device_bytes}"
         )
     logger.warning("weights_memory_bytes=%s: %s, more than the share", config.weights_memory_bytes, says)
     return plan
+
+
+def _least_parts(plan: WeightPlan) -> str:
+    """What takes the memory of a plan that cannot take less, as the beginning of a sentence."""
+    if not plan.streamed:
+        return "a model of one layer does not stream, and its weights take"
+    if plan.cached_experts:
+        return "all but the experts, the slots of streamed layers and the least cache of experts take"
+    return "embedding, norms and the slots of streamed layers take"
