@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM, build
-from nanovllm.device import PitchedCopy, Stream, cpu, create_device
+from nanovllm.device import cpu, create_device
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.speculation import draft_model, drafter
 from nanovllm.features.streamed_weights.host_layers import ALIGNMENT
@@ -547,24 +547,30 @@ def test_a_token_that_fails_after_experts_are_chosen_leaves_the_engine_usable(mi
         assert token_ids(llm, PROMPTS, greedy(5)) == expected
 
 
-def test_an_expert_whose_copy_was_interrupted_is_copied_again(mixture_dir: Path) -> None:
-    given = {**RESIDENT, "dtype": "float32", "weights_memory_bytes": "1%", "enable_prefix_caching": False}
-    with LLM(mixture_dir, **given) as llm:
-        expected = token_ids(llm, PROMPTS[2], greedy(5))
-        device = llm._runner.device  # type: ignore[union-attr]
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_after_an_interrupt_no_part_of_a_copy_is_taken_for_a_whole(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, family, vocab=VOCAB, layers=3, experts=16)
+    prompt = [PROMPTS[2][:1]]  # whose one row chooses experts
+    given = {**RESIDENT, "enable_prefix_caching": False, "weights_memory_bytes": "1%"}
+    with LLM(tmp_path, dtype="float32", **given) as llm:
+        expected = token_ids(llm, prompt, greedy(5))
+        device = stream_of(llm)._device
         copy_2d = device.copy_2d
-        interrupts = iter([KeyboardInterrupt])
+        for stops_at in range(1, 6):
+            copies = count(1)
 
-        def interrupted(copy: PitchedCopy, stream: Stream) -> int:
-            if copy.height == 1:  # of one expert
-                for interrupt in interrupts:
-                    raise interrupt
-            return copy_2d(copy, stream)
+            def interrupted(*given: Any, copies: Iterator[int] = copies, stops_at: int = stops_at) -> int:
+                if next(copies) == stops_at:
+                    raise KeyboardInterrupt
+                return copy_2d(*given)
 
-        device.copy_2d = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            token_ids(llm, PROMPTS[2], greedy(5))
-        assert token_ids(llm, PROMPTS[2], greedy(5)) == expected
+            with monkeypatch.context() as patched:
+                patched.setattr(device, "copy_2d", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate(prompt, greedy(5), use_tqdm=False)
+            assert token_ids(llm, prompt, greedy(5)) == expected
 
 
 def test_an_engine_is_closed_while_weights_are_copied(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ class LayerWeights(Protocol):
     def before_layer(self, index: int, rows: int) -> None:
         """The matrices of the layer are on the device from now on, until those of another layer are asked for.
 
-        rows: that are computed. Of few the experts are asked for by the layer, see `layers.experts.ExpertLoads`.
+        rows: that are computed. Of few the experts are asked for by the layer, see `layers.experts.ExpertLoads`. The
+        same layer may be asked for again, with other rows.
         """
         ...
 

@@ -41,25 +41,28 @@ class WeightPlan:
 
     @property
     def num_slots(self) -> int:
-        """Of two streamed layers one is loaded after the other is computed: a second slot would hold them for good."""
+        """One fewer than the streamed layers, at most MOST_SLOTS: with as many slots as layers nothing would stream."""
         return min(MOST_SLOTS, len(self.streamed) - 1) if self.streamed else 0
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of the largest streamed layer, without what aligns its tensors."""
         return max(map(self.sizes.streamed_bytes, self.streamed), default=0)
 
     @property
     def expert_bytes(self) -> int:
-        """Of a place of the cache."""
+        """Bytes of a place of the expert cache: of the largest expert that streams."""
         most = max((self.sizes.stored_expert_bytes[layer] for layer in self.streamed), default=0)
         return -(-most // max(1, self.sizes.num_experts))
 
     @property
     def host_bytes(self) -> int:
+        """Bytes in host memory."""
         return sum(map(self.sizes.streamed_bytes, self.streamed))
 
     @property
     def device_bytes(self) -> int:
+        """Bytes on the device, slots and expert cache included."""
         on_device = self.sizes.num_bytes - self.host_bytes
         return on_device + self.num_slots * self.slot_bytes + self.cached_experts * self.expert_bytes
 

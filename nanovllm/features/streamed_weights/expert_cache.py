@@ -11,6 +11,7 @@ class LastUsed:
     """Places for experts, of which the one that was used longest ago gives way to a new one."""
 
     def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
         self._free = list(range(num_places))
         self._places: dict[Expert, int] = {}  # the least recently used first
 
@@ -18,6 +19,7 @@ class LastUsed:
         """The places of experts that are used together, at most as many as there are places, and which of them must be
         brought there."""
         places = {expert: self._places.pop(expert, None) for expert in experts}
+        assert len(places) <= self._num_places
         # Those that are there count as used last, so that none of them gives way to another.
         self._places |= {expert: place for expert, place in places.items() if place is not None}
         missing = [expert for expert, place in places.items() if place is None]

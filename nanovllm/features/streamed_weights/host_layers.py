@@ -33,7 +33,11 @@ class Part(NamedTuple):
 
 
 class HostLayer:
-    """A streamed layer. memory: uint8 on the host, of one with `parts` [experts, bytes of an expert]."""
+    """A streamed layer.
+
+    memory: uint8 on the host, of a layer with `parts` [experts, bytes of an expert]; there is one after `keep`. slot:
+    the number of its weight slot, after `HostLayers.finish`.
+    """
 
     def __init__(self, module: Module) -> None:
         self._module = module

@@ -1,4 +1,7 @@
-"""The stream of weights: when a layer is computed its matrices are in its slot, and those of the next on the way."""
+"""The stream of weights: when a layer is computed its matrices are in its slot, and those of the next on the way.
+
+In a pass of few rows the experts that its router has chosen are.
+"""
 
 from __future__ import annotations
 
