@@ -181,6 +181,10 @@ def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32)
 streamed_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, layers=3)
+# Steps of one row or two choose experts.
+MIXTURE: dict[str, Any] = {"family": "qwen3_moe", "vocab": VOCAB, "hidden": 32, "intermediate": 32, "layers": 4}
+MIXTURE |= {"head_dim": 16, "experts": 16}
+mixture_dir = checkpoint_fixture(**MIXTURE)
 STREAMED = {"weights_memory_bytes": "1%"}  # the weights of all layers stream
 
 
@@ -317,6 +321,34 @@ def test_weight_slots_of_which_one_is_not_ordered_are_noticed(
         stress(streamed_dir, num_requests=1, **STREAMED)
     assert isinstance(failed.value.__cause__, OrderingError)
     assert "a slot for streamed layers" in str(failed.value.__cause__)
+
+
+def forget_cache(monkeypatch: pytest.MonkeyPatch, forgetful: str) -> None:
+    """Leave out a call of `WeightOrder` for the expert cache."""
+    every = getattr(transfer_order.WeightOrder, forgetful)
+
+    def all_but_the_cache(order: transfer_order.WeightOrder, slot: int) -> object:
+        return every(order, slot) if slot != order.cache else order._loads
+
+    monkeypatch.setattr(transfer_order.WeightOrder, forgetful, all_but_the_cache)
+
+
+@pytest.mark.parametrize("forgetful", ["", "before_fill", "before_compute", "after_compute"])
+def test_an_expert_cache_that_is_not_ordered_is_noticed(
+    mixture_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forgetful:
+        forget_cache(monkeypatch, forgetful)
+    given = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20, "max_model_len": 120, **STREAMED}
+    with LLM(mixture_dir, dtype="float32", **given) as llm:
+        prompt = random_prompt(2, VOCAB, seed=1)
+        if not forgetful:
+            llm.generate([prompt], greedy(5), use_tqdm=False)
+            return
+        with pytest.raises(EngineError) as failed:
+            llm.generate([prompt], greedy(5), use_tqdm=False)
+    assert isinstance(failed.value.__cause__, OrderingError)
+    assert "the expert cache" in str(failed.value.__cause__)
 
 
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])

@@ -29,15 +29,16 @@ Tokens = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Case:
-    """arguments: of both engines; stored: as `quantized_checkpoints.VARIANTS`, or "Q8_0" and the like for GGUF files;
-    rounds: how often the same requests run."""
+    """arguments: of both engines; stored: as `quantized_checkpoints.VARIANTS`, or for GGUF files the kind of all
+    matrices, as "Q8_0", or of each; rounds: how often the same requests run; alone: whether each runs alone before."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    stored: str = "plain"
+    stored: str | Callable[[str], str] = "plain"
     adapters: bool = False
     rounds: int = 1
+    alone: bool = False
     happened: Callable[[LLM], bool] = lambda llm: True  # whether the engine did what the case is about
 
 
@@ -47,6 +48,12 @@ def loaded(llm: LLM) -> bool:
 
 def streamed(llm: LLM) -> bool:
     return stream_of(llm).loaded_bytes > 0
+
+
+def chose(llm: LLM) -> bool:
+    """Whether experts were copied alone, to where the kernels of a GPU read those of a layer."""
+    assert all(experts.is_recordable for experts in llm._runner.model.experts)  # type: ignore[union-attr]
+    return bool(stream_of(llm)._cached._places)
 
 
 def hit(llm: LLM) -> bool:
@@ -72,6 +79,18 @@ GEMMA_4 = {
 RECURRENT = {**CHECKPOINT, "layers": 4, "family": "qwen3_5"}
 STREAMED: dict[str, Any] = {"weights_memory_bytes": "1%", "enforce_eager": True}
 DEEP = {**CHECKPOINT, "layers": 4}
+# Few rows choose less than half of the experts. With most of the weights on the device their cache holds a quarter of
+# them, and what three rows choose; with the least of them, what two do.
+MANY = {**MOE, "layers": 4, "experts": 16}
+MANY_WIDE = {**MANY, **WIDE, "intermediate": 512, "layers": 3, "experts": 8}
+MOST: dict[str, Any] = {**STREAMED, "weights_memory_bytes": "90%"}
+
+
+def mixed(name: str) -> str:
+    """Kinds of a GGUF file in which an expert's matrices differ, and layers too."""
+    others = {"ffn_down": "Q8_0", "blk.1.ffn_gate": "Q5_K"}
+    return next((kind for part, kind in others.items() if part in name), "Q4_K")
+
 
 CASES: dict[str, Case] = {
     "resident, eager": Case(EAGER),
@@ -136,6 +155,13 @@ CASES: dict[str, Case] = {
     ),
     "weights stream, experts": Case({**RING, **STREAMED}, model={**MOE, "layers": 3}, happened=streamed),
     "weights stream, recurrent states": Case({**RING, **STREAMED}, model=RECURRENT, happened=streamed),
+    "chosen experts": Case({**RESIDENT, **STREAMED}, model=MANY, alone=True, happened=chose),
+    "chosen experts of batches": Case({**RING, **MOST}, model={**MANY, "layers": 6}, happened=chose),
+    "chosen experts, GPTQ": Case({**RING, **MOST}, model=MANY, stored="gptq-128", alone=True, happened=chose),
+    "chosen experts, GGUF": Case({**RESIDENT, **MOST}, model=MANY_WIDE, stored=mixed, alone=True, happened=chose),
+    "chosen experts, sinks": Case(
+        {**RING, "num_cpu_blocks": 60, **STREAMED}, model={**GPT_OSS, "experts": 16}, alone=True, happened=chose
+    ),
 }
 
 
@@ -162,15 +188,16 @@ class Model:
         return LLM(self.path, dtype="float32", device=device, **arguments)
 
     def generate(self, llm: LLM) -> Tokens:
-        """The tokens of each prompt's outputs, in each round."""
+        """The tokens of each prompt's outputs: alone, if they run so, and in each round."""
         wanted = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, **self.case.params}
         if "structured_outputs" in wanted:
             del wanted["ignore_eos"]
         prompts = [random_prompt(length, 256, 2) for length in LENGTHS]
+        batches = [[prompt] for prompt in prompts if self.case.alone] + [prompts] * self.case.rounds
         found: Tokens = []
-        for _ in range(self.case.rounds):
+        for batch in batches:
             adapters = self.adapters if self.case.adapters else None
-            outputs = llm.generate(prompts, SamplingParams(**wanted), use_tqdm=False, lora_request=adapters)
+            outputs = llm.generate(batch, SamplingParams(**wanted), use_tqdm=False, lora_request=adapters)
             assert all(output.error is None for output in outputs), [output.error for output in outputs]
             found += [[each.token_ids for each in output.outputs] for output in outputs]
         return found

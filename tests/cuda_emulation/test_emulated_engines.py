@@ -60,6 +60,14 @@ def test_tokens_are_those_of_the_cpu(
     gc.collect()
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "weights_memory_bytes" in case.arguments])
+def test_tokens_are_those_of_weights_that_stay(name: str, prepared: Callable[[str], tuple[Model, Tokens]]) -> None:
+    model, tokens = prepared(name)
+    with model.engine("cuda", weights_memory_bytes=None) as llm:
+        assert llm._runner.model.layer_weights is None  # type: ignore[union-attr]
+        assert model.generate(llm) == tokens
+
+
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 @pytest.mark.parametrize("name", ["resident, graphs", "offloaded", "recurrent states", "int8 KV"])
 def test_kv_on_disk(name: str, seed: int | None, tmp_path: Path) -> None:
@@ -148,9 +156,14 @@ def failing(llm: LLM, call: int) -> Callable[[], None]:
     return lambda: setattr(kv_cache, "attend", attend)
 
 
-@pytest.mark.parametrize("call", [1, 4, 6])
-def test_a_step_that_fails_leaves_the_engine_usable(offloaded_model: tuple[Model, Tokens], call: int) -> None:
-    model, tokens = offloaded_model
+# Of the engine with chosen experts the second token, in the first layer and a later one.
+@pytest.mark.parametrize(
+    ("name", "call"), [*(("offloaded", call) for call in (1, 4, 6)), ("chosen experts", 13), ("chosen experts", 15)]
+)
+def test_a_step_that_fails_leaves_the_engine_usable(
+    prepared: Callable[[str], tuple[Model, Tokens]], name: str, call: int
+) -> None:
+    model, tokens = prepared(name)
     with emulated_gpu.delays(2, copies=5000), model.engine("cuda", enforce_eager=True) as llm:
         mend = failing(llm, call)
         with pytest.raises(EngineError, match="a failure in the middle of a step"):

@@ -19,7 +19,7 @@ import torch
 from checkpoints import checkpoint_fixture
 from cpu_attention_helpers import force_share
 from engines import greedy, offloaded, random_prompt, recorded_logits, run_random_requests, set_prefill, set_ring
-from test_ordering import STREAMED, is_cpu_attention, is_of_weights, order_calls, without_call
+from test_ordering import MIXTURE, STREAMED, forget_cache, is_cpu_attention, is_of_weights, order_calls, without_call
 from torch import Tensor
 
 from nanovllm import LLM, build
@@ -41,6 +41,7 @@ WAITS = [call for call in order_calls() if ".wait(" in call[2]]
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, head_dim=16)
+mixture_dir = checkpoint_fixture(**MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +147,28 @@ def test_late_work_does_not_change_the_logits(
 def test_late_weights_do_not_change_the_logits(model_dir: Path, known: dict[Any, list[Tensor]], kind: str) -> None:
     expected = known_logits(model_dir, known, ENGINES[0], None)
     assert all(equal(logits_of(model_dir, ENGINES[0], None, kind, seed, **STREAMED), expected) for seed in SEEDS[:2])
+
+
+def chosen_logits(path: Path, kind: str | None = None, seed: int = 0, **others: Any) -> list[Tensor]:
+    """The logits of requests that run alone and choose experts, in all steps up to one that fails."""
+    arguments = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20, "max_model_len": 120, **others}
+    llm = LLM(path, dtype="float32", device="cuda", enforce_eager=True, **arguments)
+    with llm, recorded_logits(llm) as logits, late(kind, seed):
+        for index in range(3):
+            llm.generate([random_prompt(2, VOCAB, index)], greedy(4), use_tqdm=False)
+        return [logit.cpu() for logit in logits]
+
+
+@pytest.mark.parametrize("has_wait", [True, False])
+def test_experts_are_used_after_their_copies_to_the_cache(
+    mixture_dir: Path, has_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the cache follow its last use without a wait too: the host has the router's choice, which is later."""
+    expected = chosen_logits(mixture_dir)
+    if not has_wait:
+        forget_cache(monkeypatch, "before_compute")
+    tries = [chosen_logits(mixture_dir, kind, seed, **STREAMED) for kind in LATE for seed in SEEDS[:2]]
+    assert all(equal(logits, expected) for logits in tries) == has_wait
 
 
 @pytest.mark.parametrize(("line", "column", "source"), WAITS, ids=lambda value: str(value))
