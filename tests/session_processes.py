@@ -24,7 +24,7 @@ def serve(control: Connection, model: Path, memory: Memory, answer: int) -> None
     part = stored.store._parts._part  # type: ignore[attr-defined]
     while True:
         found = engines.ask(*control.recv())
-        assert eventually(lambda: part.num_unwritten == 0)
+        assert eventually(lambda: part.unwritten_bytes == 0)
         control.send(found)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -49,14 +49,6 @@ def held_ranges(splits: Iterable[Split]) -> list[range]:
     return ranges
 
 
-class HostLayers(Protocol):
-    """The layers of a network whose matrices do not stay on the device."""
-
-    def built(self, layer: Module) -> None:
-        """Called for every layer of the network, in order, when its matrices are allocated, and nothing is in them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BuildContext:
     """What goes down through the constructors of a network."""
@@ -71,7 +63,8 @@ class BuildContext:
     )
     rope_factors: tuple[float, ...] = ()  # what a GGUF file says that RoPE's frequencies are divided by
     is_gguf: bool = False  # a GGUF file has some merged matrices in parts
-    host_layers: HostLayers | None = None  # None: all matrices stay on the device
+    # Called for every layer, in order, when its matrices are allocated and nothing is in them.
+    layer_built: Callable[[Module], None] | None = None
 
     def at(self, name: str) -> BuildContext:
         """For a module of this name below the present one."""

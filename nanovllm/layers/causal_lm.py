@@ -164,7 +164,7 @@ class CausalLM(Module):
         """The same model without memory, to count what a pass takes."""
         group = self.group and MetaRanks(self.group.rank, self.group.size)
         make: Callable[[Any, BuildContext], CausalLM] = type(self)
-        return make(self.config, replace(self.build, device=META, group=group, host_layers=None))
+        return make(self.config, replace(self.build, device=META, group=group, layer_built=None))
 
     def one_of_each_kind(self) -> CausalLM:
         """The model without memory, with the first layer of each kind, which take different memory in a pass.

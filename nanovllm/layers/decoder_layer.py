@@ -45,8 +45,8 @@ class DecoderLayer(Module):
         self._group = build.group
         self._kernels = kernels_on(build.device, build.dtype)
         self._few_rows = self._few_row_kernels()
-        if build.host_layers is not None:
-            build.host_layers.built(self)
+        if build.layer_built is not None:
+            build.layer_built(self)
 
     def forward_(self, x: Tensor, inputs: LayerInputs) -> None:
         """Advance the residual stream x [tokens, hidden] in place, row-wise work in the parts of `inputs`."""

@@ -17,7 +17,6 @@ from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, part_of, some_of
 from nanovllm.formats.hub import is_gguf
-from nanovllm.layers.build_context import HostLayers
 from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.linear_method import CheckpointTensor, Part, WeightSlot
 from nanovllm.layers.module import Module
@@ -68,7 +67,7 @@ def fill_with_random_weights(modules: Iterable[Module], device: torch.device, se
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
-class LayersInTurn(HostLayers, Protocol):
+class LayersInTurn(Protocol):
     """Layers whose matrices are on the device one after the other while a model is loaded."""
 
     @property
@@ -79,6 +78,10 @@ class LayersInTurn(HostLayers, Protocol):
     @property
     def device_bytes(self) -> int:
         """What all weights take of the device when the model is loaded."""
+        ...
+
+    def built(self, layer: Module) -> None:
+        """See `BuildContext.layer_built`."""
         ...
 
     def load(self, index: int) -> Sequence[Module]:
@@ -127,7 +130,7 @@ def load_model(
     if free_bytes is not None:
         weights = declared.network.weight_bytes if layers is None else layers.device_bytes
         check_fits(f"model={str(model_dir)!r}: its weights take", weights, free_bytes, "the device has", REMEDY)
-    model = network.build(dtype, device, group, layers)
+    model = network.build(dtype, device, group, None if layers is None else layers.built)
 
     def fill(modules: Sequence[Module]) -> None:
         """Without what is below them."""

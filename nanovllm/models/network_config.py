@@ -12,9 +12,10 @@ import torch
 
 from nanovllm.data.network import Network
 from nanovllm.errors import ModelError
-from nanovllm.layers.build_context import BuildContext, HostLayers
+from nanovllm.layers.build_context import BuildContext
 from nanovllm.layers.causal_lm import META, CausalLM
 from nanovllm.layers.linear_method import LinearMethod
+from nanovllm.layers.module import Module
 from nanovllm.layers.parallel import MetaRanks, RankGroup
 from nanovllm.models.config_fields import check_config
 from nanovllm.models.registry import ARCHITECTURES
@@ -41,9 +42,11 @@ class NetworkConfig:
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup | None = None,
-        host_layers: HostLayers | None = None,
+        layer_built: Callable[[Module], None] | None = None,
     ) -> CausalLM:
         """The model, its parameters allocated and not initialized. group: the ranks that share it.
+
+        layer_built: see `BuildContext`.
 
         Raises ModelError for what is not computed, and ConfigError for ranks that cannot share it.
         """
@@ -56,7 +59,7 @@ class NetworkConfig:
             longest=self.longest,
             rope_factors=self.rope_factors,
             is_gguf=self.is_gguf,
-            host_layers=host_layers,
+            layer_built=layer_built,
         )
         make: Callable[[Any, BuildContext], CausalLM] = ARCHITECTURES[self.architecture]
         return make(self.config, context)

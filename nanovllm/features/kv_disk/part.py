@@ -151,7 +151,7 @@ class StorePart:
         self._writer = DiskThreads("kv-disk-writer", 1, _yield_to_steps)
         self._loads: dict[int, _Load] = {}  # by work, those with files that are not read yet
         self._held: dict[int, tuple[str, Tensor]] = {}  # names and states by sequence, see `keep`
-        self.num_unwritten = 0  # bytes that wait for the writer
+        self.unwritten_bytes = 0  # bytes that wait for the writer
         self._lock = threading.Lock()
         self._resumes_at = 0.0  # it does not write before this time, after a write has failed
 
@@ -265,11 +265,11 @@ class StorePart:
 
     @property
     def _has_room(self) -> bool:
-        return self.num_unwritten < QUEUE_BYTES and time.monotonic() >= self._resumes_at
+        return self.unwritten_bytes < QUEUE_BYTES and time.monotonic() >= self._resumes_at
 
     def _put(self, name: str, content: Tensor) -> None:
         with self._lock:
-            self.num_unwritten += content.nbytes
+            self.unwritten_bytes += content.nbytes
         self._writer.submit(partial(self._write, name, content))
 
     def _write(self, name: str, content: Tensor) -> None:
@@ -281,7 +281,7 @@ class StorePart:
             wrong = str(error) if isinstance(error, OSError) else told(error)
             self._report(Warned(f"nothing is written for {PAUSE_SECONDS:g} s", wrong))
         with self._lock:
-            self.num_unwritten -= content.nbytes
+            self.unwritten_bytes -= content.nbytes
 
     def _write_file(self, path: Path, content: memoryview) -> None:
         """Write what is not there yet and fits into the space. Raises OSError."""
@@ -299,10 +299,10 @@ class StorePart:
         for threads in (self._looks, self._readers, self._writer):
             threads.end()
         before = -1
-        while not self._writer.join(CLOSE_SECONDS) and self.num_unwritten != before:
-            before = self.num_unwritten
-        if self.num_unwritten:
-            self._report(Warned(f"{self.num_unwritten} bytes are not written", "the disk is too slow"))
+        while not self._writer.join(CLOSE_SECONDS) and self.unwritten_bytes != before:
+            before = self.unwritten_bytes
+        if self.unwritten_bytes:
+            self._report(Warned(f"{self.unwritten_bytes} bytes are not written", "the disk is too slow"))
         for threads in (self._looks, self._readers):
             threads.join(CLOSE_SECONDS)
 

@@ -133,7 +133,7 @@ def _parts(memory: Tensor, of_experts: Sequence[Sequence[Tensor]], slot: Tensor)
 
 
 class HostLayers:
-    """Implements `layers.build_context.HostLayers` and `models.loader.LayersInTurn`."""
+    """Implements `models.loader.LayersInTurn`."""
 
     def __init__(self, device: Device, plan: WeightPlan) -> None:
         self._device = device
@@ -155,7 +155,7 @@ class HostLayers:
         return self.plan.device_bytes + (self.plan.host_bytes if self._device.shares_host else 0)
 
     def built(self, layer: Module) -> None:
-        """See `layers.build_context.HostLayers`. Layers built after the network is loaded are of other ones."""
+        """See `BuildContext.layer_built`. Layers built after the network is loaded are of other ones."""
         if self.slots:
             return
         if self._last is not None:  # only now has its class made all of it
