@@ -35,6 +35,7 @@ SUITES = (
     "test_cpu_linear.py",
     "test_interleaved_weights.py",
     "test_cpu_rows.py",
+    "test_streamed_weights.py",
 )
 
 
