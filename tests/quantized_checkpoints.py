@@ -65,7 +65,7 @@ def weight_of(linear: Linear) -> Tensor:
 
     def matrix(weight: Any) -> Tensor:
         if isinstance(weight, StackedWeights):
-            return torch.cat([matrix(part) for part in weight._weights])
+            return torch.cat([matrix(part) for part in weight.weights])
         return dequantize(weight.packed) if isinstance(weight, QuantizedWeight) else weight.dense.float()
 
     return matrix(linear.weight)

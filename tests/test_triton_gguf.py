@@ -240,7 +240,7 @@ def test_matrices_are_put_into_planes_where_triton_runs(monkeypatch: pytest.Monk
             slot.view.normal_()
     dense = stack.rows(torch.arange(23, device=DEVICE))
     stack.finish_loading()
-    packed = [weight for weight in stack._weights if isinstance(weight, GgufWeight)]
+    packed = [weight for weight in stack.weights if isinstance(weight, GgufWeight)]
     assert [weight.packed.planes for weight in packed] == [True, True]
     assert torch.equal(stack.rows(torch.arange(23, device=DEVICE)), dense)
     x = random_rows(2, 32, NARROW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -45,19 +46,19 @@ class DenseWeight:
         shape = (sum(parts.values()), in_features)
         self._matrix = torch.empty(shape, dtype=dtype, device=device) if memory is None else memory
         self._few_rows = few_rows_config_on(device, shape, dtype)
-        self._interleaved = False  # see `cpu_kernels.interleave_`
+        self.is_interleaved = False  # see `cpu_kernels.interleave_`
 
     @property
     def dense(self) -> Tensor:
         """The matrix; a copy after `finish_loading`, where its memory was reordered for the kernels."""
-        if not self._interleaved:
+        if not self.is_interleaved:
             return self._matrix
         plain = self._matrix.clone()
         cpu_kernels.interleave_(plain, back=True)
         return plain
 
     def apply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if self._interleaved:
+        if self.is_interleaved:
             y = cpu_kernels.cpu_linear(x, self._matrix, bias, interleaved=True)
         elif self._few_rows is not None and x.shape[0] <= FEW_ROWS:
             from nanovllm.ops.triton_few_rows import few_rows_linear
@@ -69,7 +70,7 @@ class DenseWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         if self._matrix.is_cpu and self._matrix.dtype in cpu_kernels.KERNEL_DTYPES:
-            return cpu_kernels.rows_of(self._matrix, indices, interleaved=self._interleaved)
+            return cpu_kernels.rows_of(self._matrix, indices, interleaved=self.is_interleaved)
         return F.embedding(indices, self._matrix)
 
     def slots(self) -> NamedSlots:
@@ -77,20 +78,34 @@ class DenseWeight:
             yield f"{module}.weight", slot_of(part)
 
     def finish_loading(self) -> None:
-        if not self._interleaved and cpu_kernels.can_interleave(self._matrix):
+        if not self.is_interleaved and cpu_kernels.can_interleave(self._matrix):
             cpu_kernels.interleave_(self._matrix)
-            self._interleaved = True
+            self.is_interleaved = True
 
     def tensors(self) -> Iterable[Tensor]:
         return (self._matrix,)
 
+    def read_from(self, tensors: Sequence[Tensor]) -> DenseWeight:
+        weight = copy(self)
+        (weight._matrix,) = tensors
+        return weight
+
+    def take_(self, other: StoredWeight) -> None:
+        """See `StoredWeight.take_`. An interleaved matrix becomes a plain one on any device."""
+        if not isinstance(other, DenseWeight) or self.is_interleaved > other.is_interleaved:
+            raise ValueError(f"A matrix of plain numbers cannot become this {type(other).__name__}.")
+        if self.is_interleaved == other.is_interleaved:
+            self._matrix.copy_(other._matrix)
+        else:
+            cpu_kernels.interleaved_to_rows(other._matrix, self._matrix)
+
     def kernel_parts(self) -> Sequence[WeightPart]:
-        return [cpu_kernels.interleaved_part(self._matrix) if self._interleaved else self._matrix]
+        return [cpu_kernels.interleaved_part(self._matrix) if self.is_interleaved else self._matrix]
 
     def use_torch_products(self) -> None:
-        if self._interleaved:
+        if self.is_interleaved:
             cpu_kernels.interleave_(self._matrix, back=True)
-            self._interleaved = False
+            self.is_interleaved = False
         self._product = fastest_linear
 
 

@@ -28,9 +28,10 @@ from nanovllm.layers.linear_method import (
 )
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.module import Matrix, Module, Parameter, Weights
-from nanovllm.layers.packed_matrix import PackedMatrix
+from nanovllm.layers.packed_matrix import PackedMatrix, weights_of_one_form
 from nanovllm.ops.cpu_kernels import use_huge_pages
 from nanovllm.ops.packed_weights import packed_linear
+from nanovllm.ops.panel_conversion import can_take_panels, take_panels_, write_matrices_
 from nanovllm.ops.row_kernels import GATED_UNITS, sigmoid, softmax, widened
 from nanovllm.ops.triton_support import use_triton
 
@@ -339,6 +340,34 @@ class ExpertWeights(Module):
         tensors = [tensor for weight in self._weights for tensor in weight.tensors()]
         return [tensor.unflatten(0, (len(self._parts), -1))[expert] for tensor in tensors]
 
+    def can_take(self, other: ExpertWeights) -> bool:
+        """Whether `take_` knows the form of `other`: the same experts, finished on the CPU, each a weight of its own.
+
+        Plain numbers must lie row by row there, packed ones in panels.
+        """
+        if not self.is_stacked or other.is_stacked or len(self._parts) != len(other._parts):
+            return False
+        return all(
+            len(forms) == len(self._weights) and all(map(_can_take_form, self._weights, forms, self._sizes))
+            for forms in (weights_of_one_form(weight) for weight in other._weights)
+        )
+
+    def take_(self, numbers: Sequence[int] | None, parts: Sequence[Tensor]) -> None:
+        """Become the matrices of some experts in the form of the CPU's kernels, in the same memory as before.
+
+        This one is stacked, and `can_take` the experts. parts: each of one expert's `tensors_of` there, of n experts
+        and on this device: [n, *shape], maybe strided along the first dimension. numbers: which experts those are, each
+        once; None: all, in order. Biases stay as they are.
+        """
+        left = iter(parts)
+        for weight, size in zip(self._weights, self._sizes, strict=True):
+            own = [next(left) for _ in weight.tensors()]
+            if isinstance(weight, PackedMatrix):
+                take_panels_(weight.packed, own, size, numbers)
+            else:
+                (matrix,) = weight.tensors()
+                write_matrices_(matrix.unflatten(0, (-1, size)), own[0], numbers)
+
     def own_weight_tensors(self) -> Iterator[Tensor]:
         if self.dense is not None:
             yield self.dense
@@ -381,6 +410,16 @@ class ExpertWeights(Module):
     def own_vector_weights(self) -> Weights:
         biases = [biases for biases in self._biases if biases is not None]
         return Weights(sum(biases.numel() for biases in biases), sum(biases.nbytes for biases in biases))
+
+
+def _can_take_form(stack: StoredWeight, weight: StoredWeight, out_features: int) -> bool:
+    """Whether a stack can take matrices of this form with so many output features."""
+    if isinstance(stack, PackedMatrix) and isinstance(weight, PackedMatrix):
+        return can_take_panels(stack.packed, weight.packed, out_features)
+    if not isinstance(stack, DenseWeight) or not isinstance(weight, DenseWeight):
+        return False
+    ((mine,), (theirs,)) = (form.tensors() for form in (stack, weight))
+    return not stack.is_interleaved and not weight.is_interleaved and theirs.shape == (out_features, mine.shape[1])
 
 
 def stacked_on(device: torch.device) -> bool:

@@ -129,6 +129,21 @@ class StoredWeight(Protocol):
         `Module.weights_moved`."""
         ...
 
+    def read_from(self, tensors: Sequence[Tensor]) -> StoredWeight:
+        """The same matrix, read from others that are like `tensors()`: the same order, shapes and dtypes.
+
+        They may be on another device, whose kernels need not read this order.
+        """
+        ...
+
+    def take_(self, other: StoredWeight) -> None:
+        """Become the matrix of `other`, a weight of the same modules on the same device, in the same memory as before.
+
+        `other` may have the order of the CPU's kernels, in which it was finished there. Raises ValueError if it has
+        another form.
+        """
+        ...
+
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         """The matrix as the kernels of a whole layer read it on the CPU, one part below the other, or None."""
         ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import groupby
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight
 from nanovllm.ops.cpu_kernels import WeightPart
 from nanovllm.ops.packed_weights import PackedWeight, dequantized_rows, kernel_weight, packed_linear
+from nanovllm.ops.panel_conversion import take_
 
 Form = TypeVar("Form")
 
@@ -50,8 +52,17 @@ class PackedMatrix:
         self.packed = self.packed.for_kernels()
 
     def tensors(self) -> Iterable[Tensor]:
-        parts = (self.packed.data, self.packed.scales, self.packed.zeros)
-        return [part for part in parts if part is not None]
+        return self.packed.parts
+
+    def read_from(self, tensors: Sequence[Tensor]) -> Self:
+        weight = copy(self)
+        weight.packed = self.packed.read_from(tensors)
+        return weight
+
+    def take_(self, other: StoredWeight) -> None:
+        if not isinstance(other, PackedMatrix):
+            raise ValueError(f"A packed weight cannot become a {type(other).__name__}.")
+        take_(self.packed, other.packed)
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
@@ -61,13 +72,13 @@ class PackedMatrix:
 
 
 class StackedWeights:
-    """Weights of different forms one below the other. Each is applied by itself."""
+    """Weights of different forms, `weights`, one below the other. Each is applied by itself."""
 
     dense = None
 
     def __init__(self, weights: list[StoredWeight], sizes: list[int], dtype: torch.dtype) -> None:
         """sizes: output features of each."""
-        self._weights = weights
+        self.weights = weights
         self._sizes = sizes
         self._dtype = dtype
 
@@ -75,38 +86,54 @@ class StackedWeights:
         """See `StoredWeight.apply`. Each product writes into its part of the result."""
         y = x.new_empty(x.shape[0], sum(self._sizes)) if out is None else out
         biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
-        for weight, of, part in zip(self._weights, biases, y.split(self._sizes, dim=-1), strict=True):
+        for weight, of, part in zip(self.weights, biases, y.split(self._sizes, dim=-1), strict=True):
             weight.apply(x, of, part)
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
         start = 0
         rows = []
-        for weight, size in zip(self._weights, self._sizes, strict=True):
+        for weight, size in zip(self.weights, self._sizes, strict=True):
             inside = (indices >= start) & (indices < start + size)
             rows.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))
             start += size
         return torch.stack(rows).sum(0).to(self._dtype)
 
     def slots(self) -> NamedSlots:
-        for weight in self._weights:
+        for weight in self.weights:
             yield from weight.slots()
 
     def finish_loading(self) -> None:
-        for weight in self._weights:
+        for weight in self.weights:
             weight.finish_loading()
 
     def tensors(self) -> Iterable[Tensor]:
-        return [tensor for weight in self._weights for tensor in weight.tensors()]
+        return [tensor for weight in self.weights for tensor in weight.tensors()]
+
+    def read_from(self, tensors: Sequence[Tensor]) -> StackedWeights:
+        left = iter(tensors)
+        weights = [weight.read_from([next(left) for _ in weight.tensors()]) for weight in self.weights]
+        return StackedWeights(weights, self._sizes, self._dtype)
+
+    def take_(self, other: StoredWeight) -> None:
+        if not isinstance(other, StackedWeights) or self._sizes != other._sizes:
+            raise ValueError(f"Weights of {self._sizes} outputs cannot become a {type(other).__name__} of others.")
+        for mine, theirs in zip(self.weights, other.weights, strict=True):
+            mine.take_(theirs)
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
-        of_weights = [weight.kernel_parts() for weight in self._weights]
+        of_weights = [weight.kernel_parts() for weight in self.weights]
         known = [parts for parts in of_weights if parts is not None]
         return [part for parts in known for part in parts] if len(known) == len(of_weights) else None
 
     def use_torch_products(self) -> None:
-        for weight in self._weights:
+        for weight in self.weights:
             weight.use_torch_products()
+
+
+def weights_of_one_form(weight: StoredWeight) -> Sequence[StoredWeight]:
+    """What a weight consists of, one below the other."""
+    return weight.weights if isinstance(weight, StackedWeights) else [weight]
 
 
 def stack_by_form(

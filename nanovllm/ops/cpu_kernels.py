@@ -133,6 +133,15 @@ def interleave_(weight: Tensor, *, back: bool = False) -> None:
     )  # fmt: skip
 
 
+def interleaved_to_rows(weight: Tensor, rows: Tensor) -> None:
+    """Copy a weight that `interleave_` has reordered to `rows` [out, in] in the usual order, on any device."""
+    unit = 2 if weight.dtype == torch.bfloat16 else 1
+    whole = weight.shape[0] // _cpu_kernels.INTERLEAVED_ROWS * _cpu_kernels.INTERLEAVED_ROWS
+    units = weight[:whole].reshape(-1, weight.shape[1] // unit, _cpu_kernels.INTERLEAVED_ROWS, unit)
+    rows[:whole].view(units.shape[0], _cpu_kernels.INTERLEAVED_ROWS, -1, unit).copy_(units.transpose(1, 2))
+    rows[whole:].copy_(weight[whole:])
+
+
 def rows_of(weight: Tensor, indices: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rows of a contiguous weight [out, in], as it is or as `interleave_` leaves it: int64 [n] -> [n, in].
 

@@ -25,6 +25,8 @@ _HALF = {"q4_0": 0, "q5_0": 0, "q8_0": 0, "q6_k": 208}
 _FIFTHS = {"q5_0": 0, "q5_1": 1}  # which of a block's words has the fifth bits
 # A word's bits and how far up they trade places; in this order bit 4i + j comes to byte j, in the reverse order back.
 _TRADES = ((0x0000AAAA, 15), (0x00CC00CC, 6), (0x0000FF00, 8), (0x0A0A0A0A, 3))
+# Of two bytes of int4 and mxfp4, with inputs i and i + 16, i + 1 and i + 17: then each has two neighbours.
+_HALF_BYTE_TRADES = ((0x00F000F0, 4),)
 
 
 def rows_to_panels(scheme: str, rows: Tensor, block_bytes: int, in_place: bool = False) -> Tensor:
@@ -88,6 +90,41 @@ def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Ten
         return words
     halves = tiles[..., :half_bytes].unflatten(-1, (OUTPUTS, 2))[panel, :, lane]
     return torch.cat((words[..., :at], halves, words[..., at:]), dim=-1)
+
+
+def panels_to_rows(scheme: str, panels: Tensor, block_bytes: int, rows: Tensor) -> None:
+    """Write the rows of whole panels, of several weights at once, on any device.
+
+    panels: uint8 [n, panels, bytes of a panel]; rows: uint8 [n, 16 * panels, bytes of whole blocks], maybe strided.
+    """
+    tiles = panels.unflatten(2, (-1, OUTPUTS * block_bytes))
+    blocks = rows.unflatten(1, (-1, OUTPUTS)).unflatten(3, (-1, block_bytes))  # [n, panels, OUTPUTS, blocks, bytes]
+    if scheme == "fp8":
+        words = tiles.unflatten(3, (-1, 2, OUTPUTS, 2))
+        blocks.unflatten(4, (-1, 2, 2)).copy_(words.permute(0, 1, 5, 2, 3, 6, 4))
+    elif scheme in HALF_BYTES:
+        # Then the even bytes of a block are the first half of those of a row, and the odd ones the other.
+        words = _traded(tiles.view(torch.int32), _HALF_BYTE_TRADES).view(torch.uint8).unflatten(3, (4, OUTPUTS, 2, 2))
+        blocks.unflatten(4, (2, 4, 2)).copy_(words.permute(0, 1, 4, 2, 6, 3, 5))
+    elif scheme in _HALF:
+        _words_to_blocks(tiles.view(torch.int16), blocks.view(torch.int16), _HALF[scheme] // 2)
+    else:
+        words = tiles.view(torch.int32).unflatten(3, (-1, OUTPUTS))
+        blocks.view(torch.int32).copy_(words.permute(0, 1, 4, 2, 3))
+    if scheme in _FIFTHS:
+        begin = 2 * OUTPUTS * (scheme in _HALF) + 4 * OUTPUTS * _FIFTHS[scheme]
+        words = tiles[..., begin : begin + 4 * OUTPUTS].view(torch.int32)
+        fifths = _traded(words, _TRADES[::-1]).view(torch.int16).unflatten(3, (OUTPUTS, 2))
+        begin = begin // (2 * OUTPUTS)
+        blocks.view(torch.int16)[..., begin : begin + 2].copy_(fifths.transpose(2, 3))
+
+
+def _words_to_blocks(tiles: Tensor, blocks: Tensor, at: int) -> None:
+    """Both int16, whose blocks have an fp16 number in place `at`, the first or the last, which is first in a tile."""
+    blocks[..., at].copy_(tiles[..., :OUTPUTS].transpose(2, 3))
+    words = tiles[..., OUTPUTS:].unflatten(3, (-1, OUTPUTS, 2))
+    others = blocks[..., 1:] if at == 0 else blocks[..., :-1]
+    others.unflatten(4, (-1, 2)).copy_(words.permute(0, 1, 4, 2, 3, 5))
 
 
 def _traded(words: Tensor, trades: Sequence[tuple[int, int]]) -> Tensor:

@@ -13,7 +13,7 @@ Checkpoints of other layouts (GPTQ, AWQ, compressed-tensors) are converted to in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,7 +81,22 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """The bytes of data, scales and zeros."""
-        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Data, scales and zeros, those that there are."""
+        return [part for part in (self.data, self.scales, self.zeros) if part is not None]
+
+    def read_from(self, parts: Sequence[Tensor]) -> PackedWeight:
+        """The same weight with other `parts`, of the same order, shapes and dtypes, on any device."""
+        (data, *others) = parts
+        scales = None if self.scales is None else others[0]
+        zeros = None if self.zeros is None else others[1]
+        arrivals = self.arrivals
+        if arrivals is not None and arrivals.device != data.device:
+            arrivals = torch.zeros_like(arrivals, device=data.device)
+        return replace(self, data=data, scales=scales, zeros=zeros, arrivals=arrivals)
 
     def to(self, device: torch.device | str) -> PackedWeight:
         data, scales, zeros = (
@@ -110,7 +125,7 @@ class PackedWeight:
             raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
         parts = (self.scales, self.zeros)
         scales, zeros = (None if part is None else packed_panels.groups_to_panels(part) for part in parts)
-        data = packed_panels.rows_to_panels(self.scheme, data, self._block_bytes, in_place)
+        data = packed_panels.rows_to_panels(self.scheme, data, self.block_bytes, in_place)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
 
     def in_rows(self) -> PackedWeight:
@@ -139,13 +154,13 @@ class PackedWeight:
         return replace(self, data=data, planes=True, arrivals=arrivals)
 
     @property
-    def _block_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Bytes of a block of one output: of GGUF's blocks, else of 32 inputs."""
         block = GGUF_BLOCKS.get(self.scheme)
         return block.bytes if block else 16 if self.scheme in HALF_BYTES else 32
 
     def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
-        data = packed_panels.panels_to_blocks(self.scheme, self.data, self._block_bytes, outputs)
+        data = packed_panels.panels_to_blocks(self.scheme, self.data, self.block_bytes, outputs)
         if self.scheme in GGUF_BLOCKS:
             data = data.flatten(1)
         else:

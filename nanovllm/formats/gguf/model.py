@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,16 @@ class ReorderedInputs:
 
     def tensors(self) -> Iterable[Tensor]:
         return self._weight.tensors()
+
+    def read_from(self, tensors: Sequence[Tensor]) -> ReorderedInputs:
+        weight = copy(self)
+        weight._weight = self._weight.read_from(tensors)
+        return weight
+
+    def take_(self, other: seam.StoredWeight) -> None:
+        if not isinstance(other, ReorderedInputs) or self._heads != other._heads:
+            raise ValueError(f"A matrix with inputs in a file's order cannot become this {type(other).__name__}.")
+        self._weight.take_(other._weight)
 
     def kernel_parts(self) -> None:
         """None: the kernels of a whole layer know one order."""
