@@ -19,16 +19,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.ops.packed_panels import traded
+
 UNIT = 256  # inputs
 SEGMENT = 32  # inputs
 ALIGNMENT = 16  # bytes: rows begin at a multiple
-_CHUNK_BYTES = 4 << 20  # of rows that are put into order at a time; their bits take 24 times as much meanwhile
+_CHUNK_BYTES = 4 << 20  # of rows that are put into order at a time; on the way back their bits take 24 times as much
 _SHIFTS = tuple(range(8))
+# Of a unit of these block inputs and bits of a number: how many pairs of parts with low bits trade halves of bytes.
+_PAIRS = {(32, 4): 4, (32, 5): 4, (256, 6): 2}
+# Bits that trade places, as `traded` takes them, so that bit i of byte j of a word becomes bit j of byte i.
+_TRANSPOSE = ((0x00AA00AA00AA00AA, 7), (0x0000CCCC0000CCCC, 14), (0x00000000F0F0F0F0, 28))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +103,59 @@ def rows_to_planes(scheme: str, rows: Tensor, in_features: int) -> Tensor:
     size = plane_bytes(scheme, in_features)
     has_room = rows.stride() == (size, 1) and rows.shape[1] <= size
     whole = rows.as_strided((len(rows), size), (size, 1)) if has_room else rows.new_empty(len(rows), size)
-    bits = _source_bits(scheme, in_features, size, rows.device)
-    _permute_bits(rows, whole, bits)
+    count = max(1, _CHUNK_BYTES // max(1, size))
+    for begin in range(0, len(rows), count):
+        write_planes(scheme, rows[begin : begin + count].clone(), whole[begin : begin + count])
     return whole
+
+
+def write_planes(scheme: str, rows: Tensor, into: Tensor) -> None:
+    """Write rows of a file's bytes, uint8 [..., bytes of a row], in planes to other memory, uint8 [..., plane_bytes]."""
+    planes = PLANES[scheme]
+    num_units = -(-rows.shape[-1] // planes.unit_bytes)
+    if missing := num_units * planes.unit_bytes - rows.shape[-1]:
+        rows = F.pad(rows, (0, missing))
+    # All places are even, and work on two bytes is faster than on one.
+    blocks = rows.view(torch.int16).unflatten(-1, (num_units, planes.blocks, -1))
+    sizes = [planes.low_bytes, planes.high_bytes, *(planes.blocks * (end - begin) for begin, end in planes.rest)]
+    ends = list(accumulate((num_units * size // 2 for size in sizes), initial=0))
+    low, high, *rest = (
+        into.view(torch.int16)[..., begin:end].unflatten(-1, (num_units, -1)) for begin, end in pairwise(ends)
+    )
+    _write_low(planes, blocks, low)
+    if planes.high_bytes:
+        _write_high(planes, blocks, high)
+    for plane, (begin, end) in zip(rest, planes.rest, strict=True):
+        plane.unflatten(-1, (planes.blocks, -1)).copy_(blocks[..., begin // 2 : end // 2])
+    into[..., 2 * ends[-1] :].zero_()
+
+
+def _write_low(planes: Planes, blocks: Tensor, low: Tensor) -> None:
+    """blocks: int16 [..., units, blocks, words of a block]; low: int16 [..., units, words of the plane]."""
+    begin = planes.low // 2
+    numbers = blocks[..., begin : begin + planes.low_bytes // planes.blocks // 2]
+    pairs = _PAIRS.get((planes.block_inputs, planes.bits))
+    if pairs is None:
+        low.unflatten(-1, (planes.blocks, -1)).copy_(numbers)
+        return
+    # In the file the low halves of both of a pair are segments side by side; here they are of one byte.
+    first, second = numbers.flatten(-2).unflatten(-1, (pairs, 2, -1)).unbind(-2)
+    differing = (first >> 4 ^ second) & 0x0F0F
+    to = low.unflatten(-1, (pairs, 2, -1))
+    torch.bitwise_xor(first, differing << 4, out=to[..., 0, :])
+    torch.bitwise_xor(second, differing, out=to[..., 1, :])
+
+
+def _write_high(planes: Planes, blocks: Tensor, high: Tensor) -> None:
+    """See `_write_low`."""
+    begin = planes.high // 2
+    bits = blocks[..., begin : begin + planes.high_bytes // planes.blocks // 2]
+    if planes.blocks == 1:
+        high.copy_(bits.squeeze(-2))
+        return
+    # 8 bits of each block's 32 become a bit of each of 8 bytes.
+    squares = bits.contiguous().view(torch.uint8).transpose(-1, -2).contiguous().view(torch.int64)
+    high.copy_(traded(squares, _TRANSPOSE).view(torch.int16).flatten(-2))
 
 
 def planes_to_rows(scheme: str, planes: Tensor, in_features: int) -> Tensor:

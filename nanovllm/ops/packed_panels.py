@@ -65,7 +65,7 @@ def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
     to.copy_(words)
     if scheme in _FIFTHS:
         fifths = to[..., _FIFTHS[scheme], :]
-        fifths.copy_(_traded(fifths, _TRADES))
+        fifths.copy_(traded(fifths, _TRADES))
     if scheme == "fp8":
         tiles = tiles.unflatten(2, (-1, OUTPUTS, 2, 2)).permute(0, 1, 2, 5, 3, 4).flatten(2)
     return tiles.flatten(1)
@@ -84,7 +84,7 @@ def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Ten
     words = tiles[..., half_bytes:].unflatten(-1, (-1, OUTPUTS, 4))[panel, :, :, lane]
     if scheme in _FIFTHS:
         fifths = words.view(torch.int32)[:, :, _FIFTHS[scheme]]
-        fifths.copy_(_traded(fifths, _TRADES[::-1]))
+        fifths.copy_(traded(fifths, _TRADES[::-1]))
     words = words.flatten(-2)
     if at is None:
         return words
@@ -104,7 +104,7 @@ def panels_to_rows(scheme: str, panels: Tensor, block_bytes: int, rows: Tensor) 
         blocks.unflatten(4, (-1, 2, 2)).copy_(words.permute(0, 1, 5, 2, 3, 6, 4))
     elif scheme in HALF_BYTES:
         # Then the even bytes of a block are the first half of those of a row, and the odd ones the other.
-        words = _traded(tiles.view(torch.int32), _HALF_BYTE_TRADES).view(torch.uint8).unflatten(3, (4, OUTPUTS, 2, 2))
+        words = traded(tiles.view(torch.int32), _HALF_BYTE_TRADES).view(torch.uint8).unflatten(3, (4, OUTPUTS, 2, 2))
         blocks.unflatten(4, (2, 4, 2)).copy_(words.permute(0, 1, 4, 2, 6, 3, 5))
     elif scheme in _HALF:
         _words_to_blocks(tiles.view(torch.int16), blocks.view(torch.int16), _HALF[scheme] // 2)
@@ -114,7 +114,7 @@ def panels_to_rows(scheme: str, panels: Tensor, block_bytes: int, rows: Tensor) 
     if scheme in _FIFTHS:
         begin = 2 * OUTPUTS * (scheme in _HALF) + 4 * OUTPUTS * _FIFTHS[scheme]
         words = tiles[..., begin : begin + 4 * OUTPUTS].view(torch.int32)
-        fifths = _traded(words, _TRADES[::-1]).view(torch.int16).unflatten(3, (OUTPUTS, 2))
+        fifths = traded(words, _TRADES[::-1]).view(torch.int16).unflatten(3, (OUTPUTS, 2))
         begin = begin // (2 * OUTPUTS)
         blocks.view(torch.int16)[..., begin : begin + 2].copy_(fifths.transpose(2, 3))
 
@@ -127,8 +127,8 @@ def _words_to_blocks(tiles: Tensor, blocks: Tensor, at: int) -> None:
     others.unflatten(4, (-1, 2)).copy_(words.permute(0, 1, 4, 2, 3, 5))
 
 
-def _traded(words: Tensor, trades: Sequence[tuple[int, int]]) -> Tensor:
-    """int32, with the bits of each mask and those so many places above them exchanged, a trade after the other."""
+def traded(words: Tensor, trades: Sequence[tuple[int, int]]) -> Tensor:
+    """Integers with the bits of each mask and those so many places above them exchanged, a trade after the other."""
     for mask, places in trades:
         differing = (words >> places ^ words) & mask
         words = words ^ differing ^ differing << places

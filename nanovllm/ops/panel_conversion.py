@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.ops.gguf_planes import rows_to_planes
+from nanovllm.ops.gguf_planes import write_planes
 from nanovllm.ops.packed_panels import OUTPUTS, panels_to_rows
 from nanovllm.ops.packed_weights import PackedWeight
 
@@ -77,7 +77,7 @@ def write_matrices_(stack: Tensor, matrices: Tensor, numbers: Sequence[int] | No
 def _rows_of_data(weight: PackedWeight, panels: Tensor, memory: Tensor | None) -> Tensor:
     """uint8 [n, panels, bytes of a panel] -> [n, 16 * panels, bytes of a row as `weight` has them, or more].
 
-    memory: where the rows go if they fit exactly, and then the result.
+    memory: where the rows without those that fill up panels go if they fit exactly, and then the result.
     """
     count, num_panels, panel_bytes = panels.shape
     shape = (count, num_panels * OUTPUTS, panel_bytes // OUTPUTS)
@@ -86,7 +86,9 @@ def _rows_of_data(weight: PackedWeight, panels: Tensor, memory: Tensor | None) -
     panels_to_rows(weight.scheme, panels, weight.block_bytes, rows)
     if not weight.planes:
         return rows
-    return rows_to_planes(weight.scheme, rows.flatten(0, 1), weight.in_features).unflatten(0, shape[:2])
+    planes = memory if memory is not None else panels.new_empty(*shape[:2], weight.data.shape[1])
+    write_planes(weight.scheme, rows[:, : planes.shape[1]], planes)
+    return planes
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[slice, slice]]:
