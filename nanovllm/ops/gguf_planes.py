@@ -110,7 +110,7 @@ def rows_to_planes(scheme: str, rows: Tensor, in_features: int) -> Tensor:
 
 
 def write_planes(scheme: str, rows: Tensor, into: Tensor) -> None:
-    """Write rows of a file's bytes, uint8 [..., bytes of a row], in planes to other memory, uint8 [..., plane_bytes]."""
+    """Write rows of a file's bytes, uint8 [..., bytes of a row], in planes to other memory [..., plane_bytes]."""
     planes = PLANES[scheme]
     num_units = -(-rows.shape[-1] // planes.unit_bytes)
     if missing := num_units * planes.unit_bytes - rows.shape[-1]:
