@@ -130,8 +130,12 @@ def _words_to_blocks(tiles: Tensor, blocks: Tensor, at: int) -> None:
 def traded(words: Tensor, trades: Sequence[tuple[int, int]]) -> Tensor:
     """Integers with the bits of each mask and those so many places above them exchanged, a trade after the other."""
     for mask, places in trades:
-        differing = (words >> places ^ words) & mask
-        words = words ^ differing ^ differing << places
+        differing = words >> places
+        differing ^= words
+        differing &= mask
+        words = words ^ differing
+        differing <<= places  # in place, as above: pieces of weights are large
+        words ^= differing
     return words
 
 

@@ -14,7 +14,8 @@ from nanovllm.ops.gguf_planes import write_planes
 from nanovllm.ops.packed_panels import OUTPUTS, panels_to_rows
 from nanovllm.ops.packed_weights import PackedWeight
 
-# Of panels that are converted at a time: they and what becomes of them fit into the L2 cache of a large GPU.
+# Of panels that are converted at a time. A scheme takes up to four times as much meanwhile, which a GPU that lacks
+# memory for its weights can spare, and smaller pieces would be more launches than a layer of experts can hide.
 PIECE_BYTES = 16 << 20
 
 
@@ -56,14 +57,14 @@ def take_panels_(
         stack = (part.view(torch.uint8) if is_data else part).unflatten(0, (-1, out_features))
         for matrices, panels in _pieces(values):
             piece = values[matrices, panels]
-            begin = panels.start * OUTPUTS
-            own = stack[:, begin : begin + piece.shape[1] * OUTPUTS]
-            some = None if numbers is None else numbers[matrices]
-            whole = own[matrices] if some is None else None
-            rows = _rows_of_data(weight, piece, whole) if is_data else piece.transpose(2, 3).flatten(1, 2)
-            if rows is not whole:  # they are filled up to 16 outputs and whole blocks
-                rows = rows[:, : own.shape[1], : own.shape[2]]
-                write_matrices_(own if whole is None else whole, rows, some)
+            own = stack[:, panels.start * OUTPUTS : panels.stop * OUTPUTS]
+            into = own[matrices] if numbers is None else own.new_empty(len(piece), *own.shape[1:])
+            if is_data:
+                _write_data(weight, piece, into)
+            else:
+                _write_groups(piece, into)
+            if numbers is not None:
+                write_matrices_(own, into, numbers[matrices])
 
 
 def write_matrices_(stack: Tensor, matrices: Tensor, numbers: Sequence[int] | None) -> None:
@@ -74,21 +75,29 @@ def write_matrices_(stack: Tensor, matrices: Tensor, numbers: Sequence[int] | No
         torch._foreach_copy_([stack[number] for number in numbers], list(matrices.unbind()))
 
 
-def _rows_of_data(weight: PackedWeight, panels: Tensor, memory: Tensor | None) -> Tensor:
-    """uint8 [n, panels, bytes of a panel] -> [n, 16 * panels, bytes of a row as `weight` has them, or more].
+def _write_data(weight: PackedWeight, panels: Tensor, into: Tensor) -> None:
+    """Data of n matrices, uint8 [n, panels, bytes of a panel], to [n, outputs, bytes of a row as `weight` has them].
 
-    memory: where the rows without those that fill up panels go if they fit exactly, and then the result.
+    Panels may be filled up to more outputs and inputs.
     """
     count, num_panels, panel_bytes = panels.shape
     shape = (count, num_panels * OUTPUTS, panel_bytes // OUTPUTS)
-    fits = memory is not None and memory.shape == shape and not weight.planes
-    rows = memory if memory is not None and fits else panels.new_empty(shape)
+    fits = into.shape == shape and not weight.planes
+    rows = into if fits else panels.new_empty(shape)
     panels_to_rows(weight.scheme, panels, weight.block_bytes, rows)
-    if not weight.planes:
-        return rows
-    planes = memory if memory is not None else panels.new_empty(*shape[:2], weight.data.shape[1])
-    write_planes(weight.scheme, rows[:, : planes.shape[1]], planes)
-    return planes
+    if weight.planes:
+        write_planes(weight.scheme, rows[:, : into.shape[1]], into)
+    elif not fits:
+        into.copy_(rows[:, : into.shape[1], : into.shape[2]])
+
+
+def _write_groups(panels: Tensor, into: Tensor) -> None:
+    """Scales or zeros of n matrices, [n, panels, groups, OUTPUTS], to [n, outputs, groups]."""
+    rows = panels.transpose(2, 3)
+    if into.shape[1] == rows.shape[1] * OUTPUTS:
+        into.unflatten(1, (-1, OUTPUTS)).copy_(rows)
+    else:
+        into.copy_(rows.flatten(1, 2)[:, : into.shape[1]])
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[slice, slice]]:
