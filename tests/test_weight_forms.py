@@ -102,6 +102,18 @@ def test_panels_become_the_rows_or_planes_that_they_come_from(draw: st.DataObjec
         assert all(ours is given for ours, given in zip(weight.parts, memory, strict=True))
 
 
+def test_a_weight_is_read_from_another_device() -> None:
+    """In panels too. Products with weights in planes count arrivals there."""
+    for variant in SCHEMES:
+        stored = random_weight(variant, 20, 512)
+        for weight in (*orders(stored), stored.in_panels()):
+            moved = weight.read_from([part.to("meta") for part in weight.parts])
+            assert moved.shape == weight.shape and all(part.is_meta for part in moved.parts)
+            assert (moved.arrivals is None) == (not weight.planes)
+            assert moved.arrivals is None or moved.arrivals.is_meta
+            assert weight.read_from(weight.parts).arrivals is weight.arrivals
+
+
 def test_a_weight_in_the_same_order_is_copied_and_one_of_another_form_refused() -> None:
     for variant in SCHEMES:
         stored = random_weight(variant, 20, 512)
@@ -255,7 +267,10 @@ def check_weight(weight: StoredWeight, other: StoredWeight) -> None:
     tensors = list(weight.tensors())
     expected = copies(tensors)
     spoil(tensors)
-    weight.take_(other.read_from(copies(list(other.tensors()))))
+    staged = copies(list(other.tensors()))
+    moved = other.read_from(staged)
+    assert all(ours is given for ours, given in zip(moved.tensors(), staged, strict=True))
+    weight.take_(moved)
     assert same(tensors, expected)
     assert all(ours is given for ours, given in zip(weight.tensors(), tensors, strict=True))
 
