@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -422,7 +423,9 @@ def _host_layers(config: EngineConfig, model: CausalLM, device: Device, free: in
     total = device.total_memory()
     shared = device.shares_host
     wish = kv_wish(config, model.network)
-    plan = weight_plan(config, sizes, total, free, host_free, shared, lambda: activation_peak(model, config), wish)
+    other_form = device.torch_device.type != "cpu" and model.build.method is not None
+    step = partial(activation_peak, model, config)
+    plan = weight_plan(config, sizes, total, free, host_free, shared, step, wish, other_form)
     if not plan.streamed:
         return None
     where = "the host has"

@@ -157,6 +157,12 @@ class EngineConfig:
         "device memory for weights: bytes, such as 20G, or a share of them, such as 25%; layers for which it is too "
         "little stream from host memory",
     )
+    host_products: bool = argument(
+        True,
+        FLAG,
+        "in steps of few rows multiply with weights in host memory where they lie; False: copy all to the device, "
+        "which on a GPU keeps bits for every weights_memory_bytes",
+    )
     enable_prefix_caching: bool = argument(True, FLAG, "reuse the KV blocks of prefixes that were computed before")
     seed: int = argument(0, whole(0, most=2**63 - 1), "of requests without a seed")
     max_logprobs: int = argument(

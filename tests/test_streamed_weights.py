@@ -48,14 +48,15 @@ from nanovllm import LLM, build
 from nanovllm.device import cpu, create_device
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.speculation import draft_model, drafter
-from nanovllm.features.streamed_weights.host_layers import ALIGNMENT
+from nanovllm.features.streamed_weights.storages import SPAN_ALIGNMENT
 from nanovllm.memory.weights import plan_weights
 
 TIMES = int(os.environ.get("NANOVLLM_FUZZ_TIMES", "1"))  # as many examples
 LAYERS = 7
 BLOCK = 16
-RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120, "max_num_batched_tokens": 40}
-OFFLOADED = offloaded(BLOCK, 8, 200, max_num_batched_tokens=40)
+COPIED = {"max_num_batched_tokens": 40, "host_products": False}  # all passes copy what they need
+RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120, **COPIED}
+OFFLOADED = offloaded(BLOCK, 8, 200, **COPIED)
 KV: dict[str, dict[str, Any]] = {"resident": RESIDENT, "layer by layer": OFFLOADED, "chunk by chunk": OFFLOADED}
 
 
@@ -322,7 +323,7 @@ def test_a_pass_copies_each_streamed_layer_once(model_dir: Path, num_streamed: i
         token_ids(llm, PROMPTS[0], greedy(6))  # three chunks and five tokens
         copied = stream.loaded_bytes - first
     assert copied % 8 == 0
-    padding = num_streamed * ALIGNMENT * 8  # tensors of a layer, at most
+    padding = num_streamed * SPAN_ALIGNMENT * 8  # tensors of a layer, at most
     assert plan.loaded_bytes(rows=1, experts=None) <= copied // 8 < plan.loaded_bytes(rows=1, experts=None) + padding
     assert copied // 8 <= first < 2 * copied // 8, "the first layers of the next pass are on the way"
 

@@ -46,7 +46,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from nanovllm.device import CallStream, Device, Event, Stream
+from nanovllm.device import CallStream, Device, Event, Mark, Stream
 from nanovllm.errors import EngineError
 
 
@@ -251,6 +251,19 @@ class WeightOrder:
     def after_fill(self, slot: int) -> None:
         """The copies have been issued on the stream of `before_fill`."""
         self._loads.record(self._weights_ready[slot])
+
+    def after_fill_behind(self) -> tuple[Event, Mark]:
+        """Copies for which compute does not wait have been issued on the stream of `before_fill`.
+
+        When the mark is passed they have ended, and `before_arrived` takes their event.
+        """
+        arrived = self._device.new_event()
+        self._loads.record(arrived)
+        return arrived, self._loads.mark()
+
+    def before_arrived(self, arrived: Event) -> None:
+        """Compute uses what has been copied behind from now on."""
+        self._compute.wait(arrived)
 
     def before_compute(self, slot: int) -> None:
         """Compute uses the slot next, after its copies."""

@@ -90,6 +90,10 @@ class DenseWeight:
         (weight._matrix,) = tensors
         return weight
 
+    def for_cpu(self) -> DenseWeight:
+        matrix = self.dense.to("cpu", copy=True)
+        return DenseWeight(self._parts, matrix.shape[1], matrix.dtype, matrix.device, matrix)
+
     def take_(self, other: StoredWeight) -> None:
         """See `StoredWeight.take_`. An interleaved matrix becomes a plain one on any device."""
         if not isinstance(other, DenseWeight) or self.is_interleaved > other.is_interleaved:

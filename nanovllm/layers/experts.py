@@ -4,14 +4,15 @@ Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec, Scoring
@@ -28,7 +29,7 @@ from nanovllm.layers.linear_method import (
 )
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.module import Matrix, Module, Parameter, Weights
-from nanovllm.layers.packed_matrix import PackedMatrix, weights_of_one_form
+from nanovllm.layers.packed_matrix import PackedMatrix, StackedWeights, weights_of_one_form
 from nanovllm.ops.cpu_kernels import use_huge_pages
 from nanovllm.ops.packed_weights import packed_linear
 from nanovllm.ops.panel_conversion import can_take_panels, take_panels_, write_matrices_
@@ -54,13 +55,33 @@ class Routing(NamedTuple):
     chosen: Tensor | Grouping
 
 
+class HostPart(Protocol):
+    """The experts of a layer that are computed on the host, where their matrices lie."""
+
+    numbers: Set[int]
+    gate_up: ExpertWeights  # on the host, of all experts of the layer
+    down: ExpertWeights
+
+    def of_device(self, routing: Routing) -> tuple[Tensor, Grouping]:
+        """Of a routing for kernels that take all experts at once the part of the others: weights and grouping.
+
+        The entry of a choice of an expert on the host is the number of the other entries.
+        """
+        ...
+
+    def output(self, compute: Callable[[Tensor, Iterable[Group]], Tensor]) -> Tensor:
+        """What `compute` gives of rows and groups on the host, fp32 [rows, hidden], on the device."""
+        ...
+
+
 class ExpertLoads(Protocol):
     """Brings the matrices of experts that do not stay on the device."""
 
-    def before_experts(self, chosen: Callable[[], Sequence[int]]) -> None:
-        """The matrices of these experts are on the device, until those of another layer or of others are asked for.
+    def before_experts(self, x: Tensor, routing: Routing) -> HostPart | None:
+        """The matrices of the chosen experts are on the device but for those of the result, until those of another
+        layer or of other experts are asked for. It may wait for the device.
 
-        chosen: gives the numbers of the experts that any row has chosen; it may wait for the device.
+        x: the rows [rows, hidden] that have chosen them.
         """
         ...
 
@@ -169,17 +190,26 @@ class Experts(Module):
         """What the chosen experts make of the rows of x."""
         weights, chosen = routing
         shared = None if self.shared is None else self.shared(x, adapters)
-        if self.loads is not None:
-            self.loads.before_experts(partial(chosen_numbers, chosen))
+        host = None if self.loads is None else self.loads.before_experts(x, routing)
         if not isinstance(chosen, Tensor):
-            return self._all_at_once(x, weights, chosen, shared)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, rows, of_rows in _groups(weights, chosen):
-            inner = self._gated_unit(self.gate_up.apply(expert, x[rows]))
-            out.index_add_(0, rows, self.down.apply(expert, inner).float() * of_rows[:, None])
+            if host is None:
+                return self._all_at_once(x, weights, chosen, shared)
+            weights, others = host.of_device(routing)
+            of_device = self._all_at_once(x, weights, others, shared)  # submitted before the host computes
+            return (of_device.float() + host.output(partial(self._sum, host=host))).to(x.dtype)
+        out = self._sum(x, groups_of(weights, chosen), host)
         if shared is not None:
             out += shared.float() * self._share(x)
         return out.to(x.dtype)
+
+    def _sum(self, x: Tensor, groups: Iterable[Group], host: HostPart | None) -> Tensor:
+        """The weighted sum of groups of rows, one after the other: fp32 [rows, hidden]."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, rows, of_rows in groups:
+            place = self if host is None or expert not in host.numbers else host
+            inner = self._gated_unit(place.gate_up.apply(expert, x[rows]))
+            out.index_add_(0, rows, place.down.apply(expert, inner).float() * of_rows[:, None])
+        return out
 
     def route(self, x: Tensor) -> Routing:
         """The experts of each row of x.
@@ -230,7 +260,10 @@ class Experts(Module):
         from nanovllm.ops.triton_experts import weighted_sum
 
         inner = self._gated_unit(self.gate_up.all_at_once(x, grouping.ends, grouping.rows))
-        return weighted_sum(self.down.all_at_once(inner, grouping.ends), grouping.entries, weights, shared)
+        outputs = self.down.all_at_once(inner, grouping.ends)
+        if grouping.rows.shape[0] < grouping.entries.numel():
+            outputs = F.pad(outputs, (0, 0, 0, 1))  # zeros, for the choices of a `HostPart`
+        return weighted_sum(outputs, grouping.entries, weights, shared)
 
     def tensors_of(self, expert: int) -> list[Tensor]:
         """All that the matrices of an expert are read from."""
@@ -340,6 +373,43 @@ class ExpertWeights(Module):
         tensors = [tensor for weight in self._weights for tensor in weight.tensors()]
         return [tensor.unflatten(0, (len(self._parts), -1))[expert] for tensor in tensors]
 
+    @property
+    def num_experts(self) -> int:
+        return len(self._parts)
+
+    def read_from(self, tensors: Sequence[Sequence[Tensor]]) -> ExpertWeights:
+        """The same matrices, which are not stacked, read from other tensors: of each expert like its `tensors_of`."""
+        assert not self.is_stacked
+        experts = copy(self)
+        experts.dense = None
+        experts._weights = [weight.read_from(own) for weight, own in zip(self._weights, tensors, strict=True)]
+        return experts
+
+    def for_cpu(self) -> ExpertWeights:
+        """A copy on the CPU, each expert a weight of its own; see `StoredWeight.for_cpu`."""
+        experts = copy(self)
+        experts.is_stacked = False
+        experts.dense = None
+        experts._weights = [self._of_expert(expert).for_cpu() for expert in range(self.num_experts)]
+        biases = [biases.cpu() for biases in self._biases if biases is not None]
+        experts._biases = [torch.cat(biases, dim=1) if biases else None]
+        return experts
+
+    def _of_expert(self, expert: int) -> StoredWeight:
+        """The weight of an expert, in the same memory."""
+        if not self.is_stacked:
+            return self._weights[expert]
+        weights: list[StoredWeight] = []
+        for weight, size in zip(self._weights, self._sizes, strict=True):
+            own = slice(expert * size, (expert + 1) * size)
+            if isinstance(weight, PackedMatrix):
+                weights.append(PackedMatrix(weight.packed.rows(own), {"": size}, self._build.dtype))
+            else:
+                assert weight.dense is not None
+                matrix = weight.dense[own]
+                weights.append(DenseWeight({"": size}, matrix.shape[1], matrix.dtype, matrix.device, matrix))
+        return weights[0] if len(weights) == 1 else StackedWeights(weights, self._sizes, self._build.dtype)
+
     def can_take(self, other: ExpertWeights) -> bool:
         """Whether `take_` knows the form of `other`: the same experts, finished on the CPU, each a weight of its own.
 
@@ -442,15 +512,7 @@ def _stacks(parts: Sequence[Mapping[str, int]], in_features: int, build: BuildCo
     return by_part if all(map(has_one_form, by_part)) else None
 
 
-def chosen_numbers(chosen: Tensor | Grouping) -> Sequence[int]:
-    """The experts that any row has chosen, ascending; see `Routing.chosen`."""
-    if isinstance(chosen, Tensor):
-        return chosen.unique().tolist()
-    ends = chosen.ends.tolist()
-    return [expert for expert, (begin, end) in enumerate(pairwise([0, *ends])) if end > begin]
-
-
-def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:
+def groups_of(weights: Tensor, chosen: Tensor) -> Iterator[Group]:
     """The rows of each expert that any row has chosen, in the order of the experts.
 
     Without data (on the meta device, to measure memory) all rows choose the same experts, which takes the most.

@@ -136,6 +136,10 @@ class StoredWeight(Protocol):
         """
         ...
 
+    def for_cpu(self) -> StoredWeight:
+        """A copy of the finished matrix on the CPU, in the order of its kernels. Plain numbers stay in rows."""
+        ...
+
     def take_(self, other: StoredWeight) -> None:
         """Become the matrix of `other`, a weight of the same modules on the same device, in the same memory as before.
 

@@ -39,6 +39,10 @@ class PackedMatrix:
     def rows(self, indices: Tensor) -> Tensor:
         return dequantized_rows(self.packed, indices, self._dtype)
 
+    def slots(self) -> NamedSlots:
+        """None of a part of a weight, which no file fills."""
+        return iter(())
+
     def module_weights(self) -> Iterator[tuple[str, PackedWeight]]:
         """Each module and its rows: views until `finish_loading`."""
         start = 0
@@ -57,6 +61,11 @@ class PackedMatrix:
     def read_from(self, tensors: Sequence[Tensor]) -> Self:
         weight = copy(self)
         weight.packed = self.packed.read_from(tensors)
+        return weight
+
+    def for_cpu(self) -> Self:
+        weight = copy(self)
+        weight.packed = self.packed.in_rows().to("cpu").in_panels()
         return weight
 
     def take_(self, other: StoredWeight) -> None:
@@ -114,6 +123,9 @@ class StackedWeights:
         left = iter(tensors)
         weights = [weight.read_from([next(left) for _ in weight.tensors()]) for weight in self.weights]
         return StackedWeights(weights, self._sizes, self._dtype)
+
+    def for_cpu(self) -> StackedWeights:
+        return StackedWeights([weight.for_cpu() for weight in self.weights], self._sizes, self._dtype)
 
     def take_(self, other: StoredWeight) -> None:
         if not isinstance(other, StackedWeights) or self._sizes != other._sizes:

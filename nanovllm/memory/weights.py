@@ -38,6 +38,8 @@ class WeightPlan:
     sizes: WeightSizes
     streamed: tuple[int, ...] = ()  # layers, ascending, whose matrices or experts are in host memory
     cached_experts: int = 0  # places of the expert cache
+    host_products: bool = False  # a pass of few rows may multiply on the host
+    converts: bool = False  # slots hold the host's form, which is converted into memory of another layer
 
     @property
     def num_slots(self) -> int:
@@ -64,7 +66,8 @@ class WeightPlan:
     def device_bytes(self) -> int:
         """Bytes on the device, slots and expert cache included."""
         on_device = self.sizes.num_bytes - self.host_bytes
-        return on_device + self.num_slots * self.slot_bytes + self.cached_experts * self.expert_bytes
+        num_layers = self.num_slots + (self.converts and self.num_slots > 0)
+        return on_device + num_layers * self.slot_bytes + self.cached_experts * self.expert_bytes
 
     @property
     def num_streamed_experts(self) -> int:
@@ -102,7 +105,14 @@ class WeightPlan:
         return sum(self.sizes.stored_expert_bytes[layer] for layer in self.streamed)
 
 
-def plan_weights(sizes: WeightSizes, budget: int, host_budget: int = sys.maxsize) -> WeightPlan:
+def plan_weights(
+    sizes: WeightSizes,
+    budget: int,
+    host_budget: int = sys.maxsize,
+    *,
+    host_products: bool = False,
+    converts: bool = False,
+) -> WeightPlan:
     """The plan with the fewest streamed layers that takes at most `budget` bytes of the device.
 
     Streamed layers are spread evenly among the others, so that each is copied while others are computed. If no plan is
@@ -111,11 +121,12 @@ def plan_weights(sizes: WeightSizes, budget: int, host_budget: int = sys.maxsize
     room for them.
     """
     num_layers = len(sizes.stored_bytes)
+    none = WeightPlan(sizes, host_products=host_products, converts=converts)
     if sizes.num_bytes <= budget or num_layers == 1:
-        return WeightPlan(sizes)
+        return none
     # Even numbers: else the last layer and the first one of the next pass would have the same slot.
     counts = [*range(2 * MOST_SLOTS, num_layers, MOST_SLOTS), num_layers]
-    plans = [WeightPlan(sizes, spread(count, num_layers)) for count in counts]
+    plans = [replace(none, streamed=spread(count, num_layers)) for count in counts]
     all_of_them = _with_cache(plans[-1], budget - plans[-1].device_bytes)
     plan = next((plan for plan in map(_with_cache, plans) if plan.device_bytes <= budget), all_of_them)
     if plan.host_bytes <= host_budget:
@@ -150,20 +161,23 @@ def weight_plan(
     tiers_share_memory: bool,
     step_bytes: Callable[[], int],
     kv: KVWish,
+    other_form: bool = False,
 ) -> WeightPlan:
     """The plan that the arguments ask for. It may take more of the host than there is.
 
     sizes: of this rank. device_total, device_free, host_free: its bytes, before the weights are loaded;
     tiers_share_memory: on the CPU, where nothing streams unless it is asked for. step_bytes: of the largest step. kv:
-    what the KV cache can use of the device. Raises ConfigError for fewer bytes than streaming layers take.
+    what the KV cache can use of the device. other_form: whether matrices have another form for kernels of the device
+    than for those of the CPU. Raises ConfigError for fewer bytes than streaming layers take.
     """
     for_host_kv = 0
     if config.enable_cpu_offload:
         named = config.num_bytes("kv_offloading_size")
         for_host_kv = host_free // KV_SHARE if named is None else named // config.tensor_parallel_size
     host_budget = host_free - for_host_kv
+    converts = other_form and config.host_products
     if config.weights_memory_bytes is not None:
-        return _asked_plan(config, sizes, host_budget)
+        return _asked_plan(config, sizes, host_budget, converts)
     if not config.enable_cpu_offload or tiers_share_memory:
         return WeightPlan(sizes)
     usable = int(device_total * config.gpu_memory_utilization) - (device_total - device_free)
@@ -172,15 +186,16 @@ def weight_plan(
         for_kv = max(for_kv, min(kv.longest, usable // MIXTURE_KV_SHARE))
     if sizes.num_bytes + for_kv <= usable and sizes.num_bytes + for_kv + step_bytes() <= usable:
         return WeightPlan(sizes)
-    return plan_weights(sizes, usable - for_kv - step_bytes(), host_budget)
+    budget = usable - for_kv - step_bytes()
+    return plan_weights(sizes, budget, host_budget, host_products=config.host_products, converts=converts)
 
 
-def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int) -> WeightPlan:
+def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int, converts: bool) -> WeightPlan:
     """The plan for `weights_memory_bytes`. A share gets what streaming layers take, if that is more."""
     part = config.weights_share
     asked = config.num_bytes("weights_memory_bytes") if part is None else int(part * sizes.num_bytes)
     assert asked is not None
-    plan = plan_weights(sizes, asked, host_budget)
+    plan = plan_weights(sizes, asked, host_budget, host_products=config.host_products, converts=converts)
     if plan.device_bytes <= asked:
         return plan
     says = f"{_least_parts(plan)} {plan.device_bytes:,} bytes"

@@ -4,6 +4,9 @@ A layer is built like any other, with its matrices in the form that the device's
 device when the layer's turn to be loaded comes, and are copied to the host when they are complete, so that the device
 holds one such layer at a time. In the end their tensors refer to the layer's weight slot.
 
+With products on the host the host has the form that the CPU's kernels read. Where the device's kernels read another
+one, slots hold the host's form, and the tensors refer to an *image*, into which a layer is converted.
+
 On the host the matrices of a layer without experts are as they are in the slot. Those of each expert are side by side,
 so that an expert is one copy; in the slot its parts may be far apart.
 """
@@ -17,12 +20,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.layers.experts import Experts
+from nanovllm.features.streamed_weights.host_products import HostExchange, PlacedWeight
+from nanovllm.features.streamed_weights.storages import (
+    Span,
+    packed_bytes,
+    packed_views,
+    same_place,
+    spans,
+    views,
+)
+from nanovllm.layers.experts import Experts, ExpertWeights
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear_method import StoredWeight
 from nanovllm.layers.module import Module
 from nanovllm.memory.weights import WeightPlan
 from nanovllm.ops.cpu_kernels import use_huge_pages
-
-ALIGNMENT = 256  # bytes between the starts of tensors in a slot
 
 
 class Part(NamedTuple):
@@ -35,101 +47,214 @@ class Part(NamedTuple):
 class HostLayer:
     """A streamed layer.
 
-    memory: uint8 on the host, of a layer with `parts` [experts, bytes of an expert]; there is one after `keep`. slot:
-    the number of its weight slot, after `HostLayers.finish`.
+    memory: uint8 on the host, [experts, bytes of an expert] if experts stream and are alike; there is one after `keep`.
+    slot: the number of its weight slot, after `HostLayers.finish`.
     """
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self.memory: Tensor
         self.slot: int
-        self.parts: Sequence[Part] = ()  # () if a layer has no experts, or experts of several sizes
+        self.parts: Sequence[Part] = ()  # of experts that are in the slot as on the host
+        self.host_experts: tuple[ExpertWeights, ExpertWeights] | None = None  # gate and up, and down, on the host
+        self._host_weights: list[StoredWeight] = []  # of `_linears`, on the host
+        # In the slot, if it is converted from there: the matrices of `_linears`, and experts.
+        self._sources: list[StoredWeight] = []
+        self._expert_rows: Tensor  # uint8 [experts, bytes of an expert]
+        self._single: list[tuple[StoredWeight, StoredWeight]] = []  # if they differ: each matrix in image and slot
 
     @property
     def experts(self) -> Experts | None:
         return next((module for module in self._module.modules() if isinstance(module, Experts)), None)
 
     @property
+    def _expert_weights(self) -> list[ExpertWeights]:
+        experts = self.experts
+        return [] if experts is None else [experts.gate_up, experts.down]
+
+    @property
+    def _linears(self) -> list[Linear]:
+        return [module for module in self._module.modules() if isinstance(module, Linear)]
+
+    @property
     def streamed(self) -> Sequence[Module]:
         """What of the layer streams."""
-        experts = self.experts
-        return [self._module] if experts is None else [experts.gate_up, experts.down]
+        return self._expert_weights or [self._module]
 
-    def storages(self) -> Iterator[tuple[torch.UntypedStorage, list[Tensor]]]:
-        """The storages of its matrices, each with its tensors."""
-        found: dict[int, tuple[torch.UntypedStorage, list[Tensor]]] = {}
-        for tensor in (tensor for module in self.streamed for tensor in module.weight_tensors()):
-            storage = tensor.untyped_storage()
-            found.setdefault(storage._cdata, (storage, []))[1].append(tensor)
-        return iter(found.values())
+    @property
+    def has_single_experts(self) -> bool:
+        """Whether each expert is one copy."""
+        return self.memory.dim() == 2
 
-    def placed(self) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Of each storage where its bytes begin in a slot, how many they are, and its tensors."""
-        begin = 0
-        for _, tensors in self.storages():
-            size = max(map(_end, tensors))
-            yield begin, size, tensors
-            begin += -(-size // ALIGNMENT) * ALIGNMENT
+    def _spans(self) -> list[Span]:
+        return spans(tensor for module in self.streamed for tensor in module.weight_tensors())
+
+    # ---- loading
+
+    def free(self) -> None:
+        for span in self._spans():
+            span.storage.resize_(0)
+
+    def allocate(self) -> None:
+        for begin, end, tensors in self._spans():
+            storage = tensors[0].untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(end - begin)
+
+    def keep(self, device: Device, name: str, *, for_cpu: bool) -> None:
+        """Copy the matrices, which are complete, to the host, and free their memory of the device.
+
+        for_cpu: to the form of the CPU's kernels.
+        """
+        if self._expert_weights:
+            self._keep_experts(device, name, for_cpu=for_cpu)
+        else:
+            self._keep_linears(device, name, for_cpu=for_cpu)
+        self.free()
+
+    def _keep_linears(self, device: Device, name: str, *, for_cpu: bool) -> None:
+        weights = [linear.weight.for_cpu() if for_cpu else linear.weight for linear in self._linears]
+        placed = spans(tensor for weight in weights for tensor in weight.tensors()) if for_cpu else self._spans()
+        found = self._copied(device, name, placed)
+        self._host_weights = [weight.read_from([found[id(part)] for part in weight.tensors()]) for weight in weights]
+
+    def _keep_experts(self, device: Device, name: str, *, for_cpu: bool) -> None:
+        weights = [own.for_cpu() if for_cpu else own for own in self._expert_weights]
+        of_experts = [[list(own.tensors_of(expert)) for own in weights] for expert in range(weights[0].num_experts)]
+        tensors = [[tensor for parts in of_expert for tensor in parts] for of_expert in of_experts]
+        if _are_alike(tensors):
+            memory = _host_memory(device, name, (len(tensors), packed_bytes(tensors[0])))
+            self.memory = memory
+            copies = [packed_views(parts, row) for parts, row in zip(tensors, memory, strict=True)]
+            for parts, of_copy in zip(tensors, copies, strict=True):
+                for tensor, copy in zip(parts, of_copy, strict=True):
+                    copy.copy_(tensor)
+        else:
+            placed = spans(tensor for parts in tensors for tensor in parts) if for_cpu else self._spans()
+            found = self._copied(device, name, placed)
+            copies = [[found[id(tensor)] for tensor in parts] for parts in tensors]
+        if any(own.is_stacked for own in weights):
+            return
+        firsts = [len(of_expert[0]) for of_expert in of_experts]
+        gate_up = weights[0].read_from([copy[:first] for copy, first in zip(copies, firsts, strict=True)])
+        down = weights[1].read_from([copy[first:] for copy, first in zip(copies, firsts, strict=True)])
+        self.host_experts = gate_up, down
+
+    def _copied(self, device: Device, name: str, placed: Sequence[Span]) -> dict[int, Tensor]:
+        """Copy storages to the host, one behind the other. Returns their tensors there; see `storages.views`."""
+        self.memory = _host_memory(device, name, (placed[-1].end,))
+        for span in placed:
+            self.memory[span.begin : span.end].copy_(span.bytes)
+        return views(placed, self.memory)
+
+    # ---- when all layers are loaded
 
     @property
     def slot_bytes(self) -> int:
-        return max(begin + size for begin, size, _ in self.placed())
-
-    def free(self) -> None:
-        for storage, _ in self.storages():
-            storage.resize_(0)
-
-    def allocate(self) -> None:
-        for storage, tensors in self.storages():
-            if not storage.nbytes():
-                storage.resize_(max(map(_end, tensors)))
-
-    def keep(self, device: Device, name: str) -> None:
-        """Copy the matrices, which are complete, to the host, and free their memory of the device."""
-        of_experts = self._tensors_of_experts()
-        if of_experts is None:
-            self.memory = _host_memory(device, name, (self.slot_bytes,))
-            for begin, size, tensors in self.placed():
-                self.memory[begin : begin + size].copy_(_bytes_of(tensors[0].untyped_storage(), size))
-        else:
-            self.memory = _host_memory(device, name, (len(of_experts), sum(part.nbytes for part in of_experts[0])))
-            for row, parts in zip(self.memory, of_experts, strict=True):
-                for place, part in zip(row.split([part.nbytes for part in parts]), parts, strict=True):
-                    place.copy_(part.view(torch.uint8).flatten())
-        self.free()
-
-    def _tensors_of_experts(self) -> list[list[Tensor]] | None:
-        """The tensors of each expert; None if there are no experts, or if they differ in size."""
-        experts = self.experts
-        if experts is None:
-            return None
-        found = [experts.tensors_of(expert) for expert in range(experts.spec.num_experts)]
-        sizes = {tuple((part.nbytes, part.is_contiguous()) for part in parts) for parts in found}
-        return found if len(sizes) == 1 and all(contiguous for _, contiguous in sizes.pop()) else None
+        """Of its matrices in the form of the device's kernels."""
+        return self._spans()[-1].end
 
     def place_in(self, slot: Tensor) -> None:
-        """Let the tensors refer to a slot."""
-        for begin, _, tensors in list(self.placed()):
-            for tensor in tensors:
-                start = begin // tensor.itemsize + tensor.storage_offset()
-                tensor.set_(slot.untyped_storage(), start, tensor.shape, tensor.stride())
+        """Let the tensors refer to memory of the device: a slot, or the image."""
+        placed = self._spans()
+        found = views(placed, slot)
+        for tensor in [tensor for span in placed for tensor in span.tensors]:
+            view = found[id(tensor)]
+            tensor.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
         self._module.weights_moved()
-        of_experts = self._tensors_of_experts()
-        if of_experts is not None and self.memory.dim() == 2:
-            self.parts = list(_parts(self.memory, of_experts, slot))
+
+    def find_parts(self, slot: Tensor) -> None:
+        """Find where the parts of experts are in the slot in which they lie as on the host."""
+        if self._expert_weights and self.has_single_experts:
+            self.parts = list(_parts(self.memory, self._tensors_of_experts(), slot))
+
+    def _tensors_of_experts(self) -> list[list[Tensor]]:
+        experts = self.experts
+        return [] if experts is None else [experts.tensors_of(expert) for expert in range(experts.spec.num_experts)]
+
+    # ---- products on the host
+
+    def multiply_by(self, exchange: HostExchange) -> None:
+        """Let products run where `compute_on_host` says."""
+        for linear, weight in zip(self._linears if self._host_weights else [], self._host_weights, strict=True):
+            in_slot = linear.weight.in_slot if isinstance(linear.weight, PlacedWeight) else linear.weight
+            bias = None if linear.bias is None else linear.bias.cpu()
+            linear.weight = PlacedWeight(in_slot, weight, bias, exchange)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of the longest row that products give on the host."""
+        experts = self.experts
+        if experts is not None:
+            return experts.hidden_size * torch.float32.itemsize
+        return max(sum(linear.parts.values()) for linear in self._linears) * torch.float32.itemsize
+
+    def compute_on_host(self, on_host: bool) -> None:
+        """Whether the products of a layer without experts are computed on the host from now on."""
+        placed = [linear.weight for linear in self._linears if isinstance(linear.weight, PlacedWeight)]
+        if placed and placed[0].is_on_host != on_host:
+            for weight in placed:
+                weight.is_on_host = on_host
+            self._module.weights_moved()
+
+    # ---- conversion from the host's form in a slot to the image
+
+    def find_sources(self, slot: Tensor) -> None:
+        """Find the matrices in the slot in which they lie as on the host."""
+        self._sources = [
+            weight.read_from([same_place(tensor, self.memory, slot) for tensor in weight.tensors()])
+            for weight in self._host_weights
+        ]
+        if self._expert_weights and self.has_single_experts:
+            self._expert_rows = slot[: self.memory.nbytes].view(self.memory.shape)
+        elif self.host_experts is not None:
+            for own, on_host in zip(self._expert_weights, self.host_experts, strict=True):
+                for expert in range(own.num_experts):
+                    parts = [same_place(tensor, self.memory, slot) for tensor in on_host.tensors_of(expert)]
+                    self._single.append((own[expert], on_host[expert].read_from(parts)))
+
+    def convert(self) -> None:
+        """Convert all that is in the slot."""
+        for linear, source in zip(self._linears if self._sources else [], self._sources, strict=True):
+            linear.weight.take_(source)
+        if self._expert_weights and self.has_single_experts:
+            self.convert_experts(None, self._expert_rows)
+        for weight, source in self._single:
+            weight.take_(source)
+
+    def convert_experts(self, numbers: Sequence[int] | None, rows: Tensor) -> None:
+        """Convert some experts, None for all. rows: on the device in the host's form, uint8 [number, bytes of one]."""
+        assert self.host_experts is not None
+        gate_up, down = ([*own.tensors_of(0)] for own in self.host_experts)
+        parts = packed_views([*gate_up, *down], rows)
+        of_both = parts[: len(gate_up)], parts[len(gate_up) :]
+        for own, on_host, of_own in zip(self._expert_weights, self.host_experts, of_both, strict=True):
+            if own.is_stacked:
+                own.take_(numbers, of_own)
+                continue
+            for index, expert in enumerate(range(own.num_experts) if numbers is None else numbers):
+                own[expert].take_(on_host[expert].read_from([part[index] for part in of_own]))
+
+
+def _are_alike(tensors: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors of all experts have one size."""
+    return len({tuple((tensor.nbytes, tensor.is_contiguous()) for tensor in parts) for parts in tensors}) == 1 and all(
+        tensor.is_contiguous() for tensor in tensors[0]
+    )
 
 
 def _parts(memory: Tensor, of_experts: Sequence[Sequence[Tensor]], slot: Tensor) -> Iterator[Part]:
     """Where the parts of experts are on the host, and in the slot, there at equal distances."""
     num_experts = len(of_experts)
-    begin = 0
-    for index, first in enumerate(of_experts[0]):
+    for index, in_first in enumerate(packed_views([_bytes_like(tensor) for tensor in of_experts[0]], memory)):
         starts = [parts[index].data_ptr() - slot.data_ptr() for parts in of_experts]
-        pitch = starts[1] - starts[0] if num_experts > 1 else first.nbytes
+        pitch = starts[1] - starts[0] if num_experts > 1 else in_first.shape[1]
         assert starts == [starts[0] + expert * pitch for expert in range(num_experts)]
-        in_slot = slot.as_strided((num_experts, first.nbytes), (pitch, 1), starts[0])
-        yield Part(memory[:, begin : begin + first.nbytes], in_slot)
-        begin += first.nbytes
+        yield Part(in_first, slot.as_strided(in_first.shape, (pitch, 1), starts[0]))
+
+
+def _bytes_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.nbytes, dtype=torch.uint8, device="meta")
 
 
 class HostLayers:
@@ -142,6 +267,7 @@ class HostLayers:
         self._last: HostLayer | None = None  # that was built
         self.of_layer: dict[int, HostLayer] = {}  # ascending
         self.slots: list[Tensor] = []  # uint8 on the device
+        self.image: Tensor | None = None  # uint8 on the device, if layers are converted
         self.expert_cache: Tensor | None = None  # uint8 [places, bytes of an expert] on the device
 
     @property
@@ -173,35 +299,37 @@ class HostLayers:
 
     def keep(self, index: int) -> None:
         """See `LayersInTurn`."""
-        self.of_layer[index].keep(self._device, f"model: the weights of layer {index}")
+        for_cpu = self.plan.host_products and self._device.torch_device.type != "cpu"
+        self.of_layer[index].keep(self._device, f"model: the weights of layer {index}", for_cpu=for_cpu)
 
     def finish(self) -> None:
-        """Allocate the slots, and let the tensors of all streamed layers refer to theirs."""
+        """Allocate the slots, and let the tensors of all streamed layers refer to theirs, or to the image."""
         size = max(layer.slot_bytes for layer in self.of_layer.values())
-        for _ in range(self.plan.num_slots):
-            slot = self._device.empty("weights_memory_bytes: a slot for streamed layers", (size,), torch.uint8)
-            use_huge_pages(slot)
-            self.slots.append(slot)
+        if self.plan.converts:
+            self.image = self._device_memory("what a streamed layer is converted to", size)
+            size = max(layer.memory.nbytes for layer in self.of_layer.values())
+        self.slots += [self._device_memory("a slot for streamed layers", size) for _ in range(self.plan.num_slots)]
         for order, layer in enumerate(self.of_layer.values()):
             layer.slot = order % len(self.slots)
-            layer.place_in(self.slots[layer.slot])
-        sizes = [layer.memory.shape[1] for layer in self.of_layer.values() if layer.parts]
+            slot = self.slots[layer.slot]
+            if self.image is None:
+                layer.place_in(slot)
+                layer.find_parts(slot)
+            else:
+                layer.place_in(self.image)
+                layer.find_sources(slot)
+        sizes = [layer.memory.shape[1] for layer in self.of_layer.values() if layer.has_single_experts]
         if sizes and self.plan.cached_experts:
             shape = (self.plan.cached_experts, max(sizes))
             self.expert_cache = self._device.empty("weights_memory_bytes: the expert cache", shape, torch.uint8)
+
+    def _device_memory(self, what: str, num_bytes: int) -> Tensor:
+        memory = self._device.empty(f"weights_memory_bytes: {what}", (num_bytes,), torch.uint8)
+        use_huge_pages(memory)
+        return memory
 
 
 def _host_memory(device: Device, name: str, shape: tuple[int, ...]) -> Tensor:
     memory = device.empty_host(name, shape, torch.uint8)
     use_huge_pages(memory)
     return memory
-
-
-def _bytes_of(storage: torch.UntypedStorage, size: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
-
-
-def _end(tensor: Tensor) -> int:
-    """The byte of its storage behind the tensor."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -1,25 +1,43 @@
 """The stream of weights: when a layer is computed its matrices are in its slot, and those of the next on the way.
 
-In a pass of few rows the experts that its router has chosen are.
+In a pass of few rows products may run on the host, and of a layer with experts the chosen ones alone are brought.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec
-from nanovllm.device import Device, PitchedCopy
-from nanovllm.features.streamed_weights.expert_cache import LastUsed
+from nanovllm.device import Busy, Device, Event, Mark, PitchedCopy
+from nanovllm.features.streamed_weights.expert_cache import Expert, UsedMost
 from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
+from nanovllm.features.streamed_weights.host_products import (
+    MOST_ROWS,
+    Chosen,
+    HostExchange,
+    HostExperts,
+    chosen_numbers,
+)
+from nanovllm.features.streamed_weights.host_share import HostShare, StepCost
 from nanovllm.kvcache.transfer_order import WeightOrder
+from nanovllm.layers.experts import Routing
 
 WORD = torch.int64  # as which bytes are copied on the device
 PRODUCTS = "the products of a streamed layer"
 PIECE_BYTES = 64 << 20  # of one row of a copy, whose width CUDA limits
+MOST_REPLACED = 2  # experts of a layer that a pass brings to the cache behind
+GUESSED_LINK = 25e9  # bytes/s, until steps have been measured
+GUESSED_HOST = 25e9
+
+# Of a layer in a pass: all of it is copied, or the experts that its router chooses, or its products run on the host.
+Way = Literal["whole", "chosen", "host"]
 
 
 class WeightStream:
@@ -32,78 +50,156 @@ class WeightStream:
         self._device = device
         self._layers = layers.of_layer
         self._slots = layers.slots
+        self._image = layers.image
         self._streamed = list(layers.of_layer)
         self._plan = layers.plan
         self._order = WeightOrder(device)
         self._held: list[int | None] = [None] * len(self._slots)  # the layer that each slot has, or gets, whole
+        self._converted: int | None = None  # the layer that the image has whole
         self._layer: int | None = None  # which is computed now
         self._cache = layers.expert_cache
-        self._cached = LastUsed(self._plan.cached_experts)
+        self._cached = UsedMost(self._plan.cached_experts)
+        self._arriving: list[tuple[Event, Mark, list[Expert]]] = []  # copied behind
         self.streamed_bytes = sum(layer.memory.nbytes for layer in self._layers.values())
         self.loaded_bytes = 0  # since the engine was made
-        # By layer, if experts are copied alone: their spec, and of each part where it is in the slot and in the cache.
+        self.host_bytes = 0  # with which the host has multiplied since then
+        # By layer, if experts are brought alone: their spec, and of each part where it is in the slot and in the cache.
         self._specs: dict[int, ExpertSpec] = {}
         self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # Whether all products of few rows run on the host: where a copy would be in the same memory.
+        self._all_on_host = self._plan.host_products and device.shares_host
+        self._exchange: HostExchange | None = None
+        self._share: HostShare | None = None  # None: no layer is computed on the host, or all are
+        self._pass: _Pass | None = None  # the one that runs, if its times are followed
+        self._ways: tuple[int, Mapping[int, Way]] | None = None  # of the streamed layers in passes of so many rows
+        self._slot: int | None = None  # which the layer that is computed now uses
+        if self._plan.host_products:
+            self._multiply_on_host()
         for index, layer in self._layers.items():
-            if layer.parts and layer.experts is not None and self._cache is not None:
-                layer.experts.loads = self
-                self._specs[index] = layer.experts.spec
-                self._places[index] = list(_places(layer, self._cache))
+            self._take_experts(index, layer)
+
+    def _multiply_on_host(self) -> None:
+        layers = self._layers.values()
+        self._exchange = HostExchange(self._device, MOST_ROWS * max(layer.result_bytes for layer in layers))
+        for layer in layers:
+            layer.multiply_by(self._exchange)
+        if not self._all_on_host and all(layer.experts is None for layer in layers):
+            self._share = HostShare([layer.memory.nbytes for layer in layers], GUESSED_LINK, GUESSED_HOST)
+
+    def _take_experts(self, index: int, layer: HostLayer) -> None:
+        experts = layer.experts
+        if experts is None or not (self._all_on_host or (layer.has_single_experts and self._cache is not None)):
+            return
+        experts.loads = self
+        self._specs[index] = experts.spec
+        if self._cache is not None:
+            self._places[index] = list(_places(layer, self._cache))
 
     def before_layer(self, index: int, rows: int) -> None:
         """See `LayerWeights`. Raises EngineError if a copy has failed.
 
         A pass of many rows may go on in the layer in which one of few rows has ended: then the layer is copied whole.
         """
+        if self._share is not None:
+            self._follow_times(self._share, index, rows)
         layer = self._layers.get(index)
-        is_whole = layer is not None and self._held[layer.slot] == index
-        chooses = self._chooses(index, rows)
-        if index == self._layer and (layer is None or is_whole or chooses):
+        ways = self._ways_of(rows)
+        way = None if layer is None else "whole" if self._has_whole(index) else ways[index]
+        if index == self._layer and (way != "whole" or self._has_whole(index)):
             return
         try:
             self._release()
             self._layer = index
-            if layer is not None and (is_whole or not chooses):
-                self._load(index)
-                self._order.before_compute(layer.slot)
-                self._declare(PRODUCTS, (self._slots[layer.slot],))
-            for following in self._following(index):
-                if not self._chooses(following, rows):
-                    self._load(following)
+            if layer is not None:
+                layer.compute_on_host(way == "host")
+                self.host_bytes += layer.memory.nbytes if way == "host" else 0
+            if way == "whole":
+                self._bring_whole(index)
+            for following in self._following(index, ways):
+                self._load(following)
         except BaseException:  # an interrupt too: nobody knows what has been copied
             self._reset()
             raise
 
-    def before_experts(self, chosen: Callable[[], Sequence[int]]) -> None:
+    def before_experts(self, x: Tensor, routing: Routing) -> HostExperts | None:
         """See `layers.experts.ExpertLoads`."""
         assert self._layer is not None
         layer = self._layers[self._layer]
-        if self._held[layer.slot] != self._layer:
-            try:
-                self._bring(layer, chosen())
-            except BaseException:
-                self._reset()
-                raise
+        if self._has_whole(self._layer):
+            return None
+        try:
+            if self._exchange is not None:
+                return self._divide(layer, Chosen(self._exchange, x, routing), self._exchange)
+            self._bring(layer, chosen_numbers(routing))
+            return None
+        except BaseException:
+            self._reset()
+            raise
+
+    def _ways_of(self, rows: int) -> Mapping[int, Way]:
+        if self._ways is None or self._ways[0] != rows:
+            on_host = set(self._share.layers(rows) if self._share is not None and rows <= MOST_ROWS else ())
+            ways = {index: self._way(index, rows, order in on_host) for order, index in enumerate(self._streamed)}
+            self._ways = rows, ways
+        return self._ways[1]
+
+    def _way(self, index: int, rows: int, on_host: bool) -> Way:
+        spec = self._specs.get(index)
+        if rows <= MOST_ROWS and self._exchange is not None:
+            if self._all_on_host:
+                return "host" if spec is None else "chosen"
+            if spec is None:
+                return "host" if on_host else "whole"
+            return "chosen" if 2 * spec.share_read(rows) <= 1 else "whole"
+        return "whole" if spec is None or self._exchange is not None or not self._plan.chooses(rows, spec) else "chosen"
 
     # ---- whole layers
 
+    def _has_whole(self, index: int) -> bool:
+        """Whether all of a streamed layer is where kernels read it, or on the way there."""
+        return index == (self._held[self._layers[index].slot] if self._image is None else self._converted)
+
     def _release(self) -> None:
         """The layer that was computed is done with its slot."""
-        if self._layer in self._layers:
-            slot = self._layers[self._layer].slot
-            self._declare(PRODUCTS, (self._slots[slot],))
-            self._order.after_compute(slot)
+        if self._slot is not None:
+            self._declare(PRODUCTS, (self._slots[self._slot],))
+            self._order.after_compute(self._slot)
         self._layer = None
+        self._slot = None
 
-    def _following(self, index: int) -> Iterator[int]:
-        """The streamed layers after this one whose slots it leaves free, in the order in which they are computed."""
-        own = self._layers[index].slot if index in self._layers else None
-        first = bisect_left(self._streamed, index if own is None else index + 1)
-        for ahead in range(len(self._slots) - (own is not None)):
-            layer = self._streamed[(first + ahead) % len(self._streamed)]
-            if self._layers[layer].slot == own:
+    def _bring_whole(self, index: int) -> None:
+        """Let compute wait for a layer's copy, and convert it if the kernels read another form."""
+        layer = self._layers[index]
+        slot = self._slots[layer.slot]
+        if self._image is None:
+            self._load(index)
+            self._order.before_compute(layer.slot)
+            self._declare(PRODUCTS, (slot,))
+            self._slot = layer.slot
+        elif self._converted != index:
+            self._load(index)
+            self._order.before_compute(layer.slot)
+            self._declare("convert a layer", (slot,), (self._image,))
+            layer.convert()
+            self._order.after_compute(layer.slot)
+            self._converted = index
+
+    def _following(self, index: int, ways: Mapping[int, Way]) -> Iterator[int]:
+        """The next layers that are copied whole, in the order in which they are computed, as far as slots are free."""
+        needed = set() if self._slot is None else {self._slot}
+        first = bisect_left(self._streamed, index + 1)
+        for following in (*self._streamed[first:], *self._streamed[:first]):
+            if len(needed) == len(self._slots) or following == index:
                 return
-            yield layer
+            slot = self._layers[following].slot
+            way = ways[following]
+            if way == "host" or (way == "chosen" and self._image is not None):
+                continue
+            if slot in needed:
+                return
+            needed.add(slot)
+            if way == "whole":
+                yield following
 
     def _load(self, index: int) -> None:
         """Copy the matrices of a layer into its slot, unless they are there or on the way."""
@@ -119,39 +215,99 @@ class WeightStream:
 
     # ---- chosen experts
 
-    def _chooses(self, index: int, rows: int) -> bool:
-        """Whether the experts that rows choose in a layer are copied alone."""
-        return index in self._specs and self._plan.chooses(rows, self._specs[index])
-
     def _bring(self, layer: HostLayer, chosen: Sequence[int]) -> None:
-        """Copy experts to the cache that it lacks, then all that are chosen from there to their places in the slot."""
+        """Copy experts to the cache that it lacks, then all that are chosen from there to where kernels read them."""
         assert self._layer is not None
-        cache = self._order.cache
         places, missing = self._cached.take((self._layer, expert) for expert in chosen)
         if missing:
             self._fill_cache(layer, [(expert, places[index, expert]) for index, expert in missing])
-        if self._held[layer.slot] is not None:  # a copy may be under way
-            self._order.before_compute(layer.slot)
-            self._held[layer.slot] = None
-        parts = self._places[self._layer]
-        targets = [in_slot[expert] for in_slot, _ in parts for _, expert in places]
-        sources = [in_cache[place] for _, in_cache in parts for place in places.values()]
-        self._declare("chosen experts", sources, targets)
-        torch._foreach_copy_(targets, sources)
-        self._order.after_compute(cache)
+            self._order.after_fill(self._order.cache)
+            self._order.before_compute(self._order.cache)
+        self._place(layer, {expert: place for (_, expert), place in places.items()})
+
+    def _divide(self, layer: HostLayer, chosen: Chosen, exchange: HostExchange) -> HostExperts | None:
+        """Let the device compute the chosen experts that its cache has, and bring behind what it had better have.
+
+        Returns the others, which are computed on the host.
+        """
+        assert self._layer is not None
+        assert layer.host_experts is not None
+        places: dict[int, int] = {}
+        if not self._all_on_host:
+            self._note_arrivals()
+            experts = [(self._layer, expert) for expert in chosen.numbers]
+            found, replacements = self._cached.follow(experts, MOST_REPLACED)
+            places = {expert: place for (_, expert), place in found.items()}
+            if places:
+                self._place(layer, places)
+            if replacements:
+                self._fill_cache(layer, [(expert, place) for (_, expert), place in replacements])
+                self._arriving.append((*self._order.after_fill_behind(), [expert for expert, _ in replacements]))
+        on_host = frozenset(chosen.numbers).difference(places)
+        self.host_bytes += len(on_host) * layer.memory.nbytes // self._specs[self._layer].num_experts
+        return HostExperts(chosen, on_host, layer.host_experts, exchange) if on_host else None
+
+    def _note_arrivals(self) -> None:
+        """Experts whose copies have ended may be used."""
+        while self._arriving and self._arriving[0][1].seconds() is not None:
+            event, _, experts = self._arriving.pop(0)
+            self._order.before_arrived(event)
+            for expert in experts:
+                self._cached.arrived(expert)
 
     def _fill_cache(self, layer: HostLayer, experts: Sequence[tuple[int, int]]) -> None:
-        """Copy experts to the cache, from where compute takes them next. experts: their numbers and places."""
+        """Copy experts to the cache. experts: their numbers and places."""
         assert self._cache is not None
-        cache = self._order.cache
         size = layer.memory.shape[1]
-        stream = self._order.before_fill(cache)
+        stream = self._order.before_fill(self._order.cache)
         for expert, place in experts:
             copy = PitchedCopy(self._cache[place], layer.memory[expert], size, size, size, 1, "h2d")
             self._device.copy_2d(copy, stream)
-        self._order.after_fill(cache)
-        self._order.before_compute(cache)
         self.loaded_bytes += len(experts) * size
+
+    def _place(self, layer: HostLayer, places: Mapping[int, int]) -> None:
+        """Bring experts from their places in the cache to where kernels read them."""
+        assert self._layer is not None
+        if self._image is not None:
+            self._convert_experts(layer, places)
+            return
+        if self._held[layer.slot] is not None:  # a copy may be under way
+            self._order.before_compute(layer.slot)
+            self._held[layer.slot] = None
+        self._slot = layer.slot
+        parts = self._places[self._layer]
+        targets = [in_slot[expert] for in_slot, _ in parts for expert in places]
+        sources = [in_cache[place] for _, in_cache in parts for place in places.values()]
+        self._declare("chosen experts", sources, targets)
+        torch._foreach_copy_(targets, sources)
+        self._order.after_compute(self._order.cache)
+
+    def _convert_experts(self, layer: HostLayer, places: Mapping[int, int]) -> None:
+        assert self._cache is not None and self._image is not None
+        size = layer.memory.shape[1]
+        rows = [self._cache[place, :size] for place in places.values()]
+        self._declare("convert experts", rows, (self._image,))
+        layer.convert_experts([*places], torch.stack(rows))
+        self._converted = None
+        self._order.after_compute(self._order.cache)
+
+    # ---- which layers the host computes
+
+    def _follow_times(self, share: HostShare, index: int, rows: int) -> None:
+        """Tell the policy what the last pass took, when a new one begins."""
+        exchange = self._exchange
+        assert exchange is not None
+        last = self._pass
+        now = time.perf_counter()
+        if last is None or index < last.index:
+            link = self._device.link_busy()
+            if last is not None and last.rows <= MOST_ROWS:
+                share.observe(last.cost(link, self.host_bytes, exchange))
+                self._ways = None
+            last = self._pass = _Pass(now, now, rows, index, link, self.host_bytes, exchange.seconds)
+        last.index = index
+        last.until = now
+        last.rows = max(last.rows, rows)
 
     # ---- helpers
 
@@ -163,8 +319,31 @@ class WeightStream:
         """Wait for the copies, failed or not, after which no slot has a layer, and the cache no expert."""
         self._order.reset()
         self._held = [None] * len(self._slots)
+        self._converted = None
         self._cached.clear()
+        self._arriving = []
         self._layer = None
+        self._slot = None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of a pass: when it began, when its last layer did, and the counters before it."""
+
+    since: float
+    until: float
+    rows: int
+    index: int  # of its last layer
+    link: Busy
+    host_bytes: int
+    host_seconds: float
+
+    def cost(self, link: Busy, host_bytes: int, exchange: HostExchange) -> StepCost:
+        """Of a pass that has ended. link, host_bytes: until now."""
+        link = link - self.link
+        host_seconds = exchange.seconds - self.host_seconds
+        seconds = self.until - self.since  # without what follows the last layer: it may be a long wait
+        return StepCost(self.rows, seconds, link.num_bytes, link.seconds, host_bytes - self.host_bytes, host_seconds)
 
 
 def _copies(layer: HostLayer, slot: Tensor) -> Iterator[PitchedCopy]:

@@ -169,6 +169,11 @@ class ReorderedInputs:
         weight._weight = self._weight.read_from(tensors)
         return weight
 
+    def for_cpu(self) -> ReorderedInputs:
+        weight = copy(self)
+        weight._weight = self._weight.for_cpu()
+        return weight
+
     def take_(self, other: seam.StoredWeight) -> None:
         if not isinstance(other, ReorderedInputs) or self._heads != other._heads:
             raise ValueError(f"A matrix with inputs in a file's order cannot become this {type(other).__name__}.")
