@@ -6,13 +6,12 @@ matrices are copied before. Slots take turns: while a layer is computed in one, 
 are copied into the other.
 
 A step of few rows chooses few experts. They alone are copied, into an *expert cache* on the device, which keeps those
-that were used last, of all streamed layers together.
+that are used most, of all streamed layers together.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,18 +80,13 @@ class WeightPlan:
     def chosen_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows copies of chosen experts, after their routers; 0 if layers are copied whole.
 
-        As many as are expected if rows choose evenly and alone. Of passes that read the share s of all experts, n of
-        them read 1 - (1 - s)^n, and the cache has what was read in as many as it has places for: none if it is too
-        small for one. Where some experts are chosen more often than others it has more.
+        As many as are expected if rows choose evenly and alone: of those that are chosen the cache has the share of
+        all that it has places for. Where some experts are chosen more often than others it has more.
         """
         if experts is None or not self.num_streamed_experts or not self.chooses(rows, experts):
             return 0
-        share = experts.share_read(rows)
-        uncached = 1.0 - self.cached_experts / self.num_streamed_experts
-        if uncached <= 0.0:
-            return 0
-        passes = int(math.log(uncached) / math.log1p(-share) + 1e-9)
-        return round((1.0 - share) ** passes * share * self._streamed_expert_bytes)
+        cached = min(1.0, self.cached_experts / self.num_streamed_experts)
+        return round((1.0 - cached) * experts.share_read(rows) * self._streamed_expert_bytes)
 
     def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones."""
