@@ -185,7 +185,7 @@ streamed_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, layer
 MIXTURE: dict[str, Any] = {"family": "qwen3_moe", "vocab": VOCAB, "hidden": 32, "intermediate": 32, "layers": 4}
 MIXTURE |= {"head_dim": 16, "experts": 16}
 mixture_dir = checkpoint_fixture(**MIXTURE)
-STREAMED = {"weights_memory_bytes": "1%"}  # the weights of all layers stream
+STREAMED = {"weights_memory_bytes": "1%", "host_products": False}  # the weights of all layers stream
 
 
 def stress(model_dir: Path, share: float | None = None, num_requests: int = 60, **given: Any) -> tuple[int, int, int]:

@@ -60,6 +60,11 @@ def hit(llm: LLM) -> bool:
     return llm.metrics().prefix_cache.hit_tokens > 0
 
 
+def multiplied(llm: LLM) -> bool:
+    """Whether products ran on the host."""
+    return stream_of(llm).host_bytes > 0
+
+
 RESIDENT: dict[str, Any] = {"num_gpu_blocks": 60}
 EAGER = {**RESIDENT, "enforce_eager": True}
 SHORT = {"num_gpu_blocks": 10}
@@ -77,13 +82,15 @@ GEMMA_4 = {
     **{"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 64, "tie": True},
 }
 RECURRENT = {**CHECKPOINT, "layers": 4, "family": "qwen3_5"}
-STREAMED: dict[str, Any] = {"weights_memory_bytes": "1%", "enforce_eager": True}
+HOST: dict[str, Any] = {"weights_memory_bytes": "1%", "enforce_eager": True}
+STREAMED: dict[str, Any] = {**HOST, "host_products": False}
 DEEP = {**CHECKPOINT, "layers": 4}
 # Few rows choose less than half of the experts. With most of the weights on the device their cache holds a quarter of
 # them, and what three rows choose; with the least of them, what two do.
 MANY = {**MOE, "layers": 4, "experts": 16}
 MANY_WIDE = {**MANY, **WIDE, "intermediate": 512, "layers": 3, "experts": 8}
 MOST: dict[str, Any] = {**STREAMED, "weights_memory_bytes": "90%"}
+MOST_HOST: dict[str, Any] = {**HOST, "weights_memory_bytes": "90%"}
 
 
 def mixed(name: str) -> str:
@@ -159,6 +166,27 @@ CASES: dict[str, Case] = {
     "chosen experts of batches": Case({**RING, **MOST}, model={**MANY, "layers": 6}, happened=chose),
     "chosen experts, GPTQ": Case({**RING, **MOST}, model=MANY, stored="gptq-128", alone=True, happened=chose),
     "chosen experts, GGUF": Case({**RESIDENT, **MOST}, model=MANY_WIDE, stored=mixed, alone=True, happened=chose),
+    "products on the host": Case({**RESIDENT, **HOST}, model=DEEP, happened=multiplied),
+    "products on the host, offloaded": Case({**RING, **HOST}, model=DEEP, happened=multiplied),
+    "products on the host, CPU attention": Case({**offloaded(BLOCK, 4, 40), **HOST}, model=DEEP, happened=multiplied),
+    "products on the host, GPTQ": Case({**RING, **HOST}, model=DEEP, stored="gptq-128", happened=multiplied),
+    "products on the host, FP8": Case({**RESIDENT, **HOST}, model=DEEP, stored="fp8", happened=multiplied),
+    "products on the host, GGUF": Case(
+        {**RESIDENT, **HOST}, model={**WIDE, "family": "llama", "layers": 4}, stored="Q8_0", happened=multiplied
+    ),
+    "products on the host, recurrent states": Case({**RING, **HOST}, model=RECURRENT, happened=multiplied),
+    "products on the host, LoRA": Case({**RESIDENT, **HOST}, model=DEEP, adapters=True, happened=multiplied),
+    "experts on the host": Case({**RESIDENT, **HOST}, model=MANY, alone=True, happened=multiplied),
+    "experts on both": Case({**RING, **MOST_HOST}, model={**MANY, "layers": 6}, happened=multiplied),
+    "experts on both, GPTQ": Case(
+        {**RING, **MOST_HOST}, model=MANY, stored="gptq-128", alone=True, happened=multiplied
+    ),
+    "experts on both, GGUF": Case(
+        {**RESIDENT, **MOST_HOST}, model=MANY_WIDE, stored=mixed, alone=True, happened=multiplied
+    ),
+    "experts on both, sinks": Case(
+        {**RING, "num_cpu_blocks": 60, **HOST}, model={**GPT_OSS, "experts": 16}, alone=True, happened=multiplied
+    ),
     "chosen experts, sinks": Case(
         {**RING, "num_cpu_blocks": 60, **STREAMED}, model={**GPT_OSS, "experts": 16}, alone=True, happened=chose
     ),
