@@ -9,6 +9,7 @@ import pytest
 import torch
 from fast import fast_only
 from packed_cases import random_weight, same_bits
+from plane_bits import planes_by_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
@@ -76,6 +77,7 @@ def test_planes_hold_every_bit_of_the_rows(scheme: str) -> None:
         planes = rows_to_planes(scheme, rows, in_features)
         assert planes.data_ptr() == rows.data_ptr() and planes.is_contiguous()
         assert planes.shape == (9, plane_bytes(scheme, in_features)) and planes.shape[1] % 16 == 0
+        assert torch.equal(planes, planes_by_bits(scheme, stored, in_features))
         assert torch.equal(planes_to_rows(scheme, planes, in_features), stored)
         copied = rows_to_planes(scheme, stored[:, : stored.shape[1]].repeat(1, 2)[:, : stored.shape[1]], in_features)
         assert torch.equal(copied, planes)

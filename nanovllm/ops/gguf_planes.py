@@ -17,8 +17,8 @@ Rows are filled up with zeros to whole units, and to a multiple of 16 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -30,12 +30,10 @@ from nanovllm.ops.packed_panels import traded
 UNIT = 256  # inputs
 SEGMENT = 32  # inputs
 ALIGNMENT = 16  # bytes: rows begin at a multiple
-_CHUNK_BYTES = 4 << 20  # of rows that are put into order at a time; on the way back their bits take 24 times as much
-_SHIFTS = tuple(range(8))
-# Of a unit of these block inputs and bits of a number: how many pairs of parts with low bits trade halves of bytes.
-_PAIRS = {(32, 4): 4, (32, 5): 4, (256, 6): 2}
-# Bits that trade places, as `traded` takes them, so that bit i of byte j of a word becomes bit j of byte i.
-_TRANSPOSE = ((0x00AA00AA00AA00AA, 7), (0x0000CCCC0000CCCC, 14), (0x00000000F0F0F0F0, 28))
+_CHUNK_BYTES = 4 << 20  # of rows that are put into order at a time
+# Bits of a word of 8 bytes that trade places, as `traded` takes them.
+_TRADES = ((0x00AA00AA00AA00AA, 7), (0x0000CCCC0000CCCC, 14), (0x00000000F0F0F0F0, 28))
+Change = Callable[[Tensor, Tensor], None]  # makes the second of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,139 +101,87 @@ def rows_to_planes(scheme: str, rows: Tensor, in_features: int) -> Tensor:
     size = plane_bytes(scheme, in_features)
     has_room = rows.stride() == (size, 1) and rows.shape[1] <= size
     whole = rows.as_strided((len(rows), size), (size, 1)) if has_room else rows.new_empty(len(rows), size)
-    count = max(1, _CHUNK_BYTES // max(1, size))
-    for begin in range(0, len(rows), count):
-        write_planes(scheme, rows[begin : begin + count].clone(), whole[begin : begin + count])
+    for chunk in _chunks(whole):
+        write_planes(scheme, rows[chunk].clone(), whole[chunk])
     return whole
-
-
-def write_planes(scheme: str, rows: Tensor, into: Tensor) -> None:
-    """Write rows of a file's bytes, uint8 [..., bytes of a row], in planes to other memory [..., plane_bytes]."""
-    planes = PLANES[scheme]
-    num_units = -(-rows.shape[-1] // planes.unit_bytes)
-    if missing := num_units * planes.unit_bytes - rows.shape[-1]:
-        rows = F.pad(rows, (0, missing))
-    # All places are even, and work on two bytes is faster than on one.
-    blocks = rows.view(torch.int16).unflatten(-1, (num_units, planes.blocks, -1))
-    sizes = [planes.low_bytes, planes.high_bytes, *(planes.blocks * (end - begin) for begin, end in planes.rest)]
-    ends = list(accumulate((num_units * size // 2 for size in sizes), initial=0))
-    low, high, *rest = (
-        into.view(torch.int16)[..., begin:end].unflatten(-1, (num_units, -1)) for begin, end in pairwise(ends)
-    )
-    _write_low(planes, blocks, low)
-    if planes.high_bytes:
-        _write_high(planes, blocks, high)
-    for plane, (begin, end) in zip(rest, planes.rest, strict=True):
-        plane.unflatten(-1, (planes.blocks, -1)).copy_(blocks[..., begin // 2 : end // 2])
-    into[..., 2 * ends[-1] :].zero_()
-
-
-def _write_low(planes: Planes, blocks: Tensor, low: Tensor) -> None:
-    """blocks: int16 [..., units, blocks, words of a block]; low: int16 [..., units, words of the plane]."""
-    begin = planes.low // 2
-    numbers = blocks[..., begin : begin + planes.low_bytes // planes.blocks // 2]
-    pairs = _PAIRS.get((planes.block_inputs, planes.bits))
-    if pairs is None:
-        low.unflatten(-1, (planes.blocks, -1)).copy_(numbers)
-        return
-    # In the file the low halves of both of a pair are segments side by side; here they are of one byte.
-    first, second = numbers.flatten(-2).unflatten(-1, (pairs, 2, -1)).unbind(-2)
-    differing = (first >> 4 ^ second) & 0x0F0F
-    to = low.unflatten(-1, (pairs, 2, -1))
-    torch.bitwise_xor(first, differing << 4, out=to[..., 0, :])
-    torch.bitwise_xor(second, differing, out=to[..., 1, :])
-
-
-def _write_high(planes: Planes, blocks: Tensor, high: Tensor) -> None:
-    """See `_write_low`."""
-    begin = planes.high // 2
-    bits = blocks[..., begin : begin + planes.high_bytes // planes.blocks // 2]
-    if planes.blocks == 1:
-        high.copy_(bits.squeeze(-2))
-        return
-    # 8 bits of each block's 32 become a bit of each of 8 bytes.
-    squares = bits.contiguous().view(torch.uint8).transpose(-1, -2).contiguous().view(torch.int64)
-    high.copy_(traded(squares, _TRANSPOSE).view(torch.int16).flatten(-2))
 
 
 def planes_to_rows(scheme: str, planes: Tensor, in_features: int) -> Tensor:
     """The inverse of `rows_to_planes`, a copy: uint8 [out_features, bytes of a row of the file]."""
     planes_of = PLANES[scheme]
     row_bytes = in_features // planes_of.block_inputs * planes_of.block_bytes
-    forward = _source_bits(scheme, in_features, planes.shape[1], planes.device)
-    used = forward < 8 * row_bytes
-    back = torch.empty(8 * row_bytes, dtype=torch.int64, device=planes.device)
-    back[forward[used]] = torch.arange(len(forward), device=planes.device)[used]
     rows = planes.new_empty(len(planes), row_bytes)
-    _permute_bits(planes, rows, back)
+    for chunk in _chunks(planes):
+        whole = planes.new_empty(len(planes[chunk]), -(-in_features // UNIT) * planes_of.unit_bytes)
+        for change, of_blocks, of_plane in _parts(planes_of, whole, planes[chunk]):
+            change(of_plane, of_blocks)
+        rows[chunk] = whole[:, :row_bytes]
     return rows
 
 
-def _permute_bits(rows: Tensor, into: Tensor, source: Tensor) -> None:
-    """Bit i of a row of `into` becomes bit source[i] of the row, or 0 behind its end. Both may be the same memory."""
-    count = max(1, _CHUNK_BYTES // max(1, into.shape[1]))
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=rows.device)
-    for begin in range(0, len(rows), count):
-        chunk = rows[begin : begin + count]
-        bits = chunk.new_zeros(len(chunk), 8 * chunk.shape[1] + 1)
-        torch.bitwise_and(chunk.unsqueeze(-1) >> shifts, 1, out=bits[:, :-1].unflatten(1, (-1, 8)))
-        moved = bits.index_select(1, source).unflatten(1, (-1, 8)) << shifts
-        into[begin : begin + count] = moved.sum(-1, dtype=torch.uint8)
-
-
-def _source_bits(scheme: str, in_features: int, size: int, device: torch.device) -> Tensor:
-    """Where each bit of a row in planes is in a row of the file, behind its end if it is filled up: int64 [8 * size]"""
+def write_planes(scheme: str, rows: Tensor, into: Tensor) -> None:
+    """Write rows of a file's bytes, uint8 [..., bytes of a row], in planes to other memory [..., plane_bytes]."""
     planes = PLANES[scheme]
-    units = -(-in_features // UNIT)
-    row_bits = in_features // planes.block_inputs * planes.block_bytes * 8
-    count = partial(torch.arange, dtype=torch.int64, device=device)
-    of_input = count(UNIT)
-    byte = count(8 * planes.unit_bytes)
-    bits = count(planes.bits)
-    # Of one unit: where each bit of each input is, and where it goes within its plane.
-    block = of_input // planes.block_inputs
-    inner = of_input % planes.block_inputs
-    source = _number_bits(planes, inner[:, None], bits[None, :]) + (block * planes.block_bytes * 8)[:, None]
-    segment = of_input[:, None] // SEGMENT
-    place = of_input[:, None] % SEGMENT
-    low_bits = 8 if planes.bits == 8 else 4
-    per_byte = 8 // low_bits
-    low = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * low_bits + bits[None, :low_bits]
-    parts = [_in_order(low, source[:, :low_bits])]
-    if planes.high_bytes:
-        width = planes.bits - 4
-        per_byte = 8 // width
-        high = (segment // per_byte * SEGMENT + place) * 8 + segment % per_byte * width + bits[None, :width]
-        parts.append(_in_order(high, source[:, 4:]))
-    for begin, end in planes.rest:
-        blocks = count(planes.blocks)[:, None] * (planes.block_bytes * 8)
-        parts.append((blocks + byte[8 * begin : 8 * end]).flatten())
-    unit = count(units)[:, None] * (8 * planes.unit_bytes)
-    source = torch.cat([(unit + part).flatten() for part in parts])
-    source = F.pad(source, (0, 8 * size - len(source)), value=row_bits)
-    return source.clamp_(max=row_bits)
+    if missing := -rows.shape[-1] % planes.unit_bytes:
+        rows = F.pad(rows, (0, missing))
+    for change, of_blocks, of_plane in _parts(planes, rows, into):
+        change(of_blocks, of_plane)
+    into[..., rows.shape[-1] :].zero_()
 
 
-def _in_order(to: Tensor, places: Tensor) -> Tensor:
-    """The places in the order of `to`, where they go."""
-    ordered = torch.empty_like(to.flatten())
-    ordered[to.flatten()] = places.flatten()
-    return ordered
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Some rows at a time."""
+    count = max(1, _CHUNK_BYTES // max(1, rows.shape[1]))
+    return (slice(begin, begin + count) for begin in range(0, len(rows), count))
 
 
-def _number_bits(planes: Planes, i: Tensor, bit: Tensor) -> Tensor:
-    """Where in its block bit `bit` of the number of input i is, as `packed_weights` reads them."""
-    if planes.bits == 8:
-        return (planes.low + i) * 8 + bit
-    if planes.block_inputs == SEGMENT:
-        low = (planes.low + i % 16) * 8 + i // 16 * 4 + bit
-        high = (planes.high + i // 8) * 8 + i % 8
+def _parts(planes: Planes, rows: Tensor, memory: Tensor) -> Iterator[tuple[Change, Tensor, Tensor]]:
+    """What each plane is made of: views of rows of whole units and of the plane, and what makes either of the other.
+
+    All places are even, so that most views are of two bytes at a time, which is faster.
+    """
+    units = rows.shape[-1] // planes.unit_bytes
+    blocks = rows.view(torch.int16).unflatten(-1, (units, planes.blocks, -1))
+    sizes = [planes.low_bytes, planes.high_bytes, *(planes.blocks * (end - begin) for begin, end in planes.rest)]
+    ends = list(accumulate((units * size // 2 for size in sizes), initial=0))
+    low, high, *rest = (
+        memory.view(torch.int16)[..., begin:end].unflatten(-1, (units, -1)) for begin, end in pairwise(ends)
+    )
+    numbers = _words(blocks, planes.low, planes.low_bytes // planes.blocks)
+    if planes.block_inputs == SEGMENT and planes.bits < 8:  # the halves of a block's bytes are of one segment
+        yield _trade_halves, numbers.unflatten(-2, (-1, 2)), low.unflatten(-1, (4, 2, -1))
     elif planes.bits == 6:
-        half = i // 128
-        place = i % 128
-        low = (planes.low + half * 64 + place % 64) * 8 + place // 64 * 4 + bit
-        high = (planes.high + half * 32 + place % 32) * 8 + place // 32 * 2 + bit - 4
+        yield _trade_halves, numbers.squeeze(-2).unflatten(-1, (2, 2, -1)), low.unflatten(-1, (2, 2, -1))
     else:
-        low = (planes.low + i // 64 * 32 + i % 32) * 8 + i // 32 % 2 * 4 + bit
-        high = (planes.high + i % 32) * 8 + i // 32
-    return torch.where(bit < 4, low, high)
+        yield _copy, numbers, low.unflatten(-1, (planes.blocks, -1))
+    bits = _words(blocks, planes.high, planes.high_bytes // planes.blocks)
+    if planes.high_bytes and planes.block_inputs == SEGMENT:
+        yield _transpose, bits.view(torch.uint8).transpose(-1, -2), high.view(torch.uint8).unflatten(-1, (4, 8))
+    elif planes.high_bytes:
+        yield _copy, bits.squeeze(-2), high
+    for plane, (begin, end) in zip(rest, planes.rest, strict=True):
+        yield _copy, _words(blocks, begin, end - begin), plane.unflatten(-1, (planes.blocks, -1))
+
+
+def _words(blocks: Tensor, begin: int, size: int) -> Tensor:
+    """Bytes of each block, which are int16 here."""
+    return blocks[..., begin // 2 : (begin + size) // 2]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _trade_halves(source: Tensor, target: Tensor) -> None:
+    """int16 [..., 2, words]: the high halves of all bytes of the first trade places with the low ones of the second."""
+    first, second = source.unbind(-2)
+    differing = (first >> 4 ^ second) & 0x0F0F
+    torch.bitwise_xor(second, differing, out=target[..., 1, :])
+    differing <<= 4
+    torch.bitwise_xor(first, differing, out=target[..., 0, :])
+
+
+def _transpose(source: Tensor, target: Tensor) -> None:
+    """uint8 [..., 8]: bit i of byte j becomes bit j of byte i."""
+    squares = source.contiguous().view(torch.int64)
+    target.copy_(traded(squares, _TRADES).view(torch.uint8))
