@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
+from device_bytes import DeviceBytes
 from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 from fast import fast_only
 from hypothesis import given, settings
@@ -41,8 +41,6 @@ from streamed_engines import (
     weight_sizes,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM, build
 from nanovllm.device import cpu, create_device
@@ -400,29 +398,6 @@ def test_layer_by_layer_a_prompt_copies_each_streamed_layer_once(model_dir: Path
 
 
 # ---- loading
-
-
-class DeviceBytes(TorchDispatchMode):
-    """The most bytes that tensors of the device had at once, but for host memory, while torch's operators ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._seen: dict[int, weakref.ref[Tensor]] = {}
-        self.hosts: set[int] = set()  # addresses of host memory
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._seen[id(tensor)] = weakref.ref(tensor)
-        self.peak = max(self.peak, sum(self._storages().values()))
-        return result
-
-    def _storages(self) -> dict[int, int]:
-        alive = (reference() for reference in self._seen.values())
-        storages = [tensor.untyped_storage() for tensor in alive if tensor is not None]
-        return {storage._cdata: storage.nbytes() for storage in storages if storage.data_ptr() not in self.hosts}
 
 
 @pytest.mark.parametrize("stored", fast_only(["plain"], ["plain", "gptq-64", "experts"]))

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from device_bytes import DeviceBytes
 from fast import fast_only
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_cases import VARIANTS as SCHEMES
 from packed_cases import input_multiple, random_weight
 from quantized_checkpoints import VARIANTS, make_plain, quantize
-from test_streamed_weights import DeviceBytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
