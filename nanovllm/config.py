@@ -14,6 +14,7 @@ from nanovllm.config_rules import (
     GIB,
     GIB_OR_NONE,
     GIB_OR_SIZE,
+    HOST_WEIGHT_BYTES,
     KV_BYTES,
     MODEL,
     MOST_GIB,
@@ -50,6 +51,7 @@ from nanovllm.speculative_config import speculative_config
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 MIN_BLOCK_SIZE = 16
+STREAMS = "needs weights_memory_bytes or enable_cpu_offload=True: without them all weights stay on the device"
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 
 DEVICES = ("cpu", "cuda")
@@ -76,6 +78,8 @@ class EngineConfig:
     kv_offloading_size: of all ranks together.
     weights_memory_bytes: of each rank. It covers all weights, with two slots for streamed layers. None keeps them all
         on the device; with enable_cpu_offload, as many as leave room for a step and for KV blocks.
+    host_weights_bytes: of each rank, with the places for what is read from weights_dir, in which each rank has a file
+        of its own without a name. It is written when the model is loaded.
     kv_cache_dtype: "int8" and "fp8" take one byte an element, with an fp32 scale for each token and KV head:
         `ops.kv_quantization` has the formula.
     cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
@@ -156,6 +160,17 @@ class EngineConfig:
         Rule(is_weights_size, WEIGHT_BYTES),
         "device memory for weights: bytes, such as 20G, or a share of them, such as 25%; layers for which it is too "
         "little stream from host memory",
+    )
+    host_weights_bytes: int | str | None = argument(
+        None,
+        Rule(is_weights_size, HOST_WEIGHT_BYTES),
+        "host memory for weights that stream: bytes, such as 40G, or a share of them, such as 50%; the rest is read "
+        "from weights_dir; none: what the host has room for",
+    )
+    weights_dir: str | Path | None = argument(
+        None,
+        Rule(can_be_dir, "must be None or a directory, or a path where one can be made"),
+        "directory on a local disk for weights that stream and are too large for the host; they are removed at the end",
     )
     host_products: bool = argument(
         True,
@@ -288,6 +303,9 @@ class EngineConfig:
             is_twice = getattr(self, name) is not None and getattr(self, blocks) != -1
             same = f"{blocks}={quoted(getattr(self, blocks))} sizes the same memory in blocks: give only one of them"
             yield name, is_twice, same
+        streams = offload or self.weights_memory_bytes is not None
+        yield "host_weights_bytes", self.host_weights_bytes is not None and not streams, STREAMS
+        yield "weights_dir", self.weights_dir is not None and not streams, STREAMS
         stored = self.kv_cache_dir is not None
         yield "kv_cache_dir_space", self.kv_cache_dir_space is not None and not stored, "needs kv_cache_dir"
         cached = "needs enable_prefix_caching=True: what is read from the directory is found through the prefix cache"
@@ -314,6 +332,12 @@ class EngineConfig:
     def weights_share(self) -> float | None:
         """The share that `weights_memory_bytes` is; None if it is none."""
         asked = share(self.weights_memory_bytes)
+        return None if asked is None else asked.part
+
+    @property
+    def host_weights_share(self) -> float | None:
+        """The share that `host_weights_bytes` is; None if it is none."""
+        asked = share(self.host_weights_bytes)
         return None if asked is None else asked.part
 
     def num_bytes(self, name: str) -> int | None:

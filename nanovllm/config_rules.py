@@ -24,6 +24,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
     {
         "kv_cache_memory_bytes": 1,
         "weights_memory_bytes": 1,
+        "host_weights_bytes": 1,
         "kv_offloading_size": GIB,
         "swap_space": GIB,
         "kv_cache_dir_space": GIB,
@@ -38,6 +39,10 @@ KV_BYTES = (
 WEIGHT_BYTES = (
     'must be None, a whole number of bytes of at least 1, a size such as "20G", or a share of the weights, such as '
     f'"25%"; at most {MOST_GIB:,}G'
+)
+HOST_WEIGHT_BYTES = (
+    'must be None, a whole number of bytes of at least 1, a size such as "40G", or a share of the weights that stream, '
+    f'such as "50%"; at most {MOST_GIB:,}G'
 )
 GENERATION = 'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from nanovllm.errors import ConfigError
 from nanovllm.memory.shares import KVWish
 from nanovllm.memory.weights import (
     CACHE_SHARE,
+    HOST_PLACES,
     LEAST_ROWS,
     MOST_SLOTS,
     WeightPlan,
     plan_weights,
     spread,
     weight_plan,
+    with_disk,
 )
 
 GIB = 2**30
@@ -100,6 +103,40 @@ def test_a_layer_alone_keeps_its_weights() -> None:
     assert both.streamed == (0, 1) and both.num_slots == 1 and both.device_bytes == 110
 
 
+# ---- a file behind the host
+
+
+@given(ANY_SIZES, ANY_BUDGET, ANY_BUDGET)
+def test_what_the_host_may_not_take_is_in_a_file(found: WeightSizes, budget: int, host_budget: int) -> None:
+    streams = plan_weights(found, budget)
+    plan = with_disk(streams, host_budget)
+    assert (plan.streamed, plan.device_bytes) == (streams.streamed, streams.device_bytes)
+    if streams.streamed_bytes <= host_budget:
+        assert plan.on_disk == ()
+    elif plan.host_bytes > host_budget:
+        assert plan.on_disk == plan.streamed and plan.host_places == min(HOST_PLACES, len(plan.streamed)), "the least"
+    assert set(plan.on_disk) <= set(plan.streamed)
+    kept = plan.streamed_bytes - plan.disk_bytes
+    assert plan.host_bytes == kept + plan.host_places * plan.host_place_bytes
+    assert all(found.stored_bytes[layer] <= plan.host_place_bytes for layer in plan.on_disk)
+    assert plan.read_bytes(1, None) == plan.disk_bytes
+
+
+@given(st.integers(1, 500), st.integers(2, 40), ANY_BUDGET, ANY_BUDGET)
+def test_a_larger_host_reads_no_more(size: int, num_layers: int, host_budget: int, other_budget: int) -> None:
+    streams = plan_weights(sizes([size] * num_layers, 0), 0)
+    less, more = sorted((host_budget, other_budget))
+    assert with_disk(streams, more).disk_bytes <= with_disk(streams, less).disk_bytes
+
+
+def test_layers_that_are_read_lie_evenly_among_those_that_stay_on_the_host() -> None:
+    streams = plan_weights(sizes([100] * 12, 0), 0)
+    assert with_disk(streams, 1000).on_disk == (2, 5, 8, 11), "of four 200 bytes are in places"
+    assert with_disk(streams, 1100).on_disk == (3, 7, 11)
+    assert with_disk(streams, 1199).on_disk == (3, 7, 11), "two would fill the places and stay there"
+    assert with_disk(streams, 1).on_disk == streams.streamed
+
+
 SPEC = ExpertSpec(num_experts=16, num_experts_per_tok=2)
 MIXTURE = sizes([1800] * 6, 10, [1600] * 6, SPEC)  # an expert has 100 bytes
 
@@ -121,6 +158,25 @@ def test_a_pass_of_few_rows_loads_the_experts_that_they_choose() -> None:
     assert plan.loaded_bytes(2, SPEC) == round(6 * 1600 * (1 - (7 / 8) ** 2) * 23 / 24)
     assert plan.loaded_bytes(3, SPEC) == plan.host_bytes, "the cache is too small for what three rows choose"
     assert plan.loaded_bytes(1000, SPEC) == plan.loaded_bytes(1000, None) == plan.host_bytes == 6 * 1600
+
+
+def test_of_experts_the_host_has_a_cache() -> None:
+    streams = replace(plan_weights(MIXTURE, 0), cached_experts=48)  # half of them
+    plan = with_disk(streams, 2450)
+    assert plan.on_disk == tuple(range(6)) and plan.disk_bytes == 6 * 1600 and plan.disk_experts == 96
+    assert (plan.host_experts, plan.host_places, plan.host_bytes) == (24, 0, 2400)
+    assert plan.read_bytes(1000, SPEC) == plan.read_bytes(1000, None) == 6 * 1600 * 3 // 4
+    assert plan.read_bytes(1, SPEC) == round(plan.chosen_bytes(1, SPEC) * 3 / 4) > 0
+    assert with_disk(streams, 0).host_experts == LEAST_ROWS * 2
+    assert with_disk(streams, 9599).host_experts == 95 and with_disk(streams, 9600).on_disk == ()
+
+
+def test_layers_without_experts_come_first_on_the_host() -> None:
+    mixture = sizes([400] * 2 + [1800] * 4, 10, [0] * 2 + [1600] * 4, SPEC)
+    streams = plan_weights(mixture, 0)
+    assert with_disk(streams, 1300).on_disk == (2, 3, 4, 5)
+    assert with_disk(streams, 1300).host_experts == 5
+    assert with_disk(streams, 0).on_disk == tuple(range(6)) and with_disk(streams, 0).host_places == 2
 
 
 # ---- what an engine plans by itself: a device of 24 GiB, 23 of which are free

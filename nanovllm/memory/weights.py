@@ -6,7 +6,10 @@ matrices are copied before. Slots take turns: while a layer is computed in one, 
 are copied into the other.
 
 A step of few rows chooses few experts. They alone are copied, into an *expert cache* on the device, which keeps those
-that are used most, of all streamed layers together.
+that were used most, of all streamed layers together.
+
+What of the streamed layers is more than the host may take lies in a file. Its *units*, layers without experts and
+single experts, are read into *host places*: layers into a few, one after the other, and experts into the host's cache.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ KV_SHARE = 8  # 1 / KV_SHARE of the memory is left for KV blocks where nothing s
 MIXTURE_KV_SHARE = 2  # and beside experts up to 1 / MIXTURE_KV_SHARE of the device, if the longest sequence takes it
 CACHE_SHARE = 4  # 1 / CACHE_SHARE of the streamed experts fit into the cache, before further layers stay on the device
 LEAST_ROWS = 2  # of a step, whose experts fit into the cache at least
+BLOCK = 4096  # bytes of a disk, in multiples of which files are read
+HOST_PLACES = 2  # for layers without experts that are read from disk: one is used while the next is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class WeightPlan:
     cached_experts: int = 0  # places of the expert cache
     host_products: bool = False  # a pass of few rows may multiply on the host
     converts: bool = False  # slots hold the host's form, which is converted into memory of another layer
+    on_disk: tuple[int, ...] = ()  # streamed layers, ascending, whose units lie in a file
+    host_experts: int = 0  # host places for experts that lie in a file
 
     @property
     def num_slots(self) -> int:
@@ -57,14 +64,40 @@ class WeightPlan:
         return -(-most // max(1, self.sizes.num_experts))
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes in host memory."""
+    def streamed_bytes(self) -> int:
+        """Bytes that are not on the device for good."""
         return sum(map(self.sizes.streamed_bytes, self.streamed))
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes in the file."""
+        return sum(map(self.sizes.streamed_bytes, self.on_disk))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file, whose units take whole blocks."""
+        return self.disk_bytes + BLOCK * (len(self._whole_on_disk) + self.disk_experts)
+
+    @property
+    def host_places(self) -> int:
+        """For layers without experts that lie in the file."""
+        return min(HOST_PLACES, len(self._whole_on_disk))
+
+    @property
+    def host_place_bytes(self) -> int:
+        """Bytes of the largest layer without experts in the file, without what aligns its tensors."""
+        return max(map(self.sizes.streamed_bytes, self._whole_on_disk), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, places included."""
+        places = self.host_places * self.host_place_bytes + self.host_experts * self.expert_bytes
+        return self.streamed_bytes - self.disk_bytes + places
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device, slots and expert cache included."""
-        on_device = self.sizes.num_bytes - self.host_bytes
+        on_device = self.sizes.num_bytes - self.streamed_bytes
         num_layers = self.num_slots + (self.converts and self.num_slots > 0)
         return on_device + num_layers * self.slot_bytes + self.cached_experts * self.expert_bytes
 
@@ -91,8 +124,35 @@ class WeightPlan:
     def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones."""
         if experts is None or not self.chooses(rows, experts):
-            return self.host_bytes
-        return self.host_bytes - self._streamed_expert_bytes + self.chosen_bytes(rows, experts)
+            return self.streamed_bytes
+        return self.streamed_bytes - self._streamed_expert_bytes + self.chosen_bytes(rows, experts)
+
+    def read_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """What a pass of so many rows reads from disk: layers without experts, and experts that the host lacks.
+
+        Of what it copies of experts, the share that has no place on the host, as if all were used alike.
+        """
+        whole = sum(map(self.sizes.streamed_bytes, self._whole_on_disk))
+        if experts is not None and self.chooses(rows, experts):
+            return whole + self.chosen_read_bytes(rows, experts)
+        return whole + self._share_read(self._streamed_expert_bytes)
+
+    def chosen_read_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """What a pass of so many rows reads from disk of chosen experts, after their routers."""
+        return self._share_read(self.chosen_bytes(rows, experts))
+
+    def _share_read(self, num_bytes: int) -> int:
+        """Of bytes of experts, those that are read from disk."""
+        return round(num_bytes * (1.0 - self.host_experts / self.disk_experts)) if self.disk_experts else 0
+
+    @property
+    def disk_experts(self) -> int:
+        """Of all layers in the file."""
+        return self.sizes.num_experts * (len(self.on_disk) - len(self._whole_on_disk))
+
+    @property
+    def _whole_on_disk(self) -> tuple[int, ...]:
+        return tuple(layer for layer in self.on_disk if not self.sizes.stored_expert_bytes[layer])
 
     @property
     def _streamed_expert_bytes(self) -> int:
@@ -123,11 +183,35 @@ def plan_weights(
     plans = [replace(none, streamed=spread(count, num_layers)) for count in counts]
     all_of_them = _with_cache(plans[-1], budget - plans[-1].device_bytes)
     plan = next((plan for plan in map(_with_cache, plans) if plan.device_bytes <= budget), all_of_them)
-    if plan.host_bytes <= host_budget:
+    if plan.streamed_bytes <= host_budget:
         return plan
     smaller = [_with_cache(plan, budget - plan.device_bytes) for plan in plans]
     fitting = [plan for plan in smaller if plan.device_bytes <= budget]
-    return next((plan for plan in reversed(fitting) if plan.host_bytes <= host_budget), [*fitting, plan][0])
+    return next((plan for plan in reversed(fitting) if plan.streamed_bytes <= host_budget), [*fitting, plan][0])
+
+
+def with_disk(plan: WeightPlan, host_budget: int) -> WeightPlan:
+    """The plan that takes at most `host_budget` bytes of the host, with the rest in a file; the least if none does.
+
+    Layers without experts come first, which every pass reads whole. They are used in turn, so that a cache of those
+    used last would never hit: as many as fit stay on the host for good, spread evenly among those that are read. The
+    others pass through `HOST_PLACES` places. Of experts, whose use differs, the host has a cache.
+    """
+    if plan.streamed_bytes <= host_budget:
+        return plan
+    with_experts = tuple(layer for layer in plan.streamed if plan.sizes.stored_expert_bytes[layer])
+    whole = tuple(layer for layer in plan.streamed if layer not in with_experts)
+    least = min(plan.num_streamed_experts, LEAST_ROWS * plan.sizes.experts_per_token)
+    counts = [0, *range(HOST_PLACES + 1, len(whole)), len(whole)]
+    for count in counts:  # that many layers without experts are in the file
+        on_disk = tuple(whole[index] for index in spread(count, len(whole))) if count else ()
+        plan = replace(plan, on_disk=tuple(sorted((*on_disk, *with_experts))), host_experts=least)
+        if plan.host_bytes <= host_budget:
+            break
+    if not plan.expert_bytes:
+        return plan
+    places = least + max(0, host_budget - plan.host_bytes) // plan.expert_bytes
+    return replace(plan, host_experts=min(places, plan.num_streamed_experts))
 
 
 def _with_cache(plan: WeightPlan, budget: int | None = None) -> WeightPlan:
@@ -164,14 +248,10 @@ def weight_plan(
     what the KV cache can use of the device. other_form: whether matrices have another form for kernels of the device
     than for those of the CPU. Raises ConfigError for fewer bytes than streaming layers take.
     """
-    for_host_kv = 0
-    if config.enable_cpu_offload:
-        named = config.num_bytes("kv_offloading_size")
-        for_host_kv = host_free // KV_SHARE if named is None else named // config.tensor_parallel_size
-    host_budget = host_free - for_host_kv
+    host_budget = _host_budget(config, host_free)
     converts = other_form and config.host_products
     if config.weights_memory_bytes is not None:
-        return _asked_plan(config, sizes, host_budget, converts)
+        return _within_host(config, _asked_plan(config, sizes, host_budget, converts), host_budget)
     if not config.enable_cpu_offload or tiers_share_memory:
         return WeightPlan(sizes)
     usable = int(device_total * config.gpu_memory_utilization) - (device_total - device_free)
@@ -181,7 +261,45 @@ def weight_plan(
     if sizes.num_bytes + for_kv <= usable and sizes.num_bytes + for_kv + step_bytes() <= usable:
         return WeightPlan(sizes)
     budget = usable - for_kv - step_bytes()
-    return plan_weights(sizes, budget, host_budget, host_products=config.host_products, converts=converts)
+    plan = plan_weights(sizes, budget, host_budget, host_products=config.host_products, converts=converts)
+    return _within_host(config, plan, host_budget)
+
+
+def _host_budget(config: EngineConfig, host_free: int) -> int:
+    """Bytes of the host that weights may take; of a share, which follows from what streams, all of them."""
+    named = config.num_bytes("host_weights_bytes")
+    if named is not None:
+        return named
+    for_kv = 0
+    if config.enable_cpu_offload:
+        asked = config.num_bytes("kv_offloading_size")
+        for_kv = host_free // KV_SHARE if asked is None else asked // config.tensor_parallel_size
+    return host_free - for_kv
+
+
+def _within_host(config: EngineConfig, plan: WeightPlan, host_budget: int) -> WeightPlan:
+    """The plan with a file for what is beyond `host_weights_bytes`, or beyond the budget if there is a `weights_dir`.
+
+    A share gets what places on the host take at least, if that is more.
+    """
+    asked = config.host_weights_bytes
+    part = config.host_weights_share
+    budget = host_budget if part is None else int(part * plan.streamed_bytes)
+    if plan.streamed_bytes <= budget or (asked is None and config.weights_dir is None):
+        return plan
+    if config.weights_dir is None:
+        raise ConfigError(
+            f"host_weights_bytes={asked}: the weights that stream take {plan.streamed_bytes:,} bytes; raise it, or let "
+            "the rest of them be on a local disk, in the directory weights_dir"
+        )
+    plan = with_disk(plan, budget)
+    if plan.host_bytes <= budget or asked is None:
+        return plan
+    says = f"places for weights that are read from disk take {plan.host_bytes:,} bytes"
+    if part is None:
+        raise ConfigError(f"host_weights_bytes={asked}: {says}; raise it to at least {plan.host_bytes}")
+    logger.warning("host_weights_bytes=%s: %s, more than the share", asked, says)
+    return plan
 
 
 def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int, converts: bool) -> WeightPlan:

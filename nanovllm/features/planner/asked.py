@@ -206,7 +206,7 @@ def _facts(part: _LargestPart, config: EngineConfig, machine: Machine, weights: 
         tiers_share_memory=machine.is_shared,
         activation_peak=_step_bytes(part, config, machine.is_shared) if needs_activation_peak(config) else 0,
         layerwise_token_bytes=layerwise_token_bytes(network, config) if machine.is_chunk_invariant else 0,
-        streamed_bytes=weights.host_bytes,
+        streamed_bytes=weights.streamed_bytes,
     )
 
 
