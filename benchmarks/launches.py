@@ -206,6 +206,9 @@ class CountedDevice(Device):
     def new_event(self) -> Event:
         return Event()
 
+    def wait_for(self, event: Event) -> None:
+        raise EngineError("a counted step waits for nothing")
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CUDA)
 

@@ -155,6 +155,8 @@ class OrderingCheck(DeviceWrapper):
         self._host_clock: Clock = {}  # one for all threads: a thread that submits work follows what others waited for
         self._lock = threading.RLock()
         self._compute = self._checked(inner.compute_stream, "compute")
+        self._host = self._checked(inner.compute_stream, "host")  # what the host does itself, in its order
+        self._host.clock = self._host_clock
         self.compute_stream = self._compute
         self._memories: list[Memory] = []  # by address
         self._accesses: list[Access] = [Access("nothing", "", 0)]  # index 0: not written yet
@@ -171,6 +173,13 @@ class OrderingCheck(DeviceWrapper):
 
     def new_event(self) -> Event:
         return CheckedEvent(self.inner.new_event())
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CheckedEvent)
+        if event.clock is not None:
+            with self._lock:
+                join(self._host_clock, event.clock)
+        self.inner.wait_for(event.inner)
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._shadowed(name, self.inner.empty(name, shape, dtype))
@@ -194,6 +203,9 @@ class OrderingCheck(DeviceWrapper):
         writes = tuple(writes)
         self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
         self.inner.declare_kernel(name, reads, writes, None if stream is None else on.inner)
+
+    def declare_host_access(self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
+        self._check(f"host's {name!r}", self._host, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
 
     # ---- the check
 

@@ -142,6 +142,11 @@ class Device(ABC):
     def new_event(self) -> Event: ...
 
     @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Block the calling thread until the latest record of `event` is reached. Raises EngineError if work before it
+        failed."""
+
+    @abstractmethod
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised device memory. `name` describes its use in error messages."""
 
@@ -178,6 +183,10 @@ class Device(ABC):
 
     def end_kernel(self) -> None:
         """Announce that the declared kernels have been submitted and that other work follows."""
+        return
+
+    def declare_host_access(self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
+        """Announce the host memory that the calling thread uses itself from now on. See `declare_kernel`."""
         return
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:

@@ -203,6 +203,11 @@ class CpuDevice(Device):
     def new_event(self) -> Event:
         return CpuEvent()
 
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        if event.reached is not None:
+            event.reached.result()
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes >= LARGE:

@@ -261,6 +261,13 @@ class CudaDevice(Device):
     def new_event(self) -> Event:
         return CudaEvent()
 
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        try:
+            event.inner.synchronize()
+        except RuntimeError as error:
+            raise EngineError(f"work on the device failed: {error}") from error
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             return torch.empty(shape, dtype=dtype, device=self.torch_device)

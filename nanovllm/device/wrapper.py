@@ -54,6 +54,9 @@ class DeviceWrapper(Device):
     def new_event(self) -> Event:
         return self.inner.new_event()
 
+    def wait_for(self, event: Event) -> None:
+        self.inner.wait_for(event)
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.inner.empty(name, shape, dtype)
 
@@ -79,6 +82,9 @@ class DeviceWrapper(Device):
 
     def end_kernel(self) -> None:
         self.inner.end_kernel()
+
+    def declare_host_access(self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
+        self.inner.declare_host_access(name, reads, writes)
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         return self.inner.peak_memory(work)
