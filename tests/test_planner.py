@@ -22,7 +22,7 @@ from nanovllm.data.kv_groups import HOLE
 from nanovllm.data.network import ExpertSpec, KVLayer, Network
 from nanovllm.engine import branch_points
 from nanovllm.errors import RequestError
-from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, LINK, Rates, StepModel
+from nanovllm.features.planner.predict import COMPUTE, DEVICE, DISK, HOST, LINK, Rates, StepModel
 from nanovllm.features.planner.step_work import StepWork
 from nanovllm.features.recurrent import states as recurrent_states
 from nanovllm.features.streamed_weights.expert_cache import UsedMost
@@ -347,6 +347,22 @@ def test_weights_that_stream_share_the_link_with_kv(network: Network) -> None:
     assert slow.seconds == resident.seconds, "they hide behind computation"
 
 
+def test_weights_that_are_read_from_disk_take_its_time(network: Network) -> None:
+    """Two of three layers stream, one of them from disk."""
+    rates = replace(RATES, compute=1e12, device_bandwidth=1e12)
+    model = step_model(network, rates, streamed=(0, 2))
+    model = replace(model, weights=replace(model.weights, on_disk=(2,)))
+    assert model.decode(100, moves_of(model, 100)).missing == ("disk_bandwidth",)
+    model = replace(model, rates=replace(rates, disk_bandwidth=2e6))
+    read = network.weights.stored_bytes[2] / 2e6
+    step = model.decode(100, moves_of(model, 100))
+    assert step.limit == DISK and step.terms[DISK] == pytest.approx(step.seconds) == pytest.approx(read)
+    chunks = model.prefill(LayerwisePrefill(100, 220, 40), False, moves_of(model, 100, 120))
+    assert chunks.terms[DISK] == pytest.approx(read), "once for three chunks layer by layer"
+    fast = replace(model, rates=replace(rates, disk_bandwidth=1e12)).decode(100, moves_of(model, 100))
+    assert fast.seconds == step_model(network, rates, streamed=(0, 2)).decode(100, moves_of(model, 100)).seconds
+
+
 def test_a_token_copies_the_experts_that_it_chooses(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", vocab=VOCAB, layers=LAYERS)
     network = load_network_config(tmp_path).on_meta("float32").network
@@ -368,6 +384,12 @@ def test_a_token_copies_the_experts_that_it_chooses(tmp_path: Path) -> None:
     ready = replace(model, weights=WeightPlan(network.weights)).decode(10, TransferCount()).seconds
     assert waiting is not None and ready is not None
     assert waiting - ready == pytest.approx(misses / 1e8, abs=1e-8), "the device waits for them behind each router"
+    places = number // 4
+    on_disk = replace(cached.weights, on_disk=(0, 2), host_experts=places)
+    disk = replace(cached, weights=on_disk, rates=replace(cached.rates, disk_bandwidth=1e7))
+    longer = disk.decode(10, TransferCount()).seconds
+    assert disk.read_weights(1) == pytest.approx(misses * (1 - places / number), abs=1) and longer is not None
+    assert longer - waiting == pytest.approx(disk.read_weights(1) / 1e7, abs=1e-8), "and for the disk"
 
 
 @pytest.mark.parametrize("places", [15, 16, 40, 70, 128, 200])

@@ -85,6 +85,7 @@ def _add_machine_options(group: Any) -> None:
     add("--all-reduce", planner.parse_seconds, "10us", "time of a sum of few bytes over the ranks")
     add("--device-bandwidth", rate, "3TB/s", "of reading device memory")
     add("--host-bandwidth", rate, "100GB/s", "of CPU attention in host memory")
+    add("--disk-bandwidth", rate, "7GB/s", "of reading weights from disk")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,4 +161,5 @@ def _rates(args: argparse.Namespace) -> planner.Rates:
         args.link,
         args.interconnect,
         args.all_reduce or 0.0,
+        args.disk_bandwidth,
     )

@@ -8,19 +8,27 @@ from typing import Any
 
 from nanovllm.data.network import Network
 from nanovllm.features.planner.plan import Plan, RequestPlan
-from nanovllm.features.planner.predict import COMPUTE, DEVICE, HOST, INTERCONNECT, LINK, Prediction, Rates
+from nanovllm.features.planner.predict import COMPUTE, DEVICE, DISK, HOST, INTERCONNECT, LINK, Prediction, Rates
 from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan
+from nanovllm.memory.weights import WeightPlan
 
 WORK = {
     COMPUTE: "computing",
     DEVICE: "reading the memory of the device",
     HOST: "attention of the CPU to what is on the host",
     INTERCONNECT: "sums over the ranks",
+    DISK: "reading weights from disk",
 }
-LIMITS = {COMPUTE: "computing", DEVICE: "the memory of the device", HOST: "the memory of the host", LINK: "the link"}
+LIMITS = {
+    COMPUTE: "computing",
+    DEVICE: "the memory of the device",
+    HOST: "the memory of the host",
+    LINK: "the link",
+    DISK: "the disk",
+}
 ENDS = {"positions": "there the model's positions end", "KV memory": "there the memory for KV cache ends"}
 SHORT_STEP = 2048  # tokens of a step, of which models with windows hold little at once
 
@@ -78,6 +86,8 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
             "cached_experts": plan.weights.cached_experts,
             "expert_bytes": plan.weights.expert_bytes,
             "host_bytes": plan.weights.host_bytes,
+            "disk_bytes": plan.weights.disk_bytes,
+            "host_experts": plan.weights.host_experts,
             "streamed_layers": plan.weights.streamed,
         },
         "rates": asdict(plan.rates),
@@ -183,15 +193,35 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
     moved = f"for the prompt, and {show_bytes(request.step_weight_bytes)} for each token after it"
     rows = [
         _row("in all", show_bytes(weights.sizes.num_bytes), _read_weights(plan.network)),
-        _row("on the device", show_bytes(weights.sizes.num_bytes - weights.host_bytes), stays),
-        _row("on the host", show_bytes(weights.host_bytes), f"the {what} of {streamed} layers, which stream"),
+        _row("on the device", show_bytes(weights.sizes.num_bytes - weights.streamed_bytes), stays),
+        _row("on the host", show_bytes(weights.host_bytes), _on_host(weights, what)),
+        *([_row("on disk", show_bytes(weights.disk_bytes), _on_disk(weights, what))] if weights.on_disk else []),
         _row("in slots", show_bytes(slots), f"{weights.num_slots} on the device, each for one of these layers"),
     ]
     if weights.cached_experts:
         note = f"{weights.cached_experts:,} of the {weights.num_streamed_experts:,} on the host, those used most"
         rows.append(_row("cached experts", show_bytes(weights.cached_experts * weights.expert_bytes), note))
         moved += ", which chooses experts evenly"
-    return [*rows, _row("copied in", show_bytes(request.prefill_weight_bytes), moved)]
+    rows.append(_row("copied in", show_bytes(request.prefill_weight_bytes), moved))
+    if weights.on_disk:
+        moved = f"for the prompt, and {show_bytes(request.step_read_bytes)} for each token after it"
+        rows.append(_row("read from disk", show_bytes(request.prefill_read_bytes), moved))
+    return rows
+
+
+def _on_host(weights: WeightPlan, what: str) -> str:
+    """What of the layers that stream is in host memory."""
+    kept = len(weights.streamed) - len(weights.on_disk)
+    parts = [f"the {what} of {kept} layers, which stream"] if kept or not weights.on_disk else []
+    if weights.host_experts:
+        parts.append(f"{weights.host_experts:,} of the {weights.disk_experts:,} experts on disk, those used most")
+    if weights.host_places:
+        parts.append(f"{weights.host_places} places for layers that are read from disk")
+    return ", and ".join(parts)
+
+
+def _on_disk(weights: WeightPlan, what: str) -> str:
+    return f"the {what} of {len(weights.on_disk)} of these layers"
 
 
 # ---- the KV cache of the prompt
@@ -281,6 +311,7 @@ def _rates(plan: Plan) -> str:
         *([f"computing {show_rate(rates.compute, 'FLOPS')}"] if rates.compute else []),
         *([f"device memory {show_rate(rates.device_bandwidth, 'B/s')}"] if rates.device_bandwidth else []),
         *([f"host memory {show_rate(rates.host_bandwidth, 'B/s')}"] if rates.host_bandwidth else []),
+        *([f"disk {show_rate(rates.disk_bandwidth, 'B/s')}"] if rates.disk_bandwidth and plan.weights.on_disk else []),
         *([f"link {show_rate(rates.link, 'B/s')}"] if rates.link and has_copies else []),
     ]
     return ", ".join(known)

@@ -12,12 +12,12 @@ from nanovllm.data.network import Network, WeightSizes
 from nanovllm.errors import RequestError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.dry_run import NOTHING_MOVED, dry_run
-from nanovllm.features.planner.predict import LINK, Prediction, Rates, StepModel, total
+from nanovllm.features.planner.predict import DISK, LINK, Prediction, Rates, StepModel, total
 from nanovllm.features.planner.units import show_bytes
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan, longest_sequence
-from nanovllm.memory.weights import WeightPlan, plan_weights
+from nanovllm.memory.weights import WeightPlan, plan_weights, with_disk
 
 WORTH = 1.05  # times as fast as now, for a change to be named
 FOUR_BITS = 4.5  # bits of a weight in 4 bits, with its share of scales
@@ -49,6 +49,8 @@ class RequestPlan:
     step_transfers: TransferCount  # of one decode step, on average; its bytes alone
     prefill_weight_bytes: int  # of layers that stream, copied to the device while the prompt is computed
     step_weight_bytes: int  # the same in one decode step
+    prefill_read_bytes: int  # of these, read from disk
+    step_read_bytes: int
     prefill: Prediction
     decode: Prediction  # of one token, on average
     no_cpu_attention: tuple[str, ...]  # rates without which CPU attention is unknown and left out
@@ -127,6 +129,8 @@ class Plan:
             step_transfers=_mean_bytes([moved for _, moved in shown]),
             prefill_weight_bytes=sum(model.loaded_weights(work.end - work.begin) for work, _ in prefills),
             step_weight_bytes=model.loaded_weights(1),
+            prefill_read_bytes=sum(model.read_weights(work.end - work.begin) for work, _ in prefills),
+            step_read_bytes=model.read_weights(1),
             prefill=total([model.prefill(work, work.end == prompt_len, moved) for work, moved in prefills]),
             decode=decode,
             no_cpu_attention=model.no_cpu_attention,
@@ -134,19 +138,26 @@ class Plan:
         )
 
     def _faster(self, model: StepModel, steps: Sequence[PlannedStep], decode: Prediction) -> tuple[FasterDecode, ...]:
-        """What would make decode faster if the link limits it and weights stream. The steps move the same KV then.
+        """What would make decode faster if weights stream and the link or the disk limits it.
 
-        The device's memory for weights stays as it is, but in the last change.
+        The steps move the same KV then, and but for the last change the device's memory for weights stays as it is.
         """
-        if not model.weights.streamed or decode.seconds is None or decode.limit != LINK or model.rates.link is None:
+        if not model.weights.streamed or decode.seconds is None or decode.limit not in (LINK, DISK):
             return ()
+        rates = model.rates
         changes: list[tuple[str, StepModel]] = []
         if (smaller := _four_bits(self.network.weights)) is not None:
             network = replace(self.network, weights=smaller)
-            weights = plan_weights(smaller, self.weights.device_bytes)
+            weights = with_disk(plan_weights(smaller, self.weights.device_bytes), self.weights.host_bytes)
             changes.append(("a checkpoint in 4 bits", replace(model, network=network, weights=weights)))
-        link = model.rates.link
-        changes.append(("a link twice as fast", replace(model, rates=replace(model.rates, link=2 * link))))
+        if decode.limit == LINK and rates.link is not None:
+            changes.append(("a link twice as fast", replace(model, rates=replace(rates, link=2 * rates.link))))
+        if decode.limit == DISK and rates.disk_bandwidth is not None:
+            faster = replace(rates, disk_bandwidth=2 * rates.disk_bandwidth)
+            changes.append(("a disk twice as fast", replace(model, rates=faster)))
+            says = f"{show_bytes(self.weights.streamed_bytes)} of host memory for weights"
+            on_host = replace(model.weights, on_disk=(), host_experts=0)
+            changes.append((says, replace(model, weights=on_host)))
         more = max(0, self.weights.sizes.num_bytes - self.weights.device_bytes)
         size = self.sizing.memory.device_total + int(more / self.sizing.config.gpu_memory_utilization)
         says = f"a device of {show_bytes(size)}, which holds all weights"

@@ -3,7 +3,8 @@
 The device computes the layers while the link copies KV. A step takes the longer of the two, and then the output
 projection. The link also copies the weights of layers that stream, of the next step's first layer during the head:
 
-    step = max(max(device + chosen / link's rate, KV / link's rate + stall) + head, (KV in + weights) / link's rate)
+    step = max(max(device + chosen / link's rate + chosen read / disk's rate, KV / link's rate + stall) + head,
+               (KV in + weights) / link's rate, read / disk's rate)
 
 device: in prefill max(operations / compute, weights / device bandwidth) + attention operations / compute; in decode the
 bytes of weights and of KV that are read / device bandwidth.
@@ -14,7 +15,7 @@ link max(0, slot-free seconds - ring_slots * slot bytes / link). Weights cross i
 
 weights: `WeightPlan.loaded_bytes` once a pass, which is a chunk of a prompt, a layer-by-layer prefill as a whole, or a
 decode step. chosen: `WeightPlan.chosen_bytes` of them, for which the device waits behind each router. They are those of
-even choices: real ones hit the cache more often.
+even choices: real ones hit the cache more often. read, chosen read: what of them comes from disk.
 
 Host blocks that the CPU attends to take neither link nor device. CPU attention runs beside attention on the device, or
 after it where both are one processor. Tensor-parallel ranks wait for each other in every sum, so that the device also
@@ -48,6 +49,7 @@ DEVICE = "device memory bandwidth"
 HOST = "host memory bandwidth"
 LINK = "link"
 INTERCONNECT = "interconnect"
+DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Rates:
     link: float | None = None  # bytes between host and device, each way; both ways at the same time
     interconnect: float | None = None  # bytes that a tensor-parallel rank receives from the others
     all_reduce_seconds: float = 0.0  # of a sum over the ranks, besides its bytes
+    disk_bandwidth: float | None = None  # bytes of weights that are read from disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +129,17 @@ class StepModel:
     def _chosen_seconds(self, rows: int) -> float:
         """For which a pass of so many rows waits for experts."""
         chosen = self.weights.chosen_bytes(rows, self.network.experts)
-        return chosen / self.rates.link if chosen and self.rates.link is not None else 0.0
+        read = self.weights.chosen_read_bytes(rows, self.network.experts)
+        on_link = chosen / self.rates.link if chosen and self.rates.link is not None else 0.0
+        return on_link + (read / self.rates.disk_bandwidth if read and self.rates.disk_bandwidth is not None else 0.0)
 
     def loaded_weights(self, rows: int) -> int:
         """Bytes of weights that a pass of so many rows copies to the device."""
         return self.weights.loaded_bytes(rows, self.network.experts)
+
+    def read_weights(self, rows: int) -> int:
+        """Bytes of weights that a pass of so many rows reads from disk."""
+        return self.weights.read_bytes(rows, self.network.experts)
 
     def prefill(self, step: LayerwisePrefill, samples: bool, moved: TransferCount) -> Prediction:
         """A chunk of the prompt, or several chunks layer by layer. samples: whether the first token follows.
@@ -142,8 +151,7 @@ class StepModel:
         compute = self.rates.compute
         bandwidth = self.rates.device_bandwidth
         query_len = step.end - step.begin
-        loaded = self.loaded_weights(query_len)
-        missing = self._missing(moved, loaded, "compute", "device_bandwidth")
+        missing = self._missing(moved, query_len, "compute", "device_bandwidth")
         if compute is None or bandwidth is None or missing:
             return Prediction(missing=missing)
         products = 0.0
@@ -163,15 +171,13 @@ class StepModel:
             network.head_bytes / bandwidth if samples else 0.0,
             query_len,
             moved,
-            loaded,
         )
 
     def decode(self, context_len: int, moved: TransferCount) -> Prediction:
         """One token after `context_len` stored ones. Recurrent states are read and written."""
         network = self.network
         bandwidth = self.rates.device_bandwidth
-        loaded = self.loaded_weights(1)
-        missing = self._missing(moved, loaded, "device_bandwidth")
+        missing = self._missing(moved, 1, "device_bandwidth")
         if bandwidth is None or missing:
             return Prediction(missing=missing)
         weights = network.num_layers * network.layer_weight_bytes(1) / bandwidth
@@ -186,7 +192,6 @@ class StepModel:
             network.head_bytes / bandwidth,
             1,
             moved,
-            loaded,
         )
 
     # ---- helpers
@@ -204,12 +209,10 @@ class StepModel:
         head: float,
         query_len: int,
         moved: TransferCount,
-        loaded: int,
     ) -> Prediction:
-        """The formula of the module's docstring. All times in seconds; resource: what limits the device.
-
-        loaded: bytes of weights.
-        """
+        """The formula of the module's docstring. All times in seconds; resource: what limits the device."""
+        loaded = self.loaded_weights(query_len)
+        read = self.read_weights(query_len)
         num_layers = self.network.num_layers
         terms = {resource: products + attention + head}
         if moved.cpu_attention_bytes:
@@ -222,6 +225,8 @@ class StepModel:
         if sums:
             terms[INTERCONNECT] = sums
         layers = products + attention + sums + self._chosen_seconds(query_len)
+        if read and self.rates.disk_bandwidth is not None:
+            terms[DISK] = read / self.rates.disk_bandwidth
         link = self.rates.link
         if link is None or not (moved or loaded):
             return Prediction(layers + head, terms)
@@ -230,7 +235,7 @@ class StepModel:
             ahead = self.ring_slots * self.layout.block_layer_bytes / link
             stall = num_layers * max(0.0, (slot_free + sums) / num_layers - ahead)
             layers = max(layers, max(moved.h2d_bytes, moved.d2h_bytes) / link + stall)
-        return Prediction(max(layers + head, terms[LINK]), terms)
+        return Prediction(max(layers + head, terms[LINK], terms.get(DISK, 0.0)), terms)
 
     def _all_reduce_seconds(self, tokens: int) -> float:
         rates = self.rates
@@ -239,9 +244,11 @@ class StepModel:
         received = self._work.all_reduce_bytes(tokens)
         return self._work.num_all_reduces * rates.all_reduce_seconds + received / rates.interconnect
 
-    def _missing(self, moved: TransferCount, loaded: int, *needed: str) -> tuple[str, ...]:
-        on_link = ["link"] if moved or loaded else []
-        names = [*needed, *on_link, *(["interconnect"] if self.network.num_ranks > 1 else [])]
+    def _missing(self, moved: TransferCount, rows: int, *needed: str) -> tuple[str, ...]:
+        """Unknown rates that the time of a step of so many rows needs."""
+        on_link = ["link"] if moved or self.loaded_weights(rows) else []
+        from_disk = ["disk_bandwidth"] if self.read_weights(rows) else []
+        names = [*needed, *on_link, *from_disk, *(["interconnect"] if self.network.num_ranks > 1 else [])]
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 
