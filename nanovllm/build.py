@@ -428,19 +428,25 @@ def _host_layers(config: EngineConfig, model: CausalLM, device: Device, free: in
     plan = weight_plan(config, sizes, total, free, host_free, shared, step, wish, other_form)
     if not plan.streamed:
         return None
-    where = "the host has"
-    check_fits("model: the weights that stream take", plan.host_bytes, host_free, where, "raise weights_memory_bytes")
+    remedy = "raise weights_memory_bytes, or name a directory on a local disk with weights_dir"
+    check_fits("model: the weights that stream take", plan.host_bytes, host_free, "the host has", remedy)
     logger.info(
-        "weights: %s on the device, with %d slots of %s for the layers that stream; %s of %d layers in host memory",
+        "weights: %s on the device, with %d slots of %s for the %d layers that stream; %s in host memory; %s on disk",
         gib(plan.device_bytes),
         plan.num_slots,
         gib(plan.slot_bytes),
-        gib(plan.host_bytes),
         len(plan.streamed),
+        gib(plan.host_bytes),
+        gib(plan.disk_bytes),
     )
     from nanovllm.features.streamed_weights.host_layers import HostLayers
+    from nanovllm.features.streamed_weights.weight_file import WeightFile
 
-    return HostLayers(device, plan)
+    file = None
+    if plan.on_disk:
+        assert config.weights_dir is not None
+        file = WeightFile(config.weights_dir, plan.file_bytes)
+    return HostLayers(device, plan, file)
 
 
 def _stream_weights(device: Device, model: CausalLM, layers: HostLayers | None) -> None:

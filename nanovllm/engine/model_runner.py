@@ -159,7 +159,7 @@ class ModelRunner:
         self.dtype = model.dtype
         self._closed = False
         self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
-        self._loaded_before = self._loaded_weight_bytes  # by the pass that measured memory
+        self._moved_before = self._moved_weights  # by the pass that measured memory
         self._watch = StepWatch(model.network.num_kv_layers)
 
     @torch.inference_mode()
@@ -212,11 +212,16 @@ class ModelRunner:
     def kv_stats(self) -> KVStats:
         if self._closed:
             return self._last_stats
-        return replace(self.kv_cache.stats(), loaded_weight_bytes=self._loaded_weight_bytes - self._loaded_before)
+        loaded, read = self._moved_weights
+        loaded_before, read_before = self._moved_before
+        stats = self.kv_cache.stats()
+        return replace(stats, loaded_weight_bytes=loaded - loaded_before, read_weight_bytes=read - read_before)
 
     @property
-    def _loaded_weight_bytes(self) -> int:
-        return 0 if self.model.layer_weights is None else self.model.layer_weights.loaded_bytes
+    def _moved_weights(self) -> tuple[int, int]:
+        """Bytes that were copied to the device, and read from disk."""
+        weights = self.model.layer_weights
+        return (0, 0) if weights is None else (weights.loaded_bytes, weights.read_bytes)
 
     def link_busy(self) -> Busy:
         """Bytes copied to the device so far, or in a sample of the copies, and the seconds during which they ran."""
@@ -229,6 +234,8 @@ class ModelRunner:
             self._closed = True
             try:
                 self.device.close()
+                if self.model.layer_weights is not None:
+                    self.model.layer_weights.close()
             finally:
                 del self.model, self.kv_cache, self.passes, self.pass_hooks
 

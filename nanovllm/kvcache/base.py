@@ -71,6 +71,7 @@ class KVStats:
     host_bytes: int
     swap_bytes: int  # in host memory, for preempted requests
     transfers: TransferCount
+    read_weight_bytes: int = 0  # from disk, of layers that stream
     loaded_weight_bytes: int = 0  # copied to the device, of layers that stream: beside `transfers`, on the same link
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
     layer_buffer_bytes: int = 0  # allocated for it on the device, beyond num_gpu_blocks and device_bytes

@@ -261,6 +261,13 @@ class WeightOrder:
         self._loads.record(arrived)
         return arrived, self._loads.mark()
 
+    def after_copies(self) -> Event:
+        """The copies so far are on the stream of `before_fill`. The host memory that they read may be overwritten when
+        the event has happened."""
+        copied = self._device.new_event()
+        self._loads.record(copied)
+        return copied
+
     def before_arrived(self, arrived: Event) -> None:
         """Compute uses what has been copied behind from now on."""
         self._compute.wait(arrived)

@@ -36,12 +36,21 @@ class LayerWeights(Protocol):
     streamed_bytes: int  # of all these layers
     loaded_bytes: int  # copied to the device so far
 
+    @property
+    def read_bytes(self) -> int:
+        """Read from disk so far."""
+        ...
+
     def before_layer(self, index: int, rows: int) -> None:
         """The matrices of the layer are on the device from now on, until those of another layer are asked for.
 
         rows: that are computed. Of few the experts are asked for by the layer, see `layers.experts.ExpertLoads`. The
         same layer may be asked for again, with other rows.
         """
+        ...
+
+    def close(self) -> None:
+        """End reads from disk, and free the space there. Safe to call twice."""
         ...
 
 

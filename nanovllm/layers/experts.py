@@ -5,6 +5,7 @@ Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technica
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -59,8 +60,10 @@ class HostPart(Protocol):
     """The experts of a layer that are computed on the host, where their matrices lie."""
 
     numbers: Set[int]
-    gate_up: ExpertWeights  # on the host, of all experts of the layer
-    down: ExpertWeights
+
+    def matrices(self, expert: int) -> AbstractContextManager[tuple[ExpertWeights, ExpertWeights]]:
+        """A context in which those of one of the experts are in host memory: gate and up, and down."""
+        ...
 
     def of_device(self, routing: Routing) -> tuple[Tensor, Grouping]:
         """Of a routing for kernels that take all experts at once the part of the others: weights and grouping.
@@ -206,10 +209,18 @@ class Experts(Module):
         """The weighted sum of groups of rows, one after the other: fp32 [rows, hidden]."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in groups:
-            place = self if host is None or expert not in host.numbers else host
-            inner = self._gated_unit(place.gate_up.apply(expert, x[rows]))
-            out.index_add_(0, rows, place.down.apply(expert, inner).float() * of_rows[:, None])
+            with self._matrices(expert, host) as (gate_up, down):
+                inner = self._gated_unit(gate_up.apply(expert, x[rows]))
+                out.index_add_(0, rows, down.apply(expert, inner).float() * of_rows[:, None])
         return out
+
+    def _matrices(
+        self, expert: int, host: HostPart | None
+    ) -> AbstractContextManager[tuple[ExpertWeights, ExpertWeights]]:
+        """Those with which an expert is computed."""
+        if host is None or expert not in host.numbers:
+            return nullcontext((self.gate_up, self.down))
+        return host.matrices(expert)
 
     def route(self, x: Tensor) -> Routing:
         """The experts of each row of x.

@@ -78,6 +78,8 @@ def kv_line(stats: KVStats, tokens: int) -> str:
         parts += [f"{size(moved.d2h_bytes)} copied out to the host", f"{size(moved.h2d_bytes)} copied in"]
     if stats.loaded_weight_bytes:
         parts.append(f"{size(stats.loaded_weight_bytes)} of weights copied in")
+    if stats.read_weight_bytes:
+        parts.append(f"{size(stats.read_weight_bytes)} of weights read from disk")
     if moved.cpu_attention_bytes:
         parts.append(f"the CPU attended to {size(moved.cpu_attention_bytes)}")
     return f"{tokens:,} tokens: {', '.join(parts)}"

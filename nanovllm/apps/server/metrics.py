@@ -89,4 +89,7 @@ class ServerMetrics(Collector):
         text = "Weight bytes copied to the device, of layers that stream from host memory"
         weights = CounterMetricFamily("nanovllm:loaded_weight_bytes", text, labels=["model_name"])
         weights.add_metric([self._model_name], stats.loaded_weight_bytes)
-        yield from (copied, cached, recomputed, attended, weights)
+        text = "Weight bytes read from disk, of layers that stream"
+        read = CounterMetricFamily("nanovllm:read_weight_bytes", text, labels=["model_name"])
+        read.add_metric([self._model_name], stats.read_weight_bytes)
+        yield from (copied, cached, recomputed, attended, weights, read)

@@ -9,50 +9,65 @@ one, slots hold the host's form, and the tensors refer to an *image*, into which
 
 On the host the matrices of a layer without experts are as they are in the slot. Those of each expert are side by side,
 so that an expert is one copy; in the slot its parts may be far apart.
+
+What the host has no room for is written to a file, unit by unit: a layer without experts, or an expert. It is read into
+places that units share, to which the tensors of the host refer while they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.device import Device
+from nanovllm.features.streamed_weights.disk_units import DiskLayer, DiskUnits, bytes_of, rows_of_blocks
+from nanovllm.features.streamed_weights.host_cache import HostCache, Unit
 from nanovllm.features.streamed_weights.host_products import HostExchange, PlacedWeight
 from nanovllm.features.streamed_weights.storages import (
     Span,
+    begin_in,
     packed_bytes,
     packed_views,
+    refer_to,
     same_place,
     spans,
     views,
 )
+from nanovllm.features.streamed_weights.weight_file import WeightFile, whole_blocks
 from nanovllm.layers.experts import Experts, ExpertWeights
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.linear_method import StoredWeight
 from nanovllm.layers.module import Module
-from nanovllm.memory.weights import WeightPlan
+from nanovllm.memory.weights import HOST_PLACES, LEAST_ROWS, WeightPlan
 from nanovllm.ops.cpu_kernels import use_huge_pages
+
+HostMemory = Callable[[tuple[int, ...]], Tensor]  # gives host memory uint8 of a shape
+PASSING_SHARE = 8  # 1 / PASSING_SHARE of the host's places for experts are for those that pass, see `HostCache`
 
 
 class Part(NamedTuple):
-    """A tensor that every expert of a layer has, as bytes: uint8 [experts, bytes of the tensor]."""
+    """A tensor that every expert of a layer has, as bytes."""
 
-    on_host: Tensor
-    in_slot: Tensor
+    begin: int  # on the host, in the bytes of an expert
+    in_slot: Tensor  # uint8 [experts, bytes of the tensor]
 
 
 class HostLayer:
     """A streamed layer.
 
     memory: uint8 on the host, [experts, bytes of an expert] if experts stream and are alike; there is one after `keep`.
-    slot: the number of its weight slot, after `HostLayers.finish`.
+    It has no data if the layer lies in a file. slot: the number of its weight slot, after `HostLayers.finish`.
     """
 
     def __init__(self, module: Module) -> None:
         self._module = module
+        self.disk: DiskLayer | None = None  # if the layer lies in a file
+        self._host_tensors: list[list[tuple[Tensor, int]]] = []  # then, of each unit, with where they begin in it
+        self._lies_at: dict[int, int] = {}  # by the number of a unit, the address at which they lie
         self.memory: Tensor
         self.slot: int
         self.parts: Sequence[Part] = ()  # of experts that are in the slot as on the host
@@ -101,29 +116,29 @@ class HostLayer:
             if not storage.nbytes():
                 storage.resize_(end - begin)
 
-    def keep(self, device: Device, name: str, *, for_cpu: bool) -> None:
+    def keep(self, new_memory: HostMemory, *, for_cpu: bool) -> None:
         """Copy the matrices, which are complete, to the host, and free their memory of the device.
 
         for_cpu: to the form of the CPU's kernels.
         """
         if self._expert_weights:
-            self._keep_experts(device, name, for_cpu=for_cpu)
+            self._keep_experts(new_memory, for_cpu=for_cpu)
         else:
-            self._keep_linears(device, name, for_cpu=for_cpu)
+            self._keep_linears(new_memory, for_cpu=for_cpu)
         self.free()
 
-    def _keep_linears(self, device: Device, name: str, *, for_cpu: bool) -> None:
+    def _keep_linears(self, new_memory: HostMemory, *, for_cpu: bool) -> None:
         weights = [linear.weight.for_cpu() if for_cpu else linear.weight for linear in self._linears]
         placed = spans(tensor for weight in weights for tensor in weight.tensors()) if for_cpu else self._spans()
-        found = self._copied(device, name, placed)
+        found = self._copied(new_memory, placed)
         self._host_weights = [weight.read_from([found[id(part)] for part in weight.tensors()]) for weight in weights]
 
-    def _keep_experts(self, device: Device, name: str, *, for_cpu: bool) -> None:
+    def _keep_experts(self, new_memory: HostMemory, *, for_cpu: bool) -> None:
         weights = [own.for_cpu() if for_cpu else own for own in self._expert_weights]
         of_experts = [[list(own.tensors_of(expert)) for own in weights] for expert in range(weights[0].num_experts)]
         tensors = [[tensor for parts in of_expert for tensor in parts] for of_expert in of_experts]
         if _are_alike(tensors):
-            memory = _host_memory(device, name, (len(tensors), packed_bytes(tensors[0])))
+            memory = new_memory((len(tensors), packed_bytes(tensors[0])))
             self.memory = memory
             copies = [packed_views(parts, row) for parts, row in zip(tensors, memory, strict=True)]
             for parts, of_copy in zip(tensors, copies, strict=True):
@@ -131,7 +146,7 @@ class HostLayer:
                     copy.copy_(tensor)
         else:
             placed = spans(tensor for parts in tensors for tensor in parts) if for_cpu else self._spans()
-            found = self._copied(device, name, placed)
+            found = self._copied(new_memory, placed)
             copies = [[found[id(tensor)] for tensor in parts] for parts in tensors]
         if any(own.is_stacked for own in weights):
             return
@@ -140,9 +155,9 @@ class HostLayer:
         down = weights[1].read_from([copy[first:] for copy, first in zip(copies, firsts, strict=True)])
         self.host_experts = gate_up, down
 
-    def _copied(self, device: Device, name: str, placed: Sequence[Span]) -> dict[int, Tensor]:
+    def _copied(self, new_memory: HostMemory, placed: Sequence[Span]) -> dict[int, Tensor]:
         """Copy storages to the host, one behind the other. Returns their tensors there; see `storages.views`."""
-        self.memory = _host_memory(device, name, (placed[-1].end,))
+        self.memory = new_memory((placed[-1].end,))
         for span in placed:
             self.memory[span.begin : span.end].copy_(span.bytes)
         return views(placed, self.memory)
@@ -166,11 +181,53 @@ class HostLayer:
     def find_parts(self, slot: Tensor) -> None:
         """Find where the parts of experts are in the slot in which they lie as on the host."""
         if self._expert_weights and self.has_single_experts:
-            self.parts = list(_parts(self.memory, self._tensors_of_experts(), slot))
+            self.parts = list(_parts(self._tensors_of_experts(), slot))
 
     def _tensors_of_experts(self) -> list[list[Tensor]]:
         experts = self.experts
         return [] if experts is None else [experts.tensors_of(expert) for expert in range(experts.spec.num_experts)]
+
+    # ---- if the layer lies in a file
+
+    @property
+    def num_units(self) -> int:
+        return len(self.memory) if self.has_single_experts else 1
+
+    def note_units(self) -> None:
+        """Find where the tensors of the host lie in the memory of each unit."""
+        if self._expert_weights and self.host_experts is None:
+            return
+        if self.host_experts is None:
+            tensors = [tensor for weight in self._host_weights for tensor in weight.tensors()]
+            self._host_tensors = [[(tensor, begin_in(tensor, self.memory)) for tensor in tensors]]
+            return
+        of_experts = [[*gate_up, *down] for gate_up, down in zip(*map(_tensors_of_all, self.host_experts), strict=True)]
+        if self.has_single_experts:
+            pairs = zip(of_experts, self.memory, strict=True)
+            self._host_tensors = [[(tensor, begin_in(tensor, row)) for tensor in parts] for parts, row in pairs]
+        else:
+            parts = [tensor for parts in of_experts for tensor in parts]
+            self._host_tensors = [[(tensor, begin_in(tensor, self.memory)) for tensor in parts]]
+
+    def lie_in(self, number: int, memory: Tensor) -> None:
+        """Let the tensors of a unit refer to memory that has its bytes. number: 0, or of an expert."""
+        if self._lies_at.get(number) == memory.data_ptr() or not self._host_tensors:
+            return
+        self._lies_at[number] = memory.data_ptr()
+        for tensor, begin in self._host_tensors[number]:
+            refer_to(tensor, memory, begin)
+        if not self._expert_weights:
+            self._module.weights_moved()
+
+    def leave_memory(self, index: int, units: DiskUnits) -> None:
+        """The units are read from their file. Until then the tensors refer to memory that has other bytes.
+
+        index: of the layer.
+        """
+        self.disk = DiskLayer(units, index, self.num_units)
+        self.memory = torch.empty(self.memory.shape, dtype=torch.uint8, device="meta")
+        for number in range(self.num_units):
+            self.lie_in(number, units.first_place)
 
     # ---- products on the host
 
@@ -243,14 +300,20 @@ def _are_alike(tensors: Sequence[Sequence[Tensor]]) -> bool:
     )
 
 
-def _parts(memory: Tensor, of_experts: Sequence[Sequence[Tensor]], slot: Tensor) -> Iterator[Part]:
+def _parts(of_experts: Sequence[Sequence[Tensor]], slot: Tensor) -> Iterator[Part]:
     """Where the parts of experts are on the host, and in the slot, there at equal distances."""
     num_experts = len(of_experts)
-    for index, in_first in enumerate(packed_views([_bytes_like(tensor) for tensor in of_experts[0]], memory)):
+    row = torch.empty(packed_bytes(of_experts[0]), dtype=torch.uint8, device="meta")
+    for index, on_host in enumerate(packed_views([_bytes_like(tensor) for tensor in of_experts[0]], row)):
         starts = [parts[index].data_ptr() - slot.data_ptr() for parts in of_experts]
-        pitch = starts[1] - starts[0] if num_experts > 1 else in_first.shape[1]
+        pitch = starts[1] - starts[0] if num_experts > 1 else on_host.nbytes
         assert starts == [starts[0] + expert * pitch for expert in range(num_experts)]
-        yield Part(in_first, slot.as_strided(in_first.shape, (pitch, 1), starts[0]))
+        in_slot = slot.as_strided((num_experts, on_host.nbytes), (pitch, 1), starts[0])
+        yield Part(int(on_host.storage_offset()), in_slot)
+
+
+def _tensors_of_all(weights: ExpertWeights) -> Iterator[Sequence[Tensor]]:
+    return (list(weights.tensors_of(expert)) for expert in range(weights.num_experts))
 
 
 def _bytes_like(tensor: Tensor) -> Tensor:
@@ -260,9 +323,13 @@ def _bytes_like(tensor: Tensor) -> Tensor:
 class HostLayers:
     """Implements `models.loader.LayersInTurn`."""
 
-    def __init__(self, device: Device, plan: WeightPlan) -> None:
+    def __init__(self, device: Device, plan: WeightPlan, file: WeightFile | None = None) -> None:
+        """file: for what the plan has on disk."""
         self._device = device
         self.plan = plan
+        self.file = file
+        self._spans: dict[Unit, tuple[int, int]] = {}  # where units begin in the file, and their bytes there
+        self._staging = torch.empty(0, dtype=torch.uint8)  # of a layer that is written there
         self._num_built = 0
         self._last: HostLayer | None = None  # that was built
         self.of_layer: dict[int, HostLayer] = {}  # ascending
@@ -300,7 +367,23 @@ class HostLayers:
     def keep(self, index: int) -> None:
         """See `LayersInTurn`."""
         for_cpu = self.plan.host_products and self._device.torch_device.type != "cpu"
-        self.of_layer[index].keep(self._device, f"model: the weights of layer {index}", for_cpu=for_cpu)
+        layer = self.of_layer[index]
+        if index not in self.plan.on_disk:
+            layer.keep(partial(_host_memory, self._device, f"model: the weights of layer {index}"), for_cpu=for_cpu)
+            return
+        layer.keep(self._staged, for_cpu=for_cpu)
+        layer.note_units()
+        assert self.file is not None
+        for number, unit in enumerate(self._staging.split(whole_blocks(layer.memory.shape[-1]))[: layer.num_units]):
+            self._spans[index, number] = self.file.append(bytes_of(unit)), len(unit)
+
+    def _staged(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for the units of a layer, each of which begins at a block. That of the last layer is used again."""
+        num_units = shape[0] if len(shape) == 2 else 1
+        pitch = whole_blocks(shape[-1])
+        if self._staging.nbytes < num_units * pitch:
+            self._staging = rows_of_blocks(self._device, 1, num_units * pitch)[0]
+        return self._staging.as_strided(shape, (pitch, 1)[-len(shape) :], self._staging.storage_offset())
 
     def finish(self) -> None:
         """Allocate the slots, and let the tensors of all streamed layers refer to theirs, or to the image."""
@@ -322,6 +405,26 @@ class HostLayers:
         if sizes and self.plan.cached_experts:
             shape = (self.plan.cached_experts, max(sizes))
             self.expert_cache = self._device.empty("weights_memory_bytes: the expert cache", shape, torch.uint8)
+        self._read_from_disk()
+
+    def _read_from_disk(self) -> None:
+        """Give what lies in the file its places on the host."""
+        num_places = self.plan.host_experts
+        few = max(num_places // PASSING_SHARE, LEAST_ROWS * self.plan.sizes.experts_per_token)
+        on_disk = {index: self.of_layer[index] for index in self.plan.on_disk}
+        experts = {index: layer for index, layer in on_disk.items() if layer.has_single_experts}
+        whole = {index: layer for index, layer in on_disk.items() if index not in experts}
+        self._give_places(experts, num_places, min(few, num_places))
+        self._give_places(whole, min(HOST_PLACES, len(whole)), min(HOST_PLACES, len(whole)))
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def _give_places(self, layers: Mapping[int, HostLayer], num_places: int, num_passing: int) -> None:
+        if layers:
+            assert self.file is not None
+            spans = {unit: span for unit, span in self._spans.items() if unit[0] in layers}
+            units = DiskUnits(self._device, self.file, spans, HostCache(num_places, num_passing))
+            for index, layer in layers.items():
+                layer.leave_memory(index, units)
 
     def _device_memory(self, what: str, num_bytes: int) -> Tensor:
         memory = self._device.empty(f"weights_memory_bytes: {what}", (num_bytes,), torch.uint8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -162,11 +163,18 @@ class HostExperts:
     """Implements `layers.experts.HostPart`."""
 
     def __init__(
-        self, chosen: Chosen, numbers: Set[int], matrices: tuple[ExpertWeights, ExpertWeights], exchange: HostExchange
+        self,
+        chosen: Chosen,
+        numbers: Set[int],
+        matrices: tuple[ExpertWeights, ExpertWeights],
+        exchange: HostExchange,
+        at_hand: Callable[[int], AbstractContextManager[None]] = lambda expert: nullcontext(),
     ) -> None:
-        """numbers: of the chosen experts those that are computed on the host."""
+        """numbers: of the chosen experts those that are computed on the host. at_hand: a context for each of them in
+        which it is in host memory."""
         self.numbers = numbers
-        self.gate_up, self.down = matrices
+        self._matrices = matrices
+        self._at_hand = at_hand
         self._chosen = chosen
         self._exchange = exchange
 
@@ -192,3 +200,9 @@ class HostExperts:
         """See `HostPart`."""
         groups = (group for group in groups_of(self._chosen.weights, self._chosen.experts) if group[0] in self.numbers)
         return self._exchange.computed(lambda: compute(self._chosen.rows, groups))
+
+    @contextmanager
+    def matrices(self, expert: int) -> Iterator[tuple[ExpertWeights, ExpertWeights]]:
+        """See `HostPart`."""
+        with self._at_hand(expert):
+            yield self._matrices

@@ -57,9 +57,20 @@ def views(placed: Iterable[Span], memory: Tensor) -> dict[int, Tensor]:
 
 def same_place(tensor: Tensor, memory: Tensor, other: Tensor) -> Tensor:
     """A tensor that lies in `memory`, in `other` memory, where it lies as there. Both are uint8."""
-    begin = tensor.storage_offset() * tensor.itemsize - memory.storage_offset() + other.storage_offset()
     view = torch.empty(0, dtype=tensor.dtype, device=other.device)
-    return view.set_(other.untyped_storage(), begin // tensor.itemsize, tensor.shape, tensor.stride())
+    begin = (begin_in(tensor, memory) + other.storage_offset()) // tensor.itemsize
+    return view.set_(other.untyped_storage(), begin, tensor.shape, tensor.stride())
+
+
+def begin_in(tensor: Tensor, memory: Tensor) -> int:
+    """The byte of memory uint8 at which a tensor begins that lies there."""
+    return int(tensor.storage_offset() * tensor.itemsize - memory.storage_offset())
+
+
+def refer_to(tensor: Tensor, memory: Tensor, begin: int) -> None:
+    """Let a tensor lie in other memory uint8 from this byte on."""
+    start = (memory.storage_offset() + begin) // tensor.itemsize
+    tensor.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.network import ExpertSpec
-from nanovllm.device import Busy, Device, Event, Mark, PitchedCopy
+from nanovllm.device import Busy, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.features.streamed_weights.disk_units import DiskLayer, DiskUnits
 from nanovllm.features.streamed_weights.expert_cache import Expert, UsedMost
+from nanovllm.features.streamed_weights.host_cache import Unit
 from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.features.streamed_weights.host_products import (
     MOST_ROWS,
@@ -33,6 +38,7 @@ WORD = torch.int64  # as which bytes are copied on the device
 PRODUCTS = "the products of a streamed layer"
 PIECE_BYTES = 64 << 20  # of one row of a copy, whose width CUDA limits
 MOST_REPLACED = 2  # experts of a layer that a pass brings to the cache behind
+LAYERS_AHEAD = 2  # that are read from disk, if there is room
 GUESSED_LINK = 25e9  # bytes/s, until steps have been measured
 GUESSED_HOST = 25e9
 
@@ -73,6 +79,10 @@ class WeightStream:
         self._pass: _Pass | None = None  # the one that runs, if its times are followed
         self._ways: tuple[int, Mapping[int, Way]] | None = None  # of the streamed layers in passes of so many rows
         self._slot: int | None = None  # which the layer that is computed now uses
+        disks = [layer.disk for layer in layers.of_layer.values() if layer.disk is not None]
+        self._on_disk = list({id(disk.units): disk.units for disk in disks}.values())
+        self._on_host: DiskLayer | None = None  # the layer on disk that is computed in host memory
+        self._file = layers.file
         if self._plan.host_products:
             self._multiply_on_host()
         for index, layer in self._layers.items():
@@ -95,6 +105,16 @@ class WeightStream:
         if self._cache is not None:
             self._places[index] = list(_places(layer, self._cache))
 
+    @property
+    def read_bytes(self) -> int:
+        """See `LayerWeights`."""
+        return 0 if self._file is None else self._file.num_bytes_read
+
+    def close(self) -> None:
+        """See `LayerWeights`."""
+        if self._file is not None:
+            self._file.close()
+
     def before_layer(self, index: int, rows: int) -> None:
         """See `LayerWeights`. Raises EngineError if a copy has failed.
 
@@ -111,12 +131,17 @@ class WeightStream:
             self._release()
             self._layer = index
             if layer is not None:
+                if way == "host":
+                    self._hold_on_host(layer)
                 layer.compute_on_host(way == "host")
                 self.host_bytes += layer.memory.nbytes if way == "host" else 0
             if way == "whole":
                 self._bring_whole(index)
             for following in self._following(index, ways):
-                self._load(following)
+                if (disk := self._layers[following].disk) is None or disk.is_there:
+                    self._load(following)
+            if self._on_disk:
+                self._expect(index, ways)
         except BaseException:  # an interrupt too: nobody knows what has been copied
             self._reset()
             raise
@@ -164,6 +189,9 @@ class WeightStream:
         if self._slot is not None:
             self._declare(PRODUCTS, (self._slots[self._slot],))
             self._order.after_compute(self._slot)
+        if self._on_host is not None:
+            self._on_host.release([0])
+            self._on_host = None
         self._layer = None
         self._slot = None
 
@@ -206,12 +234,79 @@ class WeightStream:
         layer = self._layers[index]
         if self._held[layer.slot] == index:
             return
+        slot = self._slots[layer.slot]
         stream = self._order.before_fill(layer.slot)
-        for copy in _copies(layer, self._slots[layer.slot]):
-            self._device.copy_2d(copy, stream)
+        if layer.disk is None:
+            self._copy(_copies(layer, slot), stream)
+        else:
+            self._held[layer.slot] = None
+            for found in layer.disk.in_turn():
+                for number, memory in found.items():
+                    self._copy(_copies_of_unit(layer, number, memory, slot), stream)
+                layer.disk.release(found, self._order.after_copies())
         self._order.after_fill(layer.slot)
         self._held[layer.slot] = index
         self.loaded_bytes += layer.memory.nbytes
+
+    def _copy(self, copies: Iterable[PitchedCopy], stream: Stream) -> None:
+        for copy in copies:
+            self._device.copy_2d(copy, stream)
+
+    # ---- layers on disk
+
+    def _hold_on_host(self, layer: HostLayer) -> None:
+        """The layer is computed where it lies on the host, until another one is."""
+        if layer.disk is not None:
+            self._on_host = layer.disk
+            layer.lie_in(0, layer.disk.need([0])[0])
+
+    @contextmanager
+    def _at_hand(self, layer: HostLayer, expert: int) -> Iterator[None]:
+        """A context in which an expert is where the host computes it."""
+        if layer.disk is None:
+            yield
+            return
+        number = expert if layer.has_single_experts else 0
+        try:
+            try:
+                layer.lie_in(number, layer.disk.need([number])[number])
+            except BaseException:
+                self._reset()
+                raise
+            yield
+        finally:
+            layer.disk.release([number])
+
+    def _expect(self, index: int, ways: Mapping[int, Way], first: Sequence[Unit] = ()) -> None:
+        """Begin to read what comes next: these units of the layer, and those of the layers behind it."""
+        begin = bisect_left(self._streamed, index + 1)
+        behind = [other for other in (*self._streamed[begin:], *self._streamed[:begin]) if other != index]
+        own = self._layers[index].disk if index in self._layers else None
+        for units in self._on_disk:
+            wanted = [*first] if own is not None and own.units is units else []
+            for other in islice((other for other in behind if self._reads(other, units)), LAYERS_AHEAD):
+                wanted += self._next_units(other, ways[other])
+            units.expect(wanted)
+
+    def _next_units(self, index: int, way: Way) -> Sequence[Unit]:
+        """What is probably read of a layer: of chosen experts those that the host computed last."""
+        disk = self._layers[index].disk
+        assert disk is not None
+        if way == "chosen":
+            return () if self._exchange is None else disk.likely()
+        return disk.everything
+
+    def _read_chosen(self, layer: HostLayer, experts: Sequence[int]) -> None:
+        """The host computes experts of the layer next."""
+        if layer.disk is not None and layer.has_single_experts:
+            assert self._layer is not None and self._ways is not None
+            layer.disk.use(experts)
+            self._expect(self._layer, self._ways[1], layer.disk.units_of(experts))
+
+    def _reads(self, index: int, units: DiskUnits) -> bool:
+        """Whether the layer is among these units, and not in its slot."""
+        disk = self._layers[index].disk
+        return disk is not None and disk.units is units and not self._has_whole(index)
 
     # ---- chosen experts
 
@@ -219,6 +314,8 @@ class WeightStream:
         """Copy experts to the cache that it lacks, then all that are chosen from there to where kernels read them."""
         assert self._layer is not None
         places, missing = self._cached.take((self._layer, expert) for expert in chosen)
+        if layer.disk is not None:
+            layer.disk.use([expert for _, expert in missing])
         if missing:
             self._fill_cache(layer, [(expert, places[index, expert]) for index, expert in missing])
             self._order.after_fill(self._order.cache)
@@ -233,19 +330,22 @@ class WeightStream:
         assert self._layer is not None
         assert layer.host_experts is not None
         places: dict[int, int] = {}
+        replacements: list[tuple[Expert, int]] = []
         if not self._all_on_host:
             self._note_arrivals()
             experts = [(self._layer, expert) for expert in chosen.numbers]
             found, replacements = self._cached.follow(experts, MOST_REPLACED)
             places = {expert: place for (_, expert), place in found.items()}
-            if places:
-                self._place(layer, places)
-            if replacements:
-                self._fill_cache(layer, [(expert, place) for (_, expert), place in replacements])
-                self._arriving.append((*self._order.after_fill_behind(), [expert for expert, _ in replacements]))
-        on_host = frozenset(chosen.numbers).difference(places)
+        on_host = [expert for expert in chosen.numbers if expert not in places]
+        self._read_chosen(layer, on_host)
+        if places:
+            self._place(layer, places)
+        if replacements:
+            self._fill_cache(layer, [(expert, place) for (_, expert), place in replacements])
+            self._arriving.append((*self._order.after_fill_behind(), [expert for expert, _ in replacements]))
         self.host_bytes += len(on_host) * layer.memory.nbytes // self._specs[self._layer].num_experts
-        return HostExperts(chosen, on_host, layer.host_experts, exchange) if on_host else None
+        at_hand = partial(self._at_hand, layer)
+        return HostExperts(chosen, set(on_host), layer.host_experts, exchange, at_hand) if on_host else None
 
     def _note_arrivals(self) -> None:
         """Experts whose copies have ended may be used."""
@@ -260,9 +360,14 @@ class WeightStream:
         assert self._cache is not None
         size = layer.memory.shape[1]
         stream = self._order.before_fill(self._order.cache)
-        for expert, place in experts:
-            copy = PitchedCopy(self._cache[place], layer.memory[expert], size, size, size, 1, "h2d")
-            self._device.copy_2d(copy, stream)
+        places = dict(experts)
+        if layer.disk is None:
+            self._copy((_copy_of(self._cache[place], layer.memory[expert], size) for expert, place in experts), stream)
+        else:
+            for found in layer.disk.in_turn(places):
+                pairs = found.items()
+                self._copy((_copy_of(self._cache[places[expert]], memory, size) for expert, memory in pairs), stream)
+                layer.disk.release(found, self._order.after_copies())
         self.loaded_bytes += len(experts) * size
 
     def _place(self, layer: HostLayer, places: Mapping[int, int]) -> None:
@@ -322,6 +427,9 @@ class WeightStream:
         self._converted = None
         self._cached.clear()
         self._arriving = []
+        for units in self._on_disk:
+            units.reset()
+        self._on_host = None
         self._layer = None
         self._slot = None
 
@@ -348,27 +456,41 @@ class _Pass:
 
 def _copies(layer: HostLayer, slot: Tensor) -> Iterator[PitchedCopy]:
     """The copies of a layer to its slot."""
-    for part in layer.parts:
-        experts, width = part.in_slot.shape
-        pitches = part.in_slot.stride(0), part.on_host.stride(0)
-        yield PitchedCopy(part.in_slot, part.on_host, *pitches, width, experts, "h2d")
-    if layer.parts:
-        return
-    memory = layer.memory.flatten()
-    size = memory.nbytes
+    for begin, in_slot in layer.parts:
+        experts, width = in_slot.shape
+        on_host = layer.memory[:, begin : begin + width]
+        yield PitchedCopy(in_slot, on_host, in_slot.stride(0), on_host.stride(0), width, experts, "h2d")
+    if not layer.parts:
+        yield from _pieces(slot, layer.memory.flatten())
+
+
+def _copies_of_unit(layer: HostLayer, number: int, memory: Tensor, slot: Tensor) -> Iterator[PitchedCopy]:
+    """The copies to a slot of a unit that has been read into memory."""
+    for begin, in_slot in layer.parts:
+        yield _copy_of(in_slot[number], memory[begin:], in_slot.shape[1])
+    if not layer.parts:
+        size = layer.memory.shape[-1]
+        yield from _pieces(slot[number * size :], memory[:size])
+
+
+def _pieces(target: Tensor, source: Tensor) -> Iterator[PitchedCopy]:
+    """The copies of memory uint8 [bytes] to the beginning of another."""
+    size = source.nbytes
     whole = size // PIECE_BYTES
     if whole:
-        yield PitchedCopy(slot, memory, PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, whole, "h2d")
+        yield PitchedCopy(target, source, PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, whole, "h2d")
     if rest := size - whole * PIECE_BYTES:
-        yield PitchedCopy(slot[size - rest :], memory[size - rest :], rest, rest, rest, 1, "h2d")
+        yield _copy_of(target[size - rest :], source[size - rest :], rest)
+
+
+def _copy_of(target: Tensor, source: Tensor, size: int) -> PitchedCopy:
+    return PitchedCopy(target, source, size, size, size, 1, "h2d")
 
 
 def _places(layer: HostLayer, cache: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each part of an expert its places in the slot and in the cache, [experts, words] and [places, words]."""
-    begin = 0
-    for part in layer.parts:
-        end = begin + part.in_slot.shape[1]
-        both = part.in_slot, cache[:, begin:end]
+    for begin, in_slot in layer.parts:
+        end = begin + in_slot.shape[1]
+        both = in_slot, cache[:, begin:end]
         has_words = all(value % WORD.itemsize == 0 for own in both for value in (*own.stride()[:1], begin, end))
         yield both if not has_words else (both[0].view(WORD), both[1].view(WORD))
-        begin = end
