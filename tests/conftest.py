@@ -149,6 +149,11 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm.features.cpu_attention import balance, host_blocks
     from nanovllm.features.cpu_attention.shares import Bandwidths
     from nanovllm.features.speculation import draft_model, drafter, lengths
+    from nanovllm.features.streamed_weights import host_share, stream
+
+    class Given(host_share.HostShare):
+        def observe(self, step: host_share.StepCost) -> None:
+            pass
 
     class Unmoved(balance.BalancedShare):
         def observe(self, step: balance.StepTimes) -> None:
@@ -161,6 +166,7 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Bandwidths(link=10e9, host=20e9, device=20e9)
     monkeypatch.setattr(host_blocks, "measure_bandwidths", lambda *_: given)
     monkeypatch.setattr(host_blocks, "BalancedShare", Unmoved)
+    monkeypatch.setattr(stream, "HostShare", Given)
     for module in (drafter, draft_model):
         monkeypatch.setattr(module, "PassCosts", Guessed)
 

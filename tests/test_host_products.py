@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn
-from engines import offloaded
+from engines import greedy, offloaded, token_ids
 from fast import fast_only
 from ordering_check import OrderingCheck
-from streamed_engines import VOCAB, answers, stream_of
+from quantized_checkpoints import quantize
+from streamed_engines import PROMPTS, VOCAB, answers, stream_of
 
 from nanovllm import LLM, build
+from nanovllm.device import cpu
+from nanovllm.errors import EngineError
 
 BLOCK = 16
 # Prompts of more rows than are multiplied on the host, and decode steps of few.
@@ -76,3 +80,59 @@ def test_a_device_of_its_own_and_its_host_give_the_same_bits(made: Callable[[str
             assert answers(llm) == expected
             assert answers(llm) == expected, "from the prefix cache"
             assert stream_of(llm).host_bytes > 0
+
+
+STORED = ["gptq-32-asymmetric", "awq-32", "fp8-channel", "pack-quantized-32"]
+
+
+@pytest.mark.usefixtures("own_device")
+@pytest.mark.parametrize("family", fast_only(["qwen3_moe"], ["qwen3", "qwen3_moe"]))
+@pytest.mark.parametrize("stored", fast_only(STORED[:1], STORED))
+def test_packed_weights_are_multiplied_on_the_host(tmp_path: Path, family: str, stored: str) -> None:
+    sizes = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "layers": 4, "experts": 8}
+    make_checkpoint(tmp_path / "plain", family, vocab=VOCAB, **sizes)
+    path = quantize(tmp_path / "plain", tmp_path / stored, stored)
+    with LLM(path, dtype="bfloat16", **RESIDENT) as llm:
+        expected = answers(llm)
+    with LLM(path, dtype="bfloat16", weights_memory_bytes="1%", **RESIDENT) as llm:
+        assert answers(llm) == expected
+        assert stream_of(llm).host_bytes > 0
+
+
+def test_few_rows_copy_nothing_where_the_host_is_the_device(made: Callable[[str], Path]) -> None:
+    """And many copy every weight once."""
+    with LLM(made("qwen3"), dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
+        weights = stream_of(llm)
+        token_ids(llm, PROMPTS[0], greedy(1))
+        copied = weights.loaded_bytes
+        assert weights.streamed_bytes <= copied <= 2 * weights.streamed_bytes
+        assert weights.host_bytes == 0
+        token_ids(llm, PROMPTS[0], greedy(5))
+        assert weights.loaded_bytes == copied, "the prefix is known, and steps have few rows"
+        # One layer is still in a slot; the rows of a prompt that is known begin with its last block.
+        assert 5 * weights.streamed_bytes // 2 < weights.host_bytes <= 5 * weights.streamed_bytes
+
+
+@pytest.mark.usefixtures("own_device")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("fails_at", [1, 3, 12])
+def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
+    made: Callable[[str], Path], family: str, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that nobody waits for fail too."""
+    with LLM(made(family), dtype="float32", weights_memory_bytes="50%", **RESIDENT) as llm:
+        expected = token_ids(llm, PROMPTS, greedy(9))
+        copies = count(1)
+        copy_pitched = cpu.copy_pitched
+
+        def broken(*given: Any, **named: Any) -> None:
+            if next(copies) >= fails_at:
+                raise OSError("the link is down")
+            copy_pitched(*given, **named)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu, "copy_pitched", broken)
+            with pytest.raises(EngineError, match="the link is down"):
+                llm.generate(PROMPTS * 3, greedy(9), use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()
+        assert token_ids(llm, PROMPTS, greedy(9)) == expected

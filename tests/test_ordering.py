@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import inspect
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,10 @@ from fast import fast_only, fast_pairs
 from host_tasks import PythonTask
 from ordering_check import OrderingCheck, OrderingError
 from resident_memory import rss_bytes
+from streamed_engines import stream_of
 
 from nanovllm import LLM
-from nanovllm.device import PitchedCopy
+from nanovllm.device import Event, Mark, PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights import stream
@@ -235,6 +237,11 @@ def order_calls(*, of_store: bool = False) -> list[tuple[int, int, str]]:
     return [call[:3] for call in found if call[3] in ("wait", "record") and "settled" not in call[2]]
 
 
+def in_every_step(calls: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Without those for experts that are copied behind."""
+    return [call for call in calls if "(arrived)" not in call[2]]
+
+
 def without_call(line: int, column: int) -> types.ModuleType:
     """`transfer_order` with one call replaced by nothing."""
 
@@ -351,6 +358,42 @@ def test_an_expert_cache_that_is_not_ordered_is_noticed(
     assert "the expert cache" in str(failed.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("taken_out", "says"), [("", ""), ("record(arrived)", "never recorded"), ("wait(arrived)", "the expert cache")]
+)
+def test_experts_that_are_copied_behind_are_used_in_order(
+    mixture_dir: Path, taken_out: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy has ended before the next layer asks, so that what it brought is used."""
+    add_cpu_attention_streams(monkeypatch)
+    order = transfer_order
+    if taken_out:
+        (call,) = [call for call in order_calls() if taken_out in call[2]]
+        order = without_call(*call[:2])
+    monkeypatch.setattr(stream, "WeightOrder", order.WeightOrder)
+    after_fill_behind = order.WeightOrder.after_fill_behind
+
+    def ended(order: transfer_order.WeightOrder) -> tuple[Event, Mark]:
+        event, mark = after_fill_behind(order)
+        while mark.seconds() is None:
+            time.sleep(0.001)
+        return event, mark
+
+    monkeypatch.setattr(order.WeightOrder, "after_fill_behind", ended)
+    given = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20, "max_model_len": 120, "weights_memory_bytes": "50%"}
+    with LLM(mixture_dir, dtype="float32", **given) as llm:
+        prompt = random_prompt(2, VOCAB, seed=1)
+        if not taken_out:
+            llm.generate([prompt], greedy(30), use_tqdm=False)
+            weights = stream_of(llm)
+            assert 0 < weights.host_bytes < 31 * 4 * 2 * weights.streamed_bytes // (4 * 16)
+            return
+        with pytest.raises(EngineError) as failed:
+            llm.generate([prompt], greedy(30), use_tqdm=False)
+    assert isinstance(failed.value.__cause__, OrderingError)
+    assert says in str(failed.value.__cause__)
+
+
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
 def test_a_ring_of_which_one_group_is_not_ordered_is_noticed(
     model_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
@@ -388,7 +431,7 @@ def is_of_weights(source: str) -> bool:
     return "_weights_" in source
 
 
-@pytest.mark.parametrize(("line", "column", "source"), order_calls(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("line", "column", "source"), in_every_step(order_calls()), ids=lambda value: str(value))
 def test_every_wait_and_record_taken_out_is_noticed(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +451,7 @@ def is_wait_for_stores(source: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", order_calls(), ids=lambda call: f"{call[0]}-{call[2]}")
+@pytest.mark.parametrize("call", in_every_step(order_calls()), ids=lambda call: f"{call[0]}-{call[2]}")
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_wait_and_record_taken_out_is_noticed_in_every_mix(
     tmp_path: Path, mix: str, call: tuple[int, int, str], monkeypatch: pytest.MonkeyPatch

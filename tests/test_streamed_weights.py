@@ -213,8 +213,8 @@ def test_bits_are_those_of_resident_weights_beside(name: str, tmp_path: Path) ->
     with LLM(path, **arguments) as llm:
         expected = answers(llm)
         drafts = llm.metrics().drafts
-    for share in ("1%", "80%"):
-        with LLM(path, **arguments, weights_memory_bytes=share) as llm:
+    for share, products in (("1%", False), ("80%", True)):
+        with LLM(path, **{**arguments, "weights_memory_bytes": share, "host_products": products}) as llm:
             found = answers(llm)
             assert llm.metrics().drafts == drafts
             assert answers(llm) == expected, "from the prefix cache"
@@ -230,11 +230,12 @@ def test_adapters_are_of_layers_that_stream_too(kv: str, tmp_path: Path) -> None
     model = make_checkpoint(tmp_path / "model", vocab=VOCAB, layers=4)
     adapter = make_adapter(tmp_path / "adapter", model)
     found = []
-    for asked in (None, "1%"):
-        with LLM(tmp_path / "model", dtype="float32", enable_lora=True, weights_memory_bytes=asked, **KV[kv]) as llm:
+    for asked, products in ((None, False), ("1%", False), ("1%", True)):
+        given = {**KV[kv], "weights_memory_bytes": asked, "host_products": products}
+        with LLM(tmp_path / "model", dtype="float32", enable_lora=True, **given) as llm:
             users = [adapter if index % 2 else None for index in range(len(PROMPTS))]
             found.append(answers(llm, [GREEDY], lora_request=users))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
@@ -594,6 +595,7 @@ def test_random_engines_answer_as_with_resident_weights(model_dir: Path, data: s
         "preemption_mode": draw(st.sampled_from(["swap", "recompute"]), "preemption"),
         "swap_space": 0.01,
         "num_gpu_blocks": draw(st.sampled_from([9, 14, 40]), "blocks of the device"),
+        "host_products": draw(st.booleans(), "products on the host"),
     }
     if draw(st.booleans(), "offload"):
         given |= {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": draw(st.sampled_from([10, 40]))}

@@ -19,7 +19,16 @@ import torch
 from checkpoints import checkpoint_fixture
 from cpu_attention_helpers import force_share
 from engines import greedy, offloaded, random_prompt, recorded_logits, run_random_requests, set_prefill, set_ring
-from test_ordering import MIXTURE, STREAMED, forget_cache, is_cpu_attention, is_of_weights, order_calls, without_call
+from test_ordering import (
+    MIXTURE,
+    STREAMED,
+    forget_cache,
+    in_every_step,
+    is_cpu_attention,
+    is_of_weights,
+    order_calls,
+    without_call,
+)
 from torch import Tensor
 
 from nanovllm import LLM, build
@@ -37,7 +46,7 @@ SEEDS = (1, 2, 3, 4)
 SHARES = (None, 1.0)  # of the host blocks for CPU attention
 # The longest random time that each piece of work waits before it runs, in microseconds.
 LATE = {"host_tasks": 6000, "copies": 6000, "stores": 60_000, "kernels": 300}
-WAITS = [call for call in order_calls() if ".wait(" in call[2]]
+WAITS = [call for call in in_every_step(order_calls()) if ".wait(" in call[2]]
 
 
 model_dir = checkpoint_fixture(vocab=VOCAB, hidden=32, intermediate=32, head_dim=16)
