@@ -179,20 +179,22 @@ def test_operations_of_attention_are_those_of_a_walk(
     assert work.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
 
 
+@pytest.mark.parametrize(("products", "tokens"), [(False, 20), (True, 100)])
 @pytest.mark.parametrize("part", ["30%", "70%"])
-def test_weights_are_copied_once_a_pass(tmp_path: Path, part: str) -> None:
-    """And at the end the first layers of the next pass, which are copied behind the last ones."""
+def test_weights_are_copied_once_a_pass(tmp_path: Path, part: str, products: bool, tokens: int) -> None:
+    """And at the end the first layers of the next pass, which are copied behind the last ones. tokens: of a step."""
     make_checkpoint(tmp_path, vocab=VOCAB, layers=6)
-    sizes = {"weights_memory_bytes": part, "max_num_batched_tokens": 20}
+    sizes = {"weights_memory_bytes": part, "max_num_batched_tokens": tokens, "host_products": products}
     with LLM(tmp_path, **offloaded(BLOCK, 9, 40, **sizes)) as llm:
         plan = llm.plan()
         assert plan.weights.streamed and not llm.kv_stats().loaded_weight_bytes
-        request = plan.request(50, 6)
-        llm.generate(random_prompt(50, VOCAB, 1), greedy(6), use_tqdm=False)
+        request = plan.request(2 * tokens + 10, 6)
+        llm.generate(random_prompt(2 * tokens + 10, VOCAB, 1), greedy(6), use_tqdm=False)
         loaded = llm.kv_stats().loaded_weight_bytes
     assert llm.kv_stats().loaded_weight_bytes == loaded
     predicted = request.prefill_weight_bytes + 5 * request.step_weight_bytes
-    assert request.step_weight_bytes == plan.weights.host_bytes
+    assert request.step_weight_bytes == (0 if products else plan.weights.host_bytes)
+    assert request.step_multiplied_bytes == (plan.weights.host_bytes if products else 0)
     ahead = [sum(plan.weights.sizes.stored_bytes[layer] for layer in plan.weights.streamed[:most]) for most in (1, 2)]
     assert loaded - predicted in ahead
 

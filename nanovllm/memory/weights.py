@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.network import ExpertSpec, WeightSizes
@@ -27,6 +28,7 @@ from nanovllm.memory.shares import KVWish
 logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 2
+MOST_HOST_ROWS = 64  # of a pass with products on the host: for more rows they would take longer than the link
 KV_SHARE = 8  # 1 / KV_SHARE of the memory is left for KV blocks where nothing says how much they get,
 MIXTURE_KV_SHARE = 2  # and beside experts up to 1 / MIXTURE_KV_SHARE of the device, if the longest sequence takes it
 CACHE_SHARE = 4  # 1 / CACHE_SHARE of the streamed experts fit into the cache, before further layers stay on the device
@@ -42,7 +44,8 @@ class WeightPlan:
     sizes: WeightSizes
     streamed: tuple[int, ...] = ()  # layers, ascending, whose matrices or experts are in host memory
     cached_experts: int = 0  # places of the expert cache
-    host_products: bool = False  # a pass of few rows may multiply on the host
+    host_products: bool = False  # a pass of at most MOST_HOST_ROWS rows may multiply on the host
+    in_place: bool = False  # and always does: device and host are one memory
     converts: bool = False  # slots hold the host's form, which is converted into memory of another layer
     on_disk: tuple[int, ...] = ()  # streamed layers, ascending, whose units lie in a file
     host_experts: int = 0  # host places for experts that lie in a file
@@ -106,26 +109,50 @@ class WeightPlan:
         """Of all layers that stream."""
         return self.sizes.num_experts * sum(self.sizes.stored_expert_bytes[layer] > 0 for layer in self.streamed)
 
+    def multiplies(self, rows: int) -> bool:
+        """Whether a pass of so many rows may multiply on the host."""
+        return self.host_products and rows <= MOST_HOST_ROWS
+
     def chooses(self, rows: int, experts: ExpertSpec) -> bool:
-        """Whether only the experts that so many rows choose are copied: they fit the cache, and are at most half."""
+        """Whether only the experts that so many rows choose are read: at most half of all. Copied, they fit the cache.
+
+        Where host and device are one memory they are read as long as the host multiplies.
+        """
+        if self.host_products:
+            return self.multiplies(rows) and (self.in_place or 2 * experts.share_read(rows) <= 1)
         return rows * experts.num_experts_per_tok <= self.cached_experts and 2 * experts.share_read(rows) <= 1
 
     def chosen_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
-        """What a pass of so many rows copies of chosen experts, after their routers; 0 if layers are copied whole.
+        """Of the experts that a pass of so many rows chooses, those that are not on the device; 0 if all are copied.
 
         As many as are expected if rows choose evenly and alone: of those that are chosen the cache has the share of
         all that it has places for. Where some experts are chosen more often than others it has more.
         """
         if experts is None or not self.num_streamed_experts or not self.chooses(rows, experts):
             return 0
-        cached = min(1.0, self.cached_experts / self.num_streamed_experts)
+        places = 0 if self.in_place and self.multiplies(rows) else self.cached_experts
+        cached = min(1.0, places / self.num_streamed_experts)
         return round((1.0 - cached) * experts.share_read(rows) * self._streamed_expert_bytes)
 
+    def multiplied_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
+        """With what a pass of so many rows multiplies on the host: chosen experts, and layers without experts where
+        the link has no part in them, or of a network without experts all that may be divided between host and link."""
+        if not self.multiplies(rows):
+            return 0
+        whole = self.streamed_bytes - self._streamed_expert_bytes if self.in_place or experts is None else 0
+        return whole + self.chosen_bytes(rows, experts)
+
     def loaded_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
-        """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones."""
+        """What a pass of so many rows copies to the device: whole layers, or of those with experts the chosen ones.
+
+        Of layers that may be divided between host and link all.
+        """
+        if self.in_place and self.multiplies(rows):
+            return 0
         if experts is None or not self.chooses(rows, experts):
             return self.streamed_bytes
-        return self.streamed_bytes - self._streamed_expert_bytes + self.chosen_bytes(rows, experts)
+        whole = self.streamed_bytes - self._streamed_expert_bytes
+        return whole if self.multiplies(rows) else whole + self.chosen_bytes(rows, experts)
 
     def read_bytes(self, rows: int, experts: ExpertSpec | None) -> int:
         """What a pass of so many rows reads from disk: layers without experts, and experts that the host lacks.
@@ -165,6 +192,7 @@ def plan_weights(
     host_budget: int = sys.maxsize,
     *,
     host_products: bool = False,
+    in_place: bool = False,
     converts: bool = False,
 ) -> WeightPlan:
     """The plan with the fewest streamed layers that takes at most `budget` bytes of the device.
@@ -175,7 +203,7 @@ def plan_weights(
     room for them.
     """
     num_layers = len(sizes.stored_bytes)
-    none = WeightPlan(sizes, host_products=host_products, converts=converts)
+    none = WeightPlan(sizes, host_products=host_products, in_place=in_place, converts=converts)
     if sizes.num_bytes <= budget or num_layers == 1:
         return none
     # Even numbers: else the last layer and the first one of the next pass would have the same slot.
@@ -249,9 +277,17 @@ def weight_plan(
     than for those of the CPU. Raises ConfigError for fewer bytes than streaming layers take.
     """
     host_budget = _host_budget(config, host_free)
-    converts = other_form and config.host_products
+    products = config.host_products
+    plan = partial(
+        plan_weights,
+        sizes,
+        host_budget=host_budget,
+        host_products=products,
+        in_place=products and tiers_share_memory,
+        converts=products and other_form,
+    )
     if config.weights_memory_bytes is not None:
-        return _within_host(config, _asked_plan(config, sizes, host_budget, converts), host_budget)
+        return _within_host(config, _asked_plan(config, sizes, plan), host_budget)
     if not config.enable_cpu_offload or tiers_share_memory:
         return WeightPlan(sizes)
     usable = int(device_total * config.gpu_memory_utilization) - (device_total - device_free)
@@ -260,9 +296,7 @@ def weight_plan(
         for_kv = max(for_kv, min(kv.longest, usable // MIXTURE_KV_SHARE))
     if sizes.num_bytes + for_kv <= usable and sizes.num_bytes + for_kv + step_bytes() <= usable:
         return WeightPlan(sizes)
-    budget = usable - for_kv - step_bytes()
-    plan = plan_weights(sizes, budget, host_budget, host_products=config.host_products, converts=converts)
-    return _within_host(config, plan, host_budget)
+    return _within_host(config, plan(usable - for_kv - step_bytes()), host_budget)
 
 
 def _host_budget(config: EngineConfig, host_free: int) -> int:
@@ -302,12 +336,15 @@ def _within_host(config: EngineConfig, plan: WeightPlan, host_budget: int) -> We
     return plan
 
 
-def _asked_plan(config: EngineConfig, sizes: WeightSizes, host_budget: int, converts: bool) -> WeightPlan:
-    """The plan for `weights_memory_bytes`. A share gets what streaming layers take, if that is more."""
+def _asked_plan(config: EngineConfig, sizes: WeightSizes, plan_of: Callable[[int], WeightPlan]) -> WeightPlan:
+    """The plan for `weights_memory_bytes`, by `plan_of` so many bytes.
+
+    A share gets what streaming layers take, if that is more.
+    """
     part = config.weights_share
     asked = config.num_bytes("weights_memory_bytes") if part is None else int(part * sizes.num_bytes)
     assert asked is not None
-    plan = plan_weights(sizes, asked, host_budget, host_products=config.host_products, converts=converts)
+    plan = plan_of(asked)
     if plan.device_bytes <= asked:
         return plan
     says = f"{_least_parts(plan)} {plan.device_bytes:,} bytes"

@@ -166,7 +166,9 @@ def _where_weights_lie(part: _LargestPart, config: EngineConfig, machine: Machin
     host_free = machine.host_free // ranks
     shared = machine.is_shared
     wish = kv_wish(config, part.model.network)
-    plan = weight_plan(config, sizes, machine.device_total, free, host_free, shared, lambda: part.step_bytes, wish)
+    other_form = not shared and part.model.build.method is not None
+    step = lambda: part.step_bytes  # noqa: E731 # counted if it is asked for
+    plan = weight_plan(config, sizes, machine.device_total, free, host_free, shared, step, wish, other_form)
     if plan.streamed and not machine.host_free:
         raise _no_host_memory("weights that stream need it")
     if plan.device_bytes >= free:

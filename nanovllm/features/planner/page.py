@@ -18,7 +18,7 @@ from nanovllm.memory.weights import WeightPlan
 WORK = {
     COMPUTE: "computing",
     DEVICE: "reading the memory of the device",
-    HOST: "attention of the CPU to what is on the host",
+    HOST: "the CPU's attention and products with what is on the host",
     INTERCONNECT: "sums over the ranks",
     DISK: "reading weights from disk",
 }
@@ -83,6 +83,7 @@ def plan_json(plan: Plan, prompt_len: int | None, output_len: int) -> dict[str, 
             "device_bytes": plan.weights.device_bytes,
             "slots": plan.weights.num_slots,
             "slot_bytes": plan.weights.slot_bytes,
+            "host_products": plan.weights.host_products,
             "cached_experts": plan.weights.cached_experts,
             "expert_bytes": plan.weights.expert_bytes,
             "host_bytes": plan.weights.host_bytes,
@@ -203,6 +204,11 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
         rows.append(_row("cached experts", show_bytes(weights.cached_experts * weights.expert_bytes), note))
         moved += ", which chooses experts evenly"
     rows.append(_row("copied in", show_bytes(request.prefill_weight_bytes), moved))
+    if request.step_multiplied_bytes:
+        says = "for each token after the prompt, with which the host multiplies"
+        if plan.rates.host_bandwidth is None and not plan.sizing.memory.tiers_share_memory:
+            says += ", counted at the link's rate (--host-bandwidth)"
+        rows.append(_row("read on the host", show_bytes(request.step_multiplied_bytes), says))
     if weights.on_disk:
         moved = f"for the prompt, and {show_bytes(request.step_read_bytes)} for each token after it"
         rows.append(_row("read from disk", show_bytes(request.prefill_read_bytes), moved))

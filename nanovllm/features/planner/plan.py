@@ -12,7 +12,7 @@ from nanovllm.data.network import Network, WeightSizes
 from nanovllm.errors import RequestError
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.dry_run import NOTHING_MOVED, dry_run
-from nanovllm.features.planner.predict import DISK, LINK, Prediction, Rates, StepModel, total
+from nanovllm.features.planner.predict import DISK, HOST, LINK, Prediction, Rates, StepModel, total
 from nanovllm.features.planner.units import show_bytes
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
@@ -49,6 +49,7 @@ class RequestPlan:
     step_transfers: TransferCount  # of one decode step, on average; its bytes alone
     prefill_weight_bytes: int  # of layers that stream, copied to the device while the prompt is computed
     step_weight_bytes: int  # the same in one decode step
+    step_multiplied_bytes: int  # with which the host multiplies in one decode step
     prefill_read_bytes: int  # of these, read from disk
     step_read_bytes: int
     prefill: Prediction
@@ -129,6 +130,7 @@ class Plan:
             step_transfers=_mean_bytes([moved for _, moved in shown]),
             prefill_weight_bytes=sum(model.loaded_weights(work.end - work.begin) for work, _ in prefills),
             step_weight_bytes=model.loaded_weights(1),
+            step_multiplied_bytes=model.multiplied_weights(1),
             prefill_read_bytes=sum(model.read_weights(work.end - work.begin) for work, _ in prefills),
             step_read_bytes=model.read_weights(1),
             prefill=total([model.prefill(work, work.end == prompt_len, moved) for work, moved in prefills]),
@@ -138,11 +140,11 @@ class Plan:
         )
 
     def _faster(self, model: StepModel, steps: Sequence[PlannedStep], decode: Prediction) -> tuple[FasterDecode, ...]:
-        """What would make decode faster if weights stream and the link or the disk limits it.
+        """What would make decode faster if weights stream and the link, the host or the disk limits it.
 
         The steps move the same KV then, and but for the last change the device's memory for weights stays as it is.
         """
-        if not model.weights.streamed or decode.seconds is None or decode.limit not in (LINK, DISK):
+        if not model.weights.streamed or decode.seconds is None or decode.limit not in (LINK, HOST, DISK):
             return ()
         rates = model.rates
         changes: list[tuple[str, StepModel]] = []
@@ -152,6 +154,9 @@ class Plan:
             changes.append(("a checkpoint in 4 bits", replace(model, network=network, weights=weights)))
         if decode.limit == LINK and rates.link is not None:
             changes.append(("a link twice as fast", replace(model, rates=replace(rates, link=2 * rates.link))))
+        if decode.limit == HOST and rates.host_bandwidth is not None:
+            faster = replace(rates, host_bandwidth=2 * rates.host_bandwidth)
+            changes.append(("host memory twice as fast", replace(model, rates=faster)))
         if decode.limit == DISK and rates.disk_bandwidth is not None:
             faster = replace(rates, disk_bandwidth=2 * rates.disk_bandwidth)
             changes.append(("a disk twice as fast", replace(model, rates=faster)))

@@ -3,7 +3,8 @@
 The device computes the layers while the link copies KV. A step takes the longer of the two, and then the output
 projection. The link also copies the weights of layers that stream, of the next step's first layer during the head:
 
-    step = max(max(device + chosen / link's rate + chosen read / disk's rate, KV / link's rate + stall) + head,
+    step = max(max(device + multiplied / host's rate + chosen / link's rate + chosen read / disk's rate,
+                   KV / link's rate + stall) + head,
                (KV in + weights) / link's rate, read / disk's rate)
 
 device: in prefill max(operations / compute, weights / device bandwidth) + attention operations / compute; in decode the
@@ -15,7 +16,9 @@ link max(0, slot-free seconds - ring_slots * slot bytes / link). Weights cross i
 
 weights: `WeightPlan.loaded_bytes` once a pass, which is a chunk of a prompt, a layer-by-layer prefill as a whole, or a
 decode step. chosen: `WeightPlan.chosen_bytes` of them, for which the device waits behind each router. They are those of
-even choices: real ones hit the cache more often. read, chosen read: what of them comes from disk.
+even choices: real ones hit the cache more often. multiplied: `WeightPlan.multiplied_bytes`, with which the host
+multiplies, and not the device; of layers without experts a share, so that host and link take the same time. read,
+chosen read: what of all these comes from disk.
 
 Host blocks that the CPU attends to take neither link nor device. CPU attention runs beside attention on the device, or
 after it where both are one processor. Tensor-parallel ranks wait for each other in every sum, so that the device also
@@ -128,14 +131,35 @@ class StepModel:
 
     def _chosen_seconds(self, rows: int) -> float:
         """For which a pass of so many rows waits for experts."""
-        chosen = self.weights.chosen_bytes(rows, self.network.experts)
+        chosen = 0 if self.weights.multiplies(rows) else self.weights.chosen_bytes(rows, self.network.experts)
         read = self.weights.chosen_read_bytes(rows, self.network.experts)
         on_link = chosen / self.rates.link if chosen and self.rates.link is not None else 0.0
         return on_link + (read / self.rates.disk_bandwidth if read and self.rates.disk_bandwidth is not None else 0.0)
 
     def loaded_weights(self, rows: int) -> int:
         """Bytes of weights that a pass of so many rows copies to the device."""
-        return self.weights.loaded_bytes(rows, self.network.experts)
+        loaded = self.weights.loaded_bytes(rows, self.network.experts)
+        return loaded - self.multiplied_weights(rows) if self._is_divided(rows) else loaded
+
+    def multiplied_weights(self, rows: int) -> int:
+        """Bytes of weights with which a pass of so many rows multiplies on the host.
+
+        Layers without experts are divided between host and link so that both take the same time.
+        """
+        multiplied = self.weights.multiplied_bytes(rows, self.network.experts)
+        link = self.rates.link
+        host = self._host_rate
+        if not self._is_divided(rows) or link is None or host is None:
+            return multiplied
+        return round(multiplied * host / (host + link))
+
+    @property
+    def _host_rate(self) -> float | None:
+        """At which the host multiplies with weights: at least as fast as the link copies them."""
+        return self.rates.host_bandwidth or self.rates.link
+
+    def _is_divided(self, rows: int) -> bool:
+        return self.weights.multiplies(rows) and not self.weights.in_place and self.network.experts is None
 
     def read_weights(self, rows: int) -> int:
         """Bytes of weights that a pass of so many rows reads from disk."""
@@ -225,6 +249,13 @@ class StepModel:
         if sums:
             terms[INTERCONNECT] = sums
         layers = products + attention + sums + self._chosen_seconds(query_len)
+        multiplied = self.multiplied_weights(query_len)
+        if multiplied and not self.one_processor:
+            host, device = self._host_rate, self.rates.device_bandwidth
+            assert host is not None and device is not None, "they are among the missing rates"
+            terms[HOST] = terms.get(HOST, 0.0) + multiplied / host
+            terms[resource] -= multiplied / device
+            layers += multiplied / host - multiplied / device
         if read and self.rates.disk_bandwidth is not None:
             terms[DISK] = read / self.rates.disk_bandwidth
         link = self.rates.link
@@ -248,7 +279,9 @@ class StepModel:
         """Unknown rates that the time of a step of so many rows needs."""
         on_link = ["link"] if moved or self.loaded_weights(rows) else []
         from_disk = ["disk_bandwidth"] if self.read_weights(rows) else []
-        names = [*needed, *on_link, *from_disk, *(["interconnect"] if self.network.num_ranks > 1 else [])]
+        multiplies = self.multiplied_weights(rows) and not self.one_processor
+        on_host = ["host_bandwidth"] if multiplies and self._host_rate is None else []
+        names = [*needed, *on_link, *on_host, *from_disk, *(["interconnect"] if self.network.num_ranks > 1 else [])]
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 

@@ -19,7 +19,6 @@ from nanovllm.ops.cpu_kernels import WeightPart
 if TYPE_CHECKING:
     from nanovllm.ops.triton_routing import Grouping
 
-MOST_ROWS = 64  # that are multiplied on the host: for more it would take longer than the link
 ROUTING_BYTES = 1 << 20  # of the routing of so many rows
 
 

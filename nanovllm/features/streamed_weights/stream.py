@@ -24,7 +24,6 @@ from nanovllm.features.streamed_weights.expert_cache import Expert, UsedMost
 from nanovllm.features.streamed_weights.host_cache import Unit
 from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
 from nanovllm.features.streamed_weights.host_products import (
-    MOST_ROWS,
     Chosen,
     HostExchange,
     HostExperts,
@@ -33,6 +32,7 @@ from nanovllm.features.streamed_weights.host_products import (
 from nanovllm.features.streamed_weights.host_share import HostShare, StepCost
 from nanovllm.kvcache.transfer_order import WeightOrder
 from nanovllm.layers.experts import Routing
+from nanovllm.memory.weights import MOST_HOST_ROWS
 
 WORD = torch.int64  # as which bytes are copied on the device
 PRODUCTS = "the products of a streamed layer"
@@ -72,8 +72,6 @@ class WeightStream:
         # By layer, if experts are brought alone: their spec, and of each part where it is in the slot and in the cache.
         self._specs: dict[int, ExpertSpec] = {}
         self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        # Whether all products of few rows run on the host: where a copy would be in the same memory.
-        self._all_on_host = self._plan.host_products and device.shares_host
         self._exchange: HostExchange | None = None
         self._share: HostShare | None = None  # None: no layer is computed on the host, or all are
         self._pass: _Pass | None = None  # the one that runs, if its times are followed
@@ -90,15 +88,15 @@ class WeightStream:
 
     def _multiply_on_host(self) -> None:
         layers = self._layers.values()
-        self._exchange = HostExchange(self._device, MOST_ROWS * max(layer.result_bytes for layer in layers))
+        self._exchange = HostExchange(self._device, MOST_HOST_ROWS * max(layer.result_bytes for layer in layers))
         for layer in layers:
             layer.multiply_by(self._exchange)
-        if not self._all_on_host and all(layer.experts is None for layer in layers):
+        if not self._plan.in_place and all(layer.experts is None for layer in layers):
             self._share = HostShare([layer.memory.nbytes for layer in layers], GUESSED_LINK, GUESSED_HOST)
 
     def _take_experts(self, index: int, layer: HostLayer) -> None:
         experts = layer.experts
-        if experts is None or not (self._all_on_host or (layer.has_single_experts and self._cache is not None)):
+        if experts is None or not (self._plan.in_place or (layer.has_single_experts and self._cache is not None)):
             return
         experts.loads = self
         self._specs[index] = experts.spec
@@ -163,20 +161,16 @@ class WeightStream:
 
     def _ways_of(self, rows: int) -> Mapping[int, Way]:
         if self._ways is None or self._ways[0] != rows:
-            on_host = set(self._share.layers(rows) if self._share is not None and rows <= MOST_ROWS else ())
+            on_host = set(self._share.layers(rows) if self._share is not None and rows <= MOST_HOST_ROWS else ())
             ways = {index: self._way(index, rows, order in on_host) for order, index in enumerate(self._streamed)}
             self._ways = rows, ways
         return self._ways[1]
 
     def _way(self, index: int, rows: int, on_host: bool) -> Way:
         spec = self._specs.get(index)
-        if rows <= MOST_ROWS and self._exchange is not None:
-            if self._all_on_host:
-                return "host" if spec is None else "chosen"
-            if spec is None:
-                return "host" if on_host else "whole"
-            return "chosen" if 2 * spec.share_read(rows) <= 1 else "whole"
-        return "whole" if spec is None or self._exchange is not None or not self._plan.chooses(rows, spec) else "chosen"
+        if spec is not None:
+            return "chosen" if self._plan.chooses(rows, spec) else "whole"
+        return "host" if on_host or (self._plan.in_place and self._plan.multiplies(rows)) else "whole"
 
     # ---- whole layers
 
@@ -331,7 +325,7 @@ class WeightStream:
         assert layer.host_experts is not None
         places: dict[int, int] = {}
         replacements: list[tuple[Expert, int]] = []
-        if not self._all_on_host:
+        if not self._plan.in_place:
             self._note_arrivals()
             experts = [(self._layer, expert) for expert in chosen.numbers]
             found, replacements = self._cached.follow(experts, MOST_REPLACED)
@@ -406,7 +400,7 @@ class WeightStream:
         now = time.perf_counter()
         if last is None or index < last.index:
             link = self._device.link_busy()
-            if last is not None and last.rows <= MOST_ROWS:
+            if last is not None and last.rows <= MOST_HOST_ROWS:
                 share.observe(last.cost(link, self.host_bytes, exchange))
                 self._ways = None
             last = self._pass = _Pass(now, now, rows, index, link, self.host_bytes, exchange.seconds)
