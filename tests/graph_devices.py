@@ -7,7 +7,7 @@ tape: whatever Python would have worked out anew is what it was, and nothing is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +24,10 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.lora import grouped_adapters, manager
+from nanovllm.layers import experts
 from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.dense_weight import linear
-from nanovllm.layers.experts import Experts
+from nanovllm.layers.experts import Experts, Group, groups_of
 from nanovllm.layers.gated_delta import GatedDelta
 from nanovllm.ops import cpu_delta, cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
@@ -195,7 +196,7 @@ class RowsOnCpu(NativeAttention):
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself.
 
-    Experts and recurrences, whose kernels for a GPU find their rows on the device, are one call each.
+    What experts and recurrences do with rows, which kernels for a GPU find on the device, is one call.
     """
     for name in (
         "add_", "copy_", "narrow_", "filled", "rows_of", "widened", "rms_norm", "silu_and_mul", "gelu_tanh_and_mul",
@@ -206,9 +207,20 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         monkeypatch.setattr(FewRowLayer, name, device.kernel(getattr(FewRowLayer, name)))
     monkeypatch.setattr(cpu_delta, "sigmoid_gate_", device.kernel(cpu_delta.sigmoid_gate_))
     monkeypatch.setattr(GatedDelta, "recur_", device.kernel(_without_padding(GatedDelta.recur_)))
-    for name in ("__call__", "mixed"):
+    for name in ("route", "_sum"):
         monkeypatch.setattr(Experts, name, device.kernel(getattr(Experts, name)))
+    monkeypatch.setattr(experts, "groups_of", Groups)
     monkeypatch.setattr(CausalLM, "is_recordable", True)
+
+
+class Groups:
+    """`experts.groups_of`, of what the tensors hold whenever somebody asks."""
+
+    def __init__(self, weights: Tensor, chosen: Tensor) -> None:
+        self._found = weights, chosen
+
+    def __iter__(self) -> Iterator[Group]:
+        return groups_of(*self._found)
 
 
 def _without_padding(recur: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

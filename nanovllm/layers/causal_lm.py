@@ -41,6 +41,11 @@ class LayerWeights(Protocol):
         """Read from disk so far."""
         ...
 
+    @property
+    def streamed(self) -> Sequence[int]:
+        """These layers, ascending."""
+        ...
+
     def before_layer(self, index: int, rows: int) -> None:
         """The matrices of the layer are on the device from now on, until those of another layer are asked for.
 
@@ -51,6 +56,13 @@ class LayerWeights(Protocol):
 
     def close(self) -> None:
         """End reads from disk, and free the space there. Safe to call twice."""
+        ...
+
+    def is_recorded(self, rows: int) -> bool:
+        """Whether the next pass, of so many rows, has all matrices where kernels read them that a graph has recorded.
+
+        Experts may be left out: see `layers.experts.HostPart`.
+        """
         ...
 
 
@@ -206,8 +218,12 @@ class CausalLM(Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a CUDA graph can record a pass of few rows."""
-        return self.layer_weights is None and all(layer.is_recordable for layer in self.layers)
+        """Whether a CUDA graph can record a pass of few rows.
+
+        Where weights stream each rank may have another way to compute a layer, so that it would replay other steps.
+        """
+        is_one_way = self.layer_weights is None or self.group is None
+        return is_one_way and all(layer.is_recordable for layer in self.layers)
 
     @property
     def attending(self) -> Sequence[Attention]:

@@ -68,7 +68,7 @@ class HostPart(Protocol):
     def of_device(self, routing: Routing) -> tuple[Tensor, Grouping]:
         """Of a routing for kernels that take all experts at once the part of the others: weights and grouping.
 
-        The entry of a choice of an expert on the host is the number of the other entries.
+        All sizes stay. The entry of a choice of an expert on the host is the number of all entries.
         """
         ...
 
@@ -79,6 +79,11 @@ class HostPart(Protocol):
 
 class ExpertLoads(Protocol):
     """Brings the matrices of experts that do not stay on the device."""
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether `before_experts` may give a `HostPart`."""
+        ...
 
     def before_experts(self, x: Tensor, routing: Routing) -> HostPart | None:
         """The matrices of the chosen experts are on the device but for those of the result, until those of another
@@ -198,7 +203,8 @@ class Experts(Module):
             if host is None:
                 return self._all_at_once(x, weights, chosen, shared)
             weights, others = host.of_device(routing)
-            of_device = self._all_at_once(x, weights, others, shared)  # submitted before the host computes
+            # Submitted before the host computes.
+            of_device = self._all_at_once(x, weights, others, shared, is_part=True)
             return (of_device.float() + host.output(partial(self._sum, host=host))).to(x.dtype)
         out = self._sum(x, groups_of(weights, chosen), host)
         if shared is not None:
@@ -266,14 +272,19 @@ class Experts(Module):
             return torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
         return sigmoid(linear(x, self.shared_gate).float())
 
-    def _all_at_once(self, x: Tensor, weights: Tensor, grouping: Grouping, shared: Tensor | None) -> Tensor:
-        """The same with kernels that take all experts, so that their numbers stay on the device."""
+    def _all_at_once(
+        self, x: Tensor, weights: Tensor, grouping: Grouping, shared: Tensor | None, *, is_part: bool = False
+    ) -> Tensor:
+        """The same with kernels that take all experts, so that their numbers stay on the device.
+
+        is_part: whether the grouping is that of `HostPart.of_device`.
+        """
         from nanovllm.ops.triton_experts import weighted_sum
 
         inner = self._gated_unit(self.gate_up.all_at_once(x, grouping.ends, grouping.rows))
         outputs = self.down.all_at_once(inner, grouping.ends)
-        if grouping.rows.shape[0] < grouping.entries.numel():
-            outputs = F.pad(outputs, (0, 0, 0, 1))  # zeros, for the choices of a `HostPart`
+        if is_part:
+            outputs = F.pad(outputs, (0, 0, 0, 1))  # zeros, for choices of experts on the host
         return weighted_sum(outputs, grouping.entries, weights, shared)
 
     def tensors_of(self, expert: int) -> list[Tensor]:

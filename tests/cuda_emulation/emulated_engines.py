@@ -56,6 +56,15 @@ def chose(llm: LLM) -> bool:
     return bool(stream_of(llm)._cached._places)
 
 
+def streamed_between_graphs(llm: LLM) -> bool:
+    """Whether decode steps are replayed, with all layers copied to where graphs read them."""
+    return streamed(llm) and stream_of(llm).is_recorded(1)
+
+
+def chose_between_graphs(llm: LLM) -> bool:
+    return chose(llm) and stream_of(llm).is_recorded(1)
+
+
 def hit(llm: LLM) -> bool:
     return llm.metrics().prefix_cache.hit_tokens > 0
 
@@ -82,7 +91,10 @@ GEMMA_4 = {
     **{"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 64, "tie": True},
 }
 RECURRENT = {**CHECKPOINT, "layers": 4, "family": "qwen3_5"}
-HOST: dict[str, Any] = {"weights_memory_bytes": "1%", "enforce_eager": True}
+LEAST: dict[str, Any] = {"weights_memory_bytes": "1%"}
+MUCH: dict[str, Any] = {"weights_memory_bytes": "90%"}
+COPIED: dict[str, Any] = {**LEAST, "host_products": False}
+HOST: dict[str, Any] = {**LEAST, "enforce_eager": True}
 STREAMED: dict[str, Any] = {**HOST, "host_products": False}
 DEEP = {**CHECKPOINT, "layers": 4}
 # Few rows choose less than half of the experts. With most of the weights on the device their cache holds a quarter of
@@ -166,6 +178,24 @@ CASES: dict[str, Case] = {
     "chosen experts of batches": Case({**RING, **MOST}, model={**MANY, "layers": 6}, happened=chose),
     "chosen experts, GPTQ": Case({**RING, **MOST}, model=MANY, stored="gptq-128", alone=True, happened=chose),
     "chosen experts, GGUF": Case({**RESIDENT, **MOST}, model=MANY_WIDE, stored=mixed, alone=True, happened=chose),
+    "weights stream, graphs": Case({**RESIDENT, **COPIED}, model=DEEP, happened=streamed_between_graphs),
+    "weights stream, offloaded, graphs": Case({**RING, **COPIED}, model=DEEP, happened=streamed_between_graphs),
+    "chosen experts, graphs": Case({**RESIDENT, **COPIED}, model=MANY, alone=True, happened=chose_between_graphs),
+    "chosen experts, GPTQ, graphs": Case(
+        {**RING, **COPIED, **MUCH},
+        model=MANY,
+        stored="gptq-128",
+        alone=True,
+        happened=chose_between_graphs,
+    ),
+    "experts on the host, graphs": Case({**RESIDENT, **LEAST}, model=MANY, alone=True, happened=multiplied),
+    "experts on both, graphs": Case({**RING, **MUCH}, model={**MANY, "layers": 6}, happened=multiplied),
+    "experts on both, GPTQ, graphs": Case(
+        {**RESIDENT, **MUCH}, model=MANY, stored="gptq-128", alone=True, happened=multiplied
+    ),
+    "experts on both, sinks, graphs": Case(
+        {**RING, "num_cpu_blocks": 60, **LEAST}, model={**GPT_OSS, "experts": 16}, alone=True, happened=multiplied
+    ),
     "products on the host": Case({**RESIDENT, **HOST}, model=DEEP, happened=multiplied),
     "products on the host, offloaded": Case({**RING, **HOST}, model=DEEP, happened=multiplied),
     "products on the host, CPU attention": Case({**offloaded(BLOCK, 4, 40), **HOST}, model=DEEP, happened=multiplied),

@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: recorded calls of the model, with static inputs and a KV cache made for recording.
 
 Where attention can be recorded, one graph computes a complete step. Elsewhere a recording is cut at each call of
-attention, which runs eagerly between the replays. A last graph computes the most likely token of each row.
+attention, which runs eagerly between the replays, as do the copies and the host's part of weights that stream. A last
+graph computes the most likely token of each row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
+from nanovllm.features.cuda_graphs.between_graphs import AttentionBetweenGraphs, Call, Cuts, weights_between_graphs
 from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.features.cuda_graphs.recorded_states import RecordedStates
 from nanovllm.features.cuda_graphs.run_ahead import NextStep
@@ -42,42 +44,13 @@ TRIED_SHAPES = 4  # recorded to estimate the memory of all shapes but the larges
 TAIL_ROWS = 64  # of the largest step whose tokens are chosen in a graph: logits take a megabyte a row
 
 
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """A call of attention between two graphs."""
-
-    layer: int
-    q: Tensor  # [rows, heads, head_dim]; the output replaces it
-    k: Tensor  # [rows, kv_heads, head_dim]
-    v: Tensor  # [rows, kv_heads, head_dim]
-
-    def attend(self, rows: int, ctx: ForwardContext) -> None:
-        """Attend for the first rows."""
-        q, k, v = (part[:rows] for part in (self.q, self.k, self.v))
-        q.copy_(ctx.kv_cache.attend(self.layer, q, k, v, ctx))
-
-
-@dataclass(slots=True)
-class AttentionBetweenGraphs:
-    """The KV cache of a recording in which a graph ends at each call of attention, and the next one begins."""
-
-    cut: Callable[[], None]
-    calls: list[Attended] = field(default_factory=list)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `layers.forward_context.KVCache`."""
-        self.calls.append(Attended(layer, q, k, v))
-        self.cut()
-        return q
-
-
 @dataclass(slots=True)
 class RecordedStep:
     """The graphs of steps of one shape, and the tensors in which they leave their results."""
 
     shape: Shape
     inputs: Tensor  # int64 [2, rows]: token ids and positions
-    calls: Sequence[Attended] = ()  # between the graphs; none if they record attention
+    calls: Sequence[Call] = ()  # between the graphs
     hidden: Tensor | None = None  # [rows, hidden], after the final norm
     tokens: Tensor | None = None  # int64 [rows], see `ops.row_kernels.likeliest`; None if no graph computes them
     graphs: Sequence[Graph] = ()
@@ -133,8 +106,9 @@ class DecodeGraphs:
 
     def run(self, batch: FlatBatch, kv_cache: KVCache) -> ComputedRows | None:
         """See `engine.model_runner.DecodeRunner`."""
-        step = self._step_for(batch)
         rows = batch.inputs.shape[1]
+        weights = self._model.layer_weights
+        step = self._step_for(batch) if weights is None or weights.is_recorded(rows) else None
         ahead = self._ahead
         self._ahead = None
         if step is None:
@@ -172,7 +146,7 @@ class DecodeGraphs:
         next(replays).replay()
         self._device.end_kernel()
         for call in step.calls:
-            call.attend(rows, ctx)
+            call(rows, ctx)
             next(replays).replay()
 
     def _tokens(self, step: RecordedStep, batch: FlatBatch, kv_cache: KVCache) -> Sequence[int]:
@@ -205,14 +179,15 @@ class DecodeGraphs:
         has_tail = model.group is None and shape.rows <= TAIL_ROWS
 
         def work(cut: Callable[[], None]) -> None:
-            between = AttentionBetweenGraphs(cut)
-            kv_cache: KVCache = between if self._tables is None else self._tables.of_shape(shape)
+            cuts = Cuts(cut)
+            kv_cache: KVCache = AttentionBetweenGraphs(cuts) if self._tables is None else self._tables.of_shape(shape)
             states, parts = self._states.of_shape(shape) if self._states is not None else (None, ())
             adapters = [self._adapters.of_rows(shape.rows)] if self._adapters is not None and shape.adapters else []
             token_ids, positions = step.inputs
             ctx = ForwardContext(positions, (), kv_cache, adapters=adapters, states=states, state_parts=parts)
-            step.hidden = model(token_ids, ctx)
-            step.calls = between.calls
+            with weights_between_graphs(model, cuts):
+                step.hidden = model(token_ids, ctx)
+            step.calls = cuts.calls
             if has_tail:
                 cut()
                 step.tokens = likeliest(model.compute_logits(step.hidden))
@@ -261,7 +236,8 @@ def record(
 ) -> DecodeGraphs:
     """tried: of the shapes, from the smallest on."""
     attention = None if pool is None else row_attention(pool.backend)
-    shapes = step_shapes(config, attention is not None, states is not None)
+    streams = model.layer_weights is not None
+    shapes = step_shapes(config, attention is not None, states is not None, streams)
     if states is not None:
         shapes = [shape for shape in shapes if not shape.keeps_rows or shape.rows <= states.num_kept_rows]
     of_graphs = adapters(max(shape.rows for shape in shapes)) if adapters is not None else None
@@ -270,7 +246,8 @@ def record(
     if pool is not None and attention is not None:
         tables = DecodeTables(pool, attention, shapes, max_len)
     recorded = None if states is None else RecordedStates(states, shapes, model.device)
-    runs_ahead = tables is not None and states is None and not config.num_speculative_tokens
+    # What is copied between graphs waits for the device: a step begun ahead would hold back the tokens before it.
+    runs_ahead = tables is not None and states is None and not config.num_speculative_tokens and not streams
     return DecodeGraphs(device, model, shapes, tables, recorded, of_graphs, runs_ahead)
 
 
@@ -289,7 +266,8 @@ def graph_bytes(device: Device, model: CausalLM, backend: AttentionBackend, conf
             pool = _scratch_pool(model, backend, config)
             states = _scratch_states(device, model, config)
             records_attention = pool is not None and row_attention(backend) is not None
-            others = len(step_shapes(config, records_attention, states is not None)) - 1
+            streams = model.layer_weights is not None
+            others = len(step_shapes(config, records_attention, states is not None, streams)) - 1
             few = min(TRIED_SHAPES, others)
             free = [device.free_memory()]
             for tried in (slice(-1, None), slice(0, few))[: 1 + (few > 0)]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nanovllm.config import EngineConfig
 
 LARGEST = 512  # rows of a recorded step
-LARGEST_BETWEEN = 64  # where attention runs between graphs, of which a shape has one for each layer with attention
+LARGEST_BETWEEN = 64  # where attention or weights come between graphs, of which a shape has some for each such layer
 MOST_ALONE = 8  # rows of a sequence alone up to which each number of them has graphs of its own
 MOST_WITH_DRAFTS = 32  # rows of a sequence: fewer than a chunk of recurrent layers, and than attention takes as prefill
 DRAFTING_SEQUENCES = (2, 4, 8)  # in steps with drafts
@@ -37,7 +37,9 @@ class Shape:
         return rows <= self.rows and sequences <= self.sequences and width <= self.width and adapters == self.adapters
 
 
-def step_shapes(config: EngineConfig, records_attention: bool, recurrent: bool) -> list[Shape]:
+def step_shapes(
+    config: EngineConfig, records_attention: bool, recurrent: bool, weights_stream: bool = False
+) -> list[Shape]:
     """The shapes that have graphs, from the smallest on.
 
     records_attention: else it runs between graphs, which then take any number of rows of a sequence, unless a network
@@ -45,10 +47,11 @@ def step_shapes(config: EngineConfig, records_attention: bool, recurrent: bool) 
     """
     any_width = not records_attention and not recurrent
     rows = config.max_num_seqs + (config.num_speculative_tokens if any_width else 0)
-    most = min(rows, config.max_num_batched_tokens, LARGEST if records_attention else LARGEST_BETWEEN)
-    shapes = [Shape(size, size, size if any_width else 1) for size in batch_sizes(most, halves=records_attention)]
+    is_whole = records_attention and not weights_stream
+    most = min(rows, config.max_num_batched_tokens, LARGEST if is_whole else LARGEST_BETWEEN)
+    shapes = [Shape(size, size, size if any_width else 1) for size in batch_sizes(most, halves=is_whole)]
     if not any_width:
-        shapes += _with_drafts(config)
+        shapes += _with_drafts(config, LARGEST_BETWEEN if weights_stream else LARGEST)
     if config.enable_lora:
         shapes += [replace(shape, adapters=True) for shape in shapes]
     return sorted(set(shapes), key=lambda shape: (*shape.sizes, shape.adapters))
@@ -64,12 +67,12 @@ def batch_sizes(most: int, halves: bool) -> list[int]:
     return sorted({size for size in (*powers, *between) if size < most} | {most})
 
 
-def _with_drafts(config: EngineConfig) -> Iterator[Shape]:
+def _with_drafts(config: EngineConfig, largest: int) -> Iterator[Shape]:
     """Of steps in which sequences have drafts, whose number is bounded as in `Scheduler._draft`."""
     drafts = config.num_speculative_tokens
     if not drafts:
         return
-    most = min(config.max_num_seqs + drafts, config.max_num_batched_tokens, LARGEST)
+    most = min(config.max_num_seqs + drafts, config.max_num_batched_tokens, largest)
     alone = min(1 + drafts, most, MOST_WITH_DRAFTS)
     yield from (Shape(rows, 1, rows) for rows in {*range(2, min(alone, MOST_ALONE) + 1), alone} if rows > 1)
     for sequences in DRAFTING_SEQUENCES:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.device import Device
@@ -154,8 +154,7 @@ def chosen_numbers(routing: Routing) -> Sequence[int]:
     chosen = routing.chosen
     if isinstance(chosen, Tensor):
         return chosen.unique().tolist()
-    ends = chosen.ends.tolist()
-    return [expert for expert, (begin, end) in enumerate(pairwise([0, *ends])) if end > begin]
+    return torch.searchsorted(chosen.ends.cpu(), chosen.entries.cpu(), right=True).unique().tolist()
 
 
 class HostExperts:
@@ -188,9 +187,9 @@ class HostExperts:
         entries = torch.empty_like(order)
         entries[order] = torch.arange(len(order))
         total = int(counts.sum())
-        k = experts.shape[1]
-        rows = order[:total] // k
-        parts = counts.cumsum(0), rows, entries.clamp(max=total)
+        nothing = len(grouping.rows)
+        rows = F.pad(order[:total] // experts.shape[1], (0, nothing - total))
+        parts = counts.cumsum(0), rows, entries.masked_fill(entries >= total, nothing)
         there = self._exchange.routings.put(torch.cat(parts).int())
         ends, rows, entries = there.split([len(part) for part in parts])
         return weights, grouping._replace(ends=ends, rows=rows, entries=entries.view(experts.shape))

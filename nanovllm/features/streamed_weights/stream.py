@@ -72,6 +72,7 @@ class WeightStream:
         # By layer, if experts are brought alone: their spec, and of each part where it is in the slot and in the cache.
         self._specs: dict[int, ExpertSpec] = {}
         self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.uses_host = self._plan.host_products
         self._exchange: HostExchange | None = None
         self._share: HostShare | None = None  # None: no layer is computed on the host, or all are
         self._pass: _Pass | None = None  # the one that runs, if its times are followed
@@ -158,6 +159,17 @@ class WeightStream:
         except BaseException:
             self._reset()
             raise
+
+    @property
+    def streamed(self) -> Sequence[int]:
+        """See `LayerWeights`."""
+        return self._streamed
+
+    def is_recorded(self, rows: int) -> bool:
+        """See `LayerWeights`."""
+        if self._share is not None:
+            self._end_pass(self._share)  # which may change the ways
+        return "host" not in self._ways_of(rows).values()
 
     def _ways_of(self, rows: int) -> Mapping[int, Way]:
         if self._ways is None or self._ways[0] != rows:
@@ -393,20 +405,25 @@ class WeightStream:
     # ---- which layers the host computes
 
     def _follow_times(self, share: HostShare, index: int, rows: int) -> None:
-        """Tell the policy what the last pass took, when a new one begins."""
-        exchange = self._exchange
-        assert exchange is not None
-        last = self._pass
+        """Note when a pass began, and its last layer."""
+        assert self._exchange is not None
+        if self._pass is not None and index < self._pass.index:
+            self._end_pass(share)
         now = time.perf_counter()
-        if last is None or index < last.index:
+        if self._pass is None:
             link = self._device.link_busy()
-            if last is not None and last.rows <= MOST_HOST_ROWS:
-                share.observe(last.cost(link, self.host_bytes, exchange))
-                self._ways = None
-            last = self._pass = _Pass(now, now, rows, index, link, self.host_bytes, exchange.seconds)
-        last.index = index
-        last.until = now
-        last.rows = max(last.rows, rows)
+            self._pass = _Pass(now, now, rows, index, link, self.host_bytes, self._exchange.seconds)
+        self._pass.index = index
+        self._pass.until = now
+        self._pass.rows = max(self._pass.rows, rows)
+
+    def _end_pass(self, share: HostShare) -> None:
+        """Tell the policy what the last pass took, unless it knows."""
+        assert self._exchange is not None
+        if self._pass is not None and self._pass.rows <= MOST_HOST_ROWS:
+            share.observe(self._pass.cost(self._device.link_busy(), self.host_bytes, self._exchange))
+            self._ways = None
+        self._pass = None
 
     # ---- helpers
 
