@@ -84,7 +84,7 @@ def test_bits_are_those_of_resident_weights(
         given = {"weights_memory_bytes": "30%", "host_weights_bytes": host, "weights_dir": tmp_path / "disk"}
         with LLM(path, dtype="float32", host_products=products, **given, **KV[kv]) as llm:
             stream = stream_of(llm)
-            assert stream._plan.on_disk
+            assert llm._runner.sizing.weights.on_disk
             assert answers(llm) == expected
             assert answers(llm) == expected, "from the prefix cache"
             assert stream.read_bytes > 0 and llm.kv_stats().read_weight_bytes > 0

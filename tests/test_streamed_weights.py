@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers_and_bits_those_of_any_budget(
         layerwise = watch_layerwise(llm)
         found = answers(llm)
         if count:
-            assert len(stream_of(llm)._streamed) == count
+            assert len(stream_of(llm).streamed) == count
         else:
             assert llm._runner.model.layer_weights is None
         assert bool(layerwise) == (kv == "layer by layer")
@@ -349,7 +349,7 @@ def test_a_token_copies_chosen_experts_that_the_cache_lacks(tmp_path: Path, fami
     for plan in (least, replace(least, cached_experts=32)):
         with LLM(tmp_path, weights_memory_bytes=plan.device_bytes, **given) as llm:
             stream = stream_of(llm)
-            assert len(stream._streamed) == 8 and stream._plan.cached_experts == plan.cached_experts
+            assert len(stream.streamed) == 8 and llm._runner.sizing.weights.cached_experts == plan.cached_experts
             assert answer(llm) == expected
             before = stream.loaded_bytes
             assert answer(llm) == expected
@@ -425,7 +425,7 @@ def test_loading_takes_what_stays_and_one_layer(tmp_path: Path, stored: str, mon
 
     monkeypatch.setattr(build, "load_model", counting)
     with LLM(path, dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
-        assert len(stream_of(llm)._streamed) == len(sizes.stored_bytes)
+        assert len(stream_of(llm).streamed) == len(sizes.stored_bytes)
     stays = sizes.num_bytes - plan.host_bytes
     largest = max(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values())
     most = stays + max(plan.slot_bytes * (1 + plan.num_slots), plan.slot_bytes + 3 * largest)

@@ -34,16 +34,16 @@ class LayerWeights(Protocol):
     """Brings the matrices of layers that do not stay on the device."""
 
     streamed_bytes: int  # of all these layers
-    loaded_bytes: int  # copied to the device so far
+    streamed: Sequence[int]  # these layers, ascending
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Copied to the device so far."""
+        ...
 
     @property
     def read_bytes(self) -> int:
         """Read from disk so far."""
-        ...
-
-    @property
-    def streamed(self) -> Sequence[int]:
-        """These layers, ascending."""
         ...
 
     def before_layer(self, index: int, rows: int) -> None:

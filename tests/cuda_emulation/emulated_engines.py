@@ -53,7 +53,7 @@ def streamed(llm: LLM) -> bool:
 def chose(llm: LLM) -> bool:
     """Whether experts were copied alone, to where the kernels of a GPU read those of a layer."""
     assert all(experts.is_recordable for experts in llm._runner.model.experts)  # type: ignore[union-attr]
-    return bool(stream_of(llm)._cached._places)
+    return bool(stream_of(llm)._chosen._cached._places)
 
 
 def streamed_between_graphs(llm: LLM) -> bool:

@@ -88,7 +88,6 @@ class LayersBetweenGraphs:
     def __init__(self, model: CausalLM, weights: LayerWeights, cuts: Cuts) -> None:
         self.streamed = weights.streamed
         self.streamed_bytes = weights.streamed_bytes
-        self.loaded_bytes = weights.loaded_bytes
         self.index = 0  # of the layer that is recorded now
         self.weights = weights
         self._cuts = cuts
@@ -108,6 +107,11 @@ class LayersBetweenGraphs:
     def is_recorded(self, rows: int) -> bool:
         """See `LayerWeights`."""
         return self.weights.is_recorded(rows)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """See `LayerWeights`."""
+        return self.weights.loaded_bytes
 
     @property
     def read_bytes(self) -> int:

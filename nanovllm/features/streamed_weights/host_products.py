@@ -53,6 +53,7 @@ class HostExchange:
         """most_bytes: of a result."""
         self._device = device
         self._in_place = device.shares_host
+        self.num_bytes = 0  # of weights with which the host multiplies, counted by those who ask for it
         self.seconds = 0.0  # which products took, without the wait for rows
         if not self._in_place:
             self._results = MappedBuffer(device, most_bytes)
