@@ -48,9 +48,10 @@ WITHOUT_EFFECT = (
     *("num_cpu_blocks", "enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "preemption_mode"),
     *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
-    *("kv_cache_dir", "kv_cache_dir_space"),
+    *("kv_cache_dir", "kv_cache_dir_space", "host_weights_bytes", "weights_dir"),
 )
-PATHS = ("tokenizer", "generation_config", "download_dir", "kv_cache_dir")  # engine arguments that may be directories
+# Engine arguments that may be directories.
+PATHS = ("tokenizer", "generation_config", "download_dir", "kv_cache_dir", "weights_dir")
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:

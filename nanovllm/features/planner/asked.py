@@ -29,6 +29,7 @@ from nanovllm.rules import share_of
 if TYPE_CHECKING:  # imports torch
     from nanovllm.layers.causal_lm import CausalLM
 
+OF_STREAMED_WEIGHTS = ("host_weights_bytes", "weights_dir")  # engine arguments that need weights to stream
 HOST_SIZES = ("num_cpu_blocks", "kv_offloading_size")  # engine arguments that only offload has
 
 
@@ -111,6 +112,8 @@ def _config(asked: PlanRequest, offload: bool) -> EngineConfig:
     arguments = dict(asked.engine_arguments)
     if not offload and asked.enable_cpu_offload is None:
         arguments.pop("cpu_attention", None)  # only applies to offload
+        if arguments.get("weights_memory_bytes") is None:  # nothing streams
+            arguments = {name: value for name, value in arguments.items() if name not in OF_STREAMED_WEIGHTS}
     if asked.prompt_len and (given := arguments.get("kv_cache_memory_bytes")) is not None:
         arguments["kv_cache_memory_bytes"] = share_of(given, asked.prompt_len + asked.output_len)
     path = Path(asked.model)
@@ -184,6 +187,7 @@ def _where_weights_lie(part: _LargestPart, config: EngineConfig, machine: Machin
             f"{show_bytes(plan.host_bytes)} of the weights' {show_bytes(sizes.num_bytes)} have to be in host memory, "
             f"of which {show_bytes(host_free)} are free: take a larger host or card, a checkpoint with quantized "
             "weights or a larger tensor_parallel_size"
+            + ("" if plan.on_disk else ", or let the rest be on a local disk with --weights-dir")
         )
     return plan
 

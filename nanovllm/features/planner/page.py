@@ -200,7 +200,7 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
         _row("in slots", show_bytes(slots), f"{weights.num_slots} on the device, each for one of these layers"),
     ]
     if weights.cached_experts:
-        note = f"{weights.cached_experts:,} of the {weights.num_streamed_experts:,} on the host, those used most"
+        note = f"{weights.cached_experts:,} of the {weights.num_streamed_experts:,} that stream, those used most"
         rows.append(_row("cached experts", show_bytes(weights.cached_experts * weights.expert_bytes), note))
         moved += ", which chooses experts evenly"
     rows.append(_row("copied in", show_bytes(request.prefill_weight_bytes), moved))

@@ -131,6 +131,7 @@ class DiskUnits:
     def _begin(self, unit: Unit, place: int) -> None:
         """Begin to read a unit into a place, which keeps what it has until it is free."""
         self._found.pop(place, None)
+        self._reads.pop(place, None)  # of a unit that was expected in vain
         used = self._free_after.pop(place, None)
         begin, size = self._spans[unit]
         memory = self._memory[place, :size]
