@@ -125,7 +125,7 @@ def test_a_pass_reads_each_layer_once_that_has_no_place_on_the_host(made: Made, 
     given = {**RESIDENT, "enable_prefix_caching": False, "weights_memory_bytes": "1%", "host_weights_bytes": "60%"}
     with LLM(made("qwen3"), dtype="float32", weights_dir=tmp_path, host_products=products, **given) as llm:
         stream = stream_of(llm)
-        plan = stream._plan
+        plan = llm._runner.sizing.weights
         assert HOST_PLACES < len(plan.on_disk) < len(plan.streamed) == 6
         num_passes(llm, PROMPTS[2], 3)
         before = stream.read_bytes

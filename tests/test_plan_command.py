@@ -173,7 +173,7 @@ def test_the_page_of_the_readme(capsys: pytest.CaptureFixture[str], name: str, b
     shown = readme[readme.index(f"```text\n{begin}") + len("```text\n") :].split("\n```")[0].splitlines()
     command = next(line for line in readme.splitlines() if line.startswith(f"nanovllm plan {name.lower()}"))
     words = [name if word == name.lower() else word for word in shlex.split(command, comments=True)[1:]]
-    assert name in words and 10 <= len(shown) <= 11
+    assert name in words and 10 <= len(shown) <= 13
     assert main([word.replace("RTX", "rtx") for word in words]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line in shown]
     assert lines == shown
@@ -207,7 +207,8 @@ LLAMA = ["llama-3.1-8b", "--gpu", "RTX 4090", "--host-mem", "64GB"]
 
 
 def test_weights_that_do_not_fit_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_json(capsys, *LLAMA, "--weights-memory-bytes", "6G", "--prompt-len", "30000", "--output-len", "3")
+    asked = ["--weights-memory-bytes", "6G", "--no-host-products", "--prompt-len", "30000", "--output-len", "3"]
+    report = run_json(capsys, *LLAMA, *asked)
     weights = report["weights"]
     count = len(weights["streamed_layers"])
     total = report["model"]["weight_bytes"]
@@ -230,9 +231,32 @@ def test_weights_that_do_not_fit_stream(capsys: pytest.CaptureFixture[str]) -> N
     assert device["change"] == "a device of 35.6 GB, which holds all weights" and device["times"] > 15
 
 
+def test_link_and_host_read_a_dense_model_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """And take the same time; without its rate the host is as fast as the link."""
+    asked = ["--weights-memory-bytes", "6G", "--prompt-len", "30000", "--output-len", "3"]
+    for rate, given in ((31.5e9, []), (60e9, ["--host-bandwidth", "60GB/s"])):
+        report = run_json(capsys, *LLAMA, *asked, *given)
+        streamed = report["weights"]["host_bytes"]
+        request = report["request"]
+        assert request["step_weight_bytes"] + request["step_multiplied_bytes"] == streamed
+        terms = request["decode"]["terms"]
+        together = streamed / (rate + 31.5e9)
+        assert terms["link"] == pytest.approx(together) == pytest.approx(terms["host memory bandwidth"])
+        assert together < request["decode"]["seconds"] < 1.1 * together
+        assert request["decode"]["limit"] == "host memory bandwidth"
+    assert "host memory twice as fast" in [change["change"] for change in request["faster"]]
+
+
 def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> None:
     """On 8 GB they are on the host without being asked to, and with 24 GB they are not."""
     assert main(["plan", *LLAMA, "--gpu-mem", "8GB", "--prompt-len", "1k"]) == 0
+    page = capsys.readouterr().out
+    for line in (
+        "copied in                     12.2 GB   for the prompt, and 6.1 GB for each token after it",
+        "read on the host               6.1 GB   for each token after the prompt, with which the host multiplies",
+    ):
+        assert line in page
+    assert main(["plan", *LLAMA, "--gpu-mem", "8GB", "--prompt-len", "1k", "--no-host-products"]) == 0
     page = capsys.readouterr().out
     for line in (
         "weights                        4.7 GB",

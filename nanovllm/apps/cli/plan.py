@@ -27,14 +27,8 @@ CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "pla
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     *("dtype", "hf_overrides", "kv_cache_dtype", "kvcache_block_size", "max_model_len", "max_num_batched_tokens"),
     *("max_num_seqs", "num_gpu_blocks", "kv_cache_memory_bytes", "num_cpu_blocks", "kv_offloading_size"),
-    *(
-        "weights_memory_bytes",
-        "host_weights_bytes",
-        "weights_dir",
-        "cpu_attention",
-        "gpu_memory_utilization",
-        "tensor_parallel_size",
-    ),
+    *("weights_memory_bytes", "host_weights_bytes", "weights_dir", "host_products"),
+    *("cpu_attention", "gpu_memory_utilization", "tensor_parallel_size"),
     *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
 

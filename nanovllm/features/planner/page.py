@@ -191,7 +191,6 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
     slots = weights.num_slots * weights.slot_bytes
     what = "matrices" if plan.network.experts is None else "experts"
     stays = f"with the {what} of {layers - streamed} of {layers} layers"
-    moved = f"for the prompt, and {show_bytes(request.step_weight_bytes)} for each token after it"
     rows = [
         _row("in all", show_bytes(weights.sizes.num_bytes), _read_weights(plan.network)),
         _row("on the device", show_bytes(weights.sizes.num_bytes - weights.streamed_bytes), stays),
@@ -199,15 +198,22 @@ def _weights(plan: Plan, request: RequestPlan) -> list[str]:
         *([_row("on disk", show_bytes(weights.disk_bytes), _on_disk(weights, what))] if weights.on_disk else []),
         _row("in slots", show_bytes(slots), f"{weights.num_slots} on the device, each for one of these layers"),
     ]
+    if weights.converts:
+        note = "what a layer in a slot is converted to for the kernels of the device"
+        rows.append(_row("in an image", show_bytes(weights.slot_bytes), note))
     if weights.cached_experts:
         note = f"{weights.cached_experts:,} of the {weights.num_streamed_experts:,} that stream, those used most"
         rows.append(_row("cached experts", show_bytes(weights.cached_experts * weights.expert_bytes), note))
-        moved += ", which chooses experts evenly"
-    rows.append(_row("copied in", show_bytes(request.prefill_weight_bytes), moved))
+    evenly = ", which chooses experts evenly" if weights.cached_experts else ""
+    moved = (
+        f", and {show_bytes(request.step_weight_bytes)} for each token after it" if request.step_weight_bytes else ""
+    )
+    chosen = "" if request.step_multiplied_bytes else evenly
+    rows.append(_row("copied in", show_bytes(request.prefill_weight_bytes), f"for the prompt{moved}{chosen}"))
     if request.step_multiplied_bytes:
-        says = "for each token after the prompt, with which the host multiplies"
+        says = f"for each token after the prompt{evenly}; the host multiplies with them"
         if plan.rates.host_bandwidth is None and not plan.sizing.memory.tiers_share_memory:
-            says += ", counted at the link's rate (--host-bandwidth)"
+            says += ", at the link's rate (--host-bandwidth)"
         rows.append(_row("read on the host", show_bytes(request.step_multiplied_bytes), says))
     if weights.on_disk:
         moved = f"for the prompt, and {show_bytes(request.step_read_bytes)} for each token after it"
