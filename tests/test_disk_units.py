@@ -183,6 +183,6 @@ def test_after_an_interrupt_no_unit_is_taken_for_another(
                 made.units.need(units)
                 made.units.release(units)
     made.units.reset()
-    for unit in UNITS:
+    for unit in (*UNITS[6:8], *UNITS):
         assert torch.equal(made.units.need([unit])[unit], content(unit))
         made.units.release([unit])
