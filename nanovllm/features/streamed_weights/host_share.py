@@ -5,35 +5,39 @@ products on the host, K bytes of KV on the link and D seconds of all else, a ste
 
     max((K + copied bytes) / W,  D + multiplied bytes / H)
 
-as the device waits for the host, and both for copies. All rates follow what steps take: H for each power of two of
-rows, since more rows take more time for the same bytes.
+since the device waits for the host, and for copies. K and the rates follow what steps take, H for each power of two of
+rows: more rows take longer for the same bytes.
 
-The formula only proposes. Copies and products share the memory of the host, so that rates differ with the share, and
-where copies are what a step waits for, D cannot be seen. So another share is tried in a few steps and kept only if they
-are clearly shorter (as `features.cpu_attention.balance` does with its two ways). From each trial the formula learns and
-may propose another. Where none is better the pause until the next trial doubles, and a change of the time of steps
-ends it.
+The formula only proposes. Copies and products share the memory of the host, so that their rates depend on the share; D
+is not seen in steps that wait for copies; and two slots do not hide all copies. So another share is tried for a few
+steps, and kept if they are clearly shorter. From each trial the formula learns, and may propose another one. Also
+tried are the shares beside the kept one, and all or no layers if their rates, with nothing beside them, could make
+that faster. Trials without success double the pause until the next ones; if steps take another time than before, it
+ends. (`features.cpu_attention.balance` chooses between its two ways of a step in this manner. There the ends of both
+parts of a layer are seen, so that the share follows them without trials.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-_CLEARLY = 0.97  # of the time of steps: another share must be that much shorter
-_CHANGED = 0.1  # by what share the time of steps differs from that of the last trials, if it has changed
 _SMOOTHING = 1 / 4  # weight of a step in rates and times
-_SETTLED = 1  # steps of a share before its times count: copies for the share before are on the way
-_TRIAL = 3  # steps that count
-_MOST_TRIALS = 5  # before the pause
-# steps between trials
-_PAUSE = 8
+_LATE = 1.3  # times the time of steps before: a longer step counts as so long
+_IDLE = 0.9  # of a step: if the link was busy for less, the step did not wait for it all the time
+# trials
+_SETTLED = 1  # steps with a share until their times count: copies for the share before are on the way
+_TRIAL = 3  # steps that count, by their median
+_HOPELESS = 2.0  # times the time with the kept share: a step that ends a trial
+_CLEARLY = 0.97  # of the time with the kept share: one that is kept instead takes at most so long
+_HOPE = 2.0  # by what factor rates may rise where only the link, or only the host, reads weights
+_PRICE = 64  # a step of a trial may take 1 / _PRICE of the pause before it, whatever rates promise
+_OF_FORMULA = 2  # trials before the formula proposes no more until the pause
+# steps of a pause
+_PAUSE = 16
 _LONGEST_PAUSE = 4096
-_HOPELESS = 2.0  # times the time of the kept share: a step of a trial that ends it
-_HOPE = 2.0  # by what factor rates may be higher where only the link or only the host reads
-_LATE = 1.5  # times the time of steps: what one step counts for at most
-_IDLE = 0.9  # of a step: if the link was busy for less, copies are not what it waited for
+_CHANGED = 0.1  # of the time at the last trials: a difference that ends a pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class StepCost:
 
     rows: int
     seconds: float
-    link_bytes: int  # copied to the device: weights, and KV if it shares the link
+    link_bytes: int  # copied to the device: weights, and KV if it is on the same link
     link_seconds: float  # in which they were copied
     host_bytes: int  # of weights that the host multiplied
     host_seconds: float  # in which it did, with the ways of activations there and back
@@ -50,163 +54,185 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A way to divide the layers. Bytes in a step."""
+    """A way to divide the streamed layers."""
 
-    host_layers: tuple[int, ...]
+    host_layers: tuple[int, ...]  # ascending
     host_bytes: int
-    link_bytes: int
+    link_bytes: int  # copied in a step
+
+
+def shares_of(layer_bytes: Sequence[int]) -> list[Share]:
+    """All ways to divide streamed layers, with more and more of them on the host.
+
+    Layer i has the slot i % 2. Copied layers have the slots in turn, and lie spread, so that each is copied while
+    others are computed. As many layers as there are slots are never multiplied on the host: copied once, they stay.
+    """
+    num_layers = len(layer_bytes)
+    num_slots = min(2, num_layers - 1)
+    shares = []
+    for count in sorted({*range(num_slots, num_layers, 2), num_layers}, reverse=True):
+        pairs = (num_layers - count) // 2  # of neighbours on the host, among the copied ones
+        on_device = {index + 2 * (index * pairs // count) for index in range(count)}
+        host_layers = tuple(layer for layer in range(num_layers) if layer not in on_device)
+        host_bytes = sum(layer_bytes[layer] for layer in host_layers)
+        shares.append(Share(host_layers, host_bytes, sum(layer_bytes) - host_bytes if count > num_slots else 0))
+    return shares
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Bytes per second. A guess until it is measured."""
+
+    value: float
+    is_measured: bool = False
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes and seconds:
+            self.value += (_SMOOTHING if self.is_measured else 1.0) * (num_bytes / seconds - self.value)
+            self.is_measured = True
 
 
 @dataclass(slots=True)
 class _Rows:
-    """What is known of steps with about so many rows."""
+    """What is known of steps with about as many rows. Shares are indices."""
 
-    host: float  # bytes per second
-    rest: float  # seconds of a step without products on the host and without waiting for copies
-    kept: int  # share
-    tried: int | None = None  # share, in a trial
-    seconds: float | None = None  # of a step with the kept share
-    at_trials: float | None = None  # the same when the last trials ended
-    counted: list[float] = field(default_factory=list)  # of steps in the trial, or before the first one
-    trials: set[int] = field(default_factory=set)  # shares since the pause
-    pause: int = _PAUSE
+    host: _Rate
+    rest: float = 0.0  # seconds of a step, without the host's products and waiting for copies
+    kept: int = 0
+    tried: int | None = None  # in a trial
+    seconds: float = 0.0  # of a step with the kept share; 0 if none has counted
+    counted: list[float] = field(default_factory=list)  # seconds of the trial's steps
+    trials: set[int] = field(default_factory=set)  # since the pause
+    was_better: bool = False  # any of them
+    at_trials: float = 0.0  # `seconds` when they ended
+    pause: int = _PAUSE // 2
     left: int = 0  # steps of the pause
 
-
-def shares_of(layer_bytes: Sequence[int]) -> list[Share]:
-    """All ways to divide streamed layers, with rising bytes on the host.
-
-    Layer i has the slot i % 2. Copied layers take the slots in turn and lie spread, so that each is copied while others
-    are computed. As many layers as there are slots are copied at least: they stay there, which costs nothing.
-    """
-    num_layers = len(layer_bytes)
-    slots = min(2, num_layers - 1)
-    shares = []
-    for count in sorted({*range(slots, num_layers, 2), num_layers}, reverse=True):
-        pairs = (num_layers - count) // 2
-        copied = {index + 2 * (index * pairs // count) for index in range(count)}
-        host = tuple(index for index in range(num_layers) if index not in copied)
-        of_host = sum(layer_bytes[index] for index in host)
-        shares.append(Share(host, of_host, 0 if count == slots else sum(layer_bytes) - of_host))
-    return shares
+    @property
+    def current(self) -> int:
+        return self.kept if self.tried is None else self.tried
 
 
 class HostShare:
-    """The closed loop: which layers the host multiplies, by the times of steps before."""
+    """The closed loop: the host's layers in the next step, from the times of those before."""
 
     def __init__(self, layer_bytes: Sequence[int], link: float, host: float) -> None:
-        """layer_bytes: of at least two streamed layers; link, host: the rates at start, bytes per second."""
+        """layer_bytes: of the streamed layers, of which there are at least two; link, host: rates at start, in bytes
+        per second."""
         self.shares = shares_of(layer_bytes)
-        self._link = link
-        self._host = host
+        self._link = _Rate(link)
+        self._host = _Rate(host)
         self._kv_bytes = 0.0  # on the link in a step
-        self._rows: dict[int, _Rows] = {}  # by the number of bits of rows
-        self._last: tuple[int, int] | None = None  # rows and share of the last step
+        self._rows: dict[int, _Rows] = {}  # by the bits of the number of rows
+        self._last: tuple[int, int] | None = None  # bits of the rows and share of the last step
         self._same = 0  # steps before it with the same
 
     def layers(self, rows: int) -> tuple[int, ...]:
-        """Indices of the streamed layers, ascending, that the host multiplies in a step of so many rows."""
-        state = self._of_rows(rows)
-        return self.shares[state.kept if state.tried is None else state.tried].host_layers
+        """The streamed layers, by their indices, that the host multiplies in a step of so many rows."""
+        return self.shares[self._of_rows(rows).current].host_layers
 
     def observe(self, step: StepCost) -> None:
         """Follow a step, which may have been planned some steps ago."""
         state = self._of_rows(step.rows)
-        share = min(range(len(self.shares)), key=lambda index: abs(self.shares[index].host_bytes - step.host_bytes))
-        here = (step.rows.bit_length(), share)
-        self._same = self._same + 1 if here == self._last else 0
-        self._last = here
-        self._measure(step, state, share)
-        if share != (state.kept if state.tried is None else state.tried):
+        is_current = step.host_bytes == self.shares[state.current].host_bytes
+        same = (step.rows.bit_length(), state.current)
+        self._measure(step, state, is_current)
+        if not is_current:  # a step between two shares, or of one before
+            self._last = None
             return
-        is_hopeless = state.tried is not None and state.seconds and step.seconds > _HOPELESS * state.seconds
-        if self._same < _SETTLED and not is_hopeless:
-            return
-        if state.tried is None and state.seconds is not None:
-            self._stay(step.seconds, state)
-        else:
+        self._same = self._same + 1 if same == self._last else 0
+        self._last = same
+        is_hopeless = state.tried is not None and step.seconds > _HOPELESS * state.seconds
+        if is_hopeless:
+            self._try_next(state)
+        elif self._same >= _SETTLED:
             self._count(step.seconds, state)
+
+    # ---- the formula
 
     def _of_rows(self, rows: int) -> _Rows:
         bits = rows.bit_length()
         if bits not in self._rows:
             nearest = min(self._rows, key=lambda other: abs(other - bits), default=None)
-            known = None if nearest is None else self._rows[nearest]
-            state = _Rows(self._host if known is None else known.host, 0.0 if known is None else known.rest, 0)
+            known = _Rows(self._host) if nearest is None else self._rows[nearest]
+            state = _Rows(_Rate(known.host.value), known.rest)
             state.kept = self._best(state)
             self._rows[bits] = state
         return self._rows[bits]
 
-    def _measure(self, step: StepCost, state: _Rows, share: int) -> None:
-        if step.link_bytes and step.link_seconds:
-            self._link += _SMOOTHING * (step.link_bytes / step.link_seconds - self._link)
-        if step.host_bytes and step.host_seconds:
-            state.host += _SMOOTHING * (step.host_bytes / step.host_seconds - state.host)
-        kv_bytes = max(0, step.link_bytes - self.shares[share].link_bytes)
-        self._kv_bytes += _SMOOTHING * (kv_bytes - self._kv_bytes)
-        rest = step.seconds - step.host_seconds  # and waiting for copies
+    def _measure(self, step: StepCost, state: _Rows, is_current: bool) -> None:
+        self._link.observe(step.link_bytes, step.link_seconds)
+        state.host.observe(step.host_bytes, step.host_seconds)
+        if is_current:
+            kv_bytes = max(0, step.link_bytes - self.shares[state.current].link_bytes)
+            self._kv_bytes += _SMOOTHING * (kv_bytes - self._kv_bytes)
+        rest = step.seconds - step.host_seconds  # and what it waited for copies
         if rest < state.rest or step.link_seconds < _IDLE * step.seconds:
-            state.rest = rest if state.rest == 0.0 else state.rest + _SMOOTHING * (rest - state.rest)
+            state.rest += (_SMOOTHING if state.rest else 1.0) * (rest - state.rest)
 
-    def _predicted(self, share: Share, state: _Rows, faster: float = 1.0) -> float:
-        """Seconds of a step, if rates were that much faster than they are now."""
-        link = (self._kv_bytes + share.link_bytes) / (faster * self._link)
-        return max(link, state.rest + share.host_bytes / (faster * state.host))
+    def _predicted(self, share: Share, state: _Rows) -> float:
+        """Seconds of a step."""
+        link, host = self._alone(share, state)
+        return max(link, state.rest + host)
+
+    def _alone(self, share: Share, state: _Rows) -> tuple[float, float]:
+        """Seconds of the copies and of the products."""
+        return (self._kv_bytes + share.link_bytes) / self._link.value, share.host_bytes / state.host.value
 
     def _best(self, state: _Rows) -> int:
         return min(range(len(self.shares)), key=lambda index: self._predicted(self.shares[index], state))
 
     # ---- trials
 
-    def _stay(self, seconds: float, state: _Rows) -> None:
-        assert state.seconds is not None and state.at_trials is not None
-        seconds = min(seconds, _LATE * state.seconds)
-        state.seconds += _SMOOTHING * (seconds - state.seconds)
-        if abs(state.seconds / state.at_trials - 1.0) > _CHANGED:
-            state.left = 0
-            state.pause = _PAUSE
-        state.left -= 1
-        if state.left <= 0:
+    def _count(self, seconds: float, state: _Rows) -> None:
+        """Count a step with the current share."""
+        if state.tried is None and state.seconds:
+            state.seconds += _SMOOTHING * (min(seconds, _LATE * state.seconds) - state.seconds)
+            state.left -= 1
+            if abs(state.seconds - state.at_trials) > _CHANGED * state.at_trials:
+                state.seconds = 0.0  # the next steps say what it is now
+                state.pause = _PAUSE // 2
+            elif state.left <= 0:
+                self._try_next(state)
+            return
+        state.counted.append(seconds)
+        if len(state.counted) == _TRIAL:
+            found = median(state.counted)
+            if not state.seconds or found <= _CLEARLY * state.seconds:
+                state.was_better = True
+                state.trials = {state.kept}
+                state.kept = state.current
+                state.seconds = found
             self._try_next(state)
 
-    def _count(self, seconds: float, state: _Rows) -> None:
-        state.counted.append(seconds)
-        is_hopeless = state.seconds is not None and seconds > _HOPELESS * state.seconds
-        if len(state.counted) < _TRIAL and not is_hopeless:
-            return
-        found = median(state.counted)
-        state.counted = []
-        if state.seconds is None or found < _CLEARLY * state.seconds:
-            state.seconds = found
-            state.kept = state.kept if state.tried is None else state.tried
-            state.pause = _PAUSE // 2
-        self._try_next(state)
-
     def _try_next(self, state: _Rows) -> None:
-        """Begin a trial, or end the trials."""
-        state.tried = self._proposal(state)
+        """End a trial, and begin another one or a pause."""
+        state.counted = []
+        state.tried = None
+        known = {state.kept, *state.trials}
+        state.tried = next((share for share in self._proposals(state) if share not in known), None)
         if state.tried is not None:
             state.trials.add(state.tried)
             return
-        state.trials = set()
-        state.at_trials = state.seconds
-        state.pause = min(2 * state.pause, _LONGEST_PAUSE)
+        state.pause = _PAUSE if state.was_better else min(2 * state.pause, _LONGEST_PAUSE)
         state.left = state.pause
+        state.trials = set()
+        state.was_better = False
+        state.at_trials = state.seconds
 
-    def _proposal(self, state: _Rows) -> int | None:
-        """The share that the formula says is best, or the next one if what the formula lacks could make that better."""
-        assert state.seconds is not None
-        tried = state.trials | {state.kept}
-        if len(state.trials) == _MOST_TRIALS:
-            return None
+    def _proposals(self, state: _Rows) -> Iterator[int]:
+        """Shares that may be better than the kept one, the likeliest first."""
         best = self._best(state)
-        if best not in tried and self._predicted(self.shares[best], state) < _CLEARLY * state.seconds:
-            return best
-        for extreme in (0, len(self.shares) - 1):
-            if extreme not in tried and self._predicted(self.shares[extreme], state, _HOPE) < _CLEARLY * state.seconds:
-                return extreme
-        share = self.shares[state.kept]
-        waits = (self._kv_bytes + share.link_bytes) / self._link > _IDLE * state.seconds
-        following = state.kept + 1 if waits else state.kept - 1
-        is_unknown = waits or not share.link_bytes
-        return following if is_unknown and 0 <= following < len(self.shares) and following not in tried else None
+        last = len(self.shares) - 1
+        is_first = len(state.trials) < _OF_FORMULA
+        if is_first and self._predicted(self.shares[best], state) <= _CLEARLY * state.seconds:
+            yield (best + state.kept) // 2
+            yield best
+        others = (min(state.kept + 1, last), max(state.kept - 1, 0), 0, last)
+        yield from (share for share in others if self._may_pay(self.shares[share], state))
+
+    def _may_pay(self, share: Share, state: _Rows) -> bool:
+        """Whether rates that rise could make a share better, or finding out costs little beside the last pause."""
+        link, host = self._alone(share, state)
+        most = max(_HOPE, state.pause / _PRICE) * state.seconds
+        return (link <= most or not self._link.is_measured) and (host <= most or not state.host.is_measured)
