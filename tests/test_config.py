@@ -68,6 +68,7 @@ REFUSED: dict[str, list[Any]] = {
     "weights_memory_bytes": [0, -1, 1.5, True, "", "much", "0%", "-5%", "nan%", "25% of 32K", "101%"],
     "host_weights_bytes": [0, -1, 1.5, True, "", "much", "0%", "50% of 32K", "101%"],
     "weights_dir": [1, "", __file__],
+    "host_products": [0, 1, "no", None],
     "kv_offloading_size": [0, math.nan, "1", True],
     "override_generation_config": ["top_p", {1: 2}],
     "served_model_name": ["", [], [5]],
