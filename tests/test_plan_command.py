@@ -265,7 +265,7 @@ def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> 
         "copied in                     12.2 GB   for the prompt, and 12.2 GB for each token after it",
         "copying 12.2 GB in 387.74 ms; meanwhile reading the memory of the device 15.03 ms",
         "faster                                7.1 times with a checkpoint in 4 bits; 2.0 times with a link twice as",
-        "--max-tokens 128 --enable-cpu-offload",
+        "--max-tokens 128 --no-host-products --enable-cpu-offload",
     ):
         assert line in page
     assert main(["plan", *LLAMA, "--prompt-len", "1k"]) == 0
