@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -58,6 +59,19 @@ def copy_gb_s(device: str = "cpu", kind: str = "h2d") -> float:
         )
 
     return BUFFER_BYTES / least_seconds(copy, device) / 1e9
+
+
+def file_gb_s(directory: str) -> float:
+    """One large read of a file of weights, with as many threads as an engine has, directly into memory."""
+    from nanovllm.features.streamed_weights.weight_file import WeightFile
+
+    file = WeightFile(directory, BUFFER_BYTES)
+    memory = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+    memory[:] = os.urandom(BUFFER_BYTES)
+    file.append(memory)
+    seconds = least_seconds(lambda: file.read(0, memory).wait())
+    file.close()
+    return BUFFER_BYTES / seconds / 1e9
 
 
 def least_seconds(work: Callable[[], object], device: str = "cpu", rounds: int = ROUNDS) -> float:

@@ -1,10 +1,12 @@
 """What weights cost that stream from host memory, against the same weights on the device.
 
     python -m benchmarks.streamed_weights [--model qwen3-0.6b] [--weights 25%] [--prompt-len 4096] [--output-json FILE]
+                                          [--host-weights 50% --weights-dir DIR]
 
 Two engines with the same weights and the same KV memory take turns in one process, in reverse order in every second
 round: one with all weights on the device, and one with --weights of them, the others in host memory. Ratios compare
 runs of the same round. Decode is also compared with the bytes that a token must copy, at the rate of a lone large copy.
+With --host-weights, what is more than that is read from disk, whose rate is that of a lone large read.
 Exit status 1 if tokens differ on the CPU.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from benchmarks.engine import Work, engine_facts
 from benchmarks.offload import Ratios, Variant, take_turns
@@ -30,7 +33,7 @@ from benchmarks.options import (
     share,
 )
 from benchmarks.other_load import OtherLoad
-from benchmarks.peaks import copy_gb_s
+from benchmarks.peaks import copy_gb_s, file_gb_s
 from benchmarks.report import mib, print_facts, print_other_load, print_rates, print_row, print_spread, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Rates
@@ -56,6 +59,11 @@ class Result:
     decode_bytes: int  # of a token
     decode_formula_bytes: int
     decode_link_share: float | None  # the least time in which a token's bytes are copied, of the time that it took
+    disk_bytes: int  # of weights in the file
+    prefill_read_bytes: int  # from there
+    decode_read_bytes: int  # of a token
+    decode_read_formula_bytes: int
+    decode_disk_share: float | None  # the least time in which a token's bytes are read, of the time that it took
     outputs_equal: bool
     other_load: float
 
@@ -68,31 +76,44 @@ def stream_of(llm: LLM) -> WeightStream:
     return stream
 
 
-def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, link_gb_s: float) -> Result:
+class LinkAndDisk(NamedTuple):
+    """Rates of a lone large copy and read, in GB/s."""
+
+    link: float
+    disk: float | None
+
+
+def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, rates_gb_s: LinkAndDisk) -> Result:
     work = Work.of(shape, args, prompt_len, args.output_len)
     (prompt,) = shape.prompts(1, prompt_len, args.seed)
     placement = work.resident() if args.device_share == 1 else work.offloaded(args.device_share)
     with ExitStack() as stack:
         variants = {}
-        for name, asked in ((RESIDENT, "100%"), (STREAMED, args.weights)):
-            llm = stack.enter_context(work.open(**placement, weights_memory_bytes=asked))
-            memory = llm.kv_stats().layerwise_memory
-            variants[name] = Variant(llm, memory, work.kv_cache_dtype, list(llm.engine.scheduler.hooks))
+        host = {"host_weights_bytes": args.host_weights, "weights_dir": args.weights_dir}
+        for name, memory in (
+            (RESIDENT, {"weights_memory_bytes": "100%"}),
+            (STREAMED, {"weights_memory_bytes": args.weights, **host}),
+        ):
+            llm = stack.enter_context(work.open(**placement, **memory))
+            layerwise = llm.kv_stats().layerwise_memory
+            variants[name] = Variant(llm, layerwise, work.kv_cache_dtype, list(llm.engine.scheduler.hooks))
         load = OtherLoad()
         take_turns(variants, prompt, args)
         other_load = load.share()
         streamed = variants[STREAMED]
         stream = stream_of(streamed.llm)
-        loaded = [0, 0]
-        for index, output_len in enumerate((1, args.output_len)):
-            before = stream.loaded_bytes
+        moved = []
+        for output_len in (1, args.output_len):
+            before = stream.loaded_bytes, stream.read_bytes
             streamed.run(prompt, output_len, counts=False)
-            loaded[index] = stream.loaded_bytes - before
+            moved.append((stream.loaded_bytes - before[0], stream.read_bytes - before[1]))
         plan = streamed.llm._runner.sizing.weights
         assert plan is not None
-    prefill, both = loaded
+    (prefill, prefill_read), (both, both_read) = moved
+    num_tokens = max(1, args.output_len - 1)
     rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
     formula = plan.loaded_bytes(1, shape.network.experts)
+    read = (both_read - prefill_read) // num_tokens
     tpot = rates[STREAMED].tpot_s
     return Result(
         prompt_len=prompt_len,
@@ -102,15 +123,24 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, link_gb_s: 
         streamed_layers=len(plan.streamed),
         device_bytes=plan.device_bytes,
         prefill_bytes=prefill,
-        decode_bytes=(both - prefill) // max(1, args.output_len - 1),
+        decode_bytes=(both - prefill) // num_tokens,
         decode_formula_bytes=formula,
-        decode_link_share=None if tpot is None else formula / (link_gb_s * 1e9) / tpot.median,
+        decode_link_share=None if tpot is None else formula / (rates_gb_s.link * 1e9) / tpot.median,
+        disk_bytes=plan.disk_bytes,
+        prefill_read_bytes=prefill_read,
+        decode_read_bytes=read,
+        decode_read_formula_bytes=plan.read_bytes(1, shape.network.experts),
+        decode_disk_share=_share(read, rates_gb_s.disk, None if tpot is None else tpot.median),
         outputs_equal=all(tokens == streamed.tokens[0] for v in variants.values() for tokens in v.tokens),
         other_load=other_load,
     )
 
 
-def show(result: Result, link_gb_s: float) -> None:
+def _share(num_bytes: int, gb_s: float | None, seconds: float | None) -> float | None:
+    return None if gb_s is None or seconds is None else num_bytes / (gb_s * 1e9) / seconds
+
+
+def show(result: Result, rates_gb_s: LinkAndDisk) -> None:
     for name, rates in result.rates.items():
         print(name)
         print_rates(rates)
@@ -121,7 +151,14 @@ def show(result: Result, link_gb_s: float) -> None:
     print_row("copied for the prompt", mib(result.prefill_bytes))
     print_row("copied for a token", mib(result.decode_bytes), f"by the formula {mib(result.decode_formula_bytes)}")
     if result.decode_link_share is not None:
-        print_row("decode", f"{result.decode_link_share:.1%}", f"of a lone large copy's {link_gb_s:,.1f} GB/s")
+        print_row("decode", f"{result.decode_link_share:.1%}", f"of a lone large copy's {rates_gb_s.link:,.1f} GB/s")
+    if result.disk_bytes:
+        print_row("on disk", mib(result.disk_bytes), f"{mib(result.prefill_read_bytes)} of it read for the prompt")
+        formula = f"by the formula {mib(result.decode_read_formula_bytes)}"
+        print_row("read for a token", mib(result.decode_read_bytes), formula)
+    if result.disk_bytes and result.decode_disk_share is not None:
+        lone = f"of a lone large read's {rates_gb_s.disk:,.2f} GB/s"
+        print_row("decode", f"{result.decode_disk_share:.1%}", lone)
     print_row("outputs", "equal" if result.outputs_equal else "DIFFERENT", f"{result.output_len} tokens of every run")
     print_other_load(result.other_load)
     print()
@@ -132,13 +169,22 @@ def run(args: argparse.Namespace) -> int:
         facts = engine_facts(shape, args.device)
         device = facts["device"]
         print_facts(facts, shape.facts())
-        link_gb_s = copy_gb_s(device, "h2d")
+        disk_gb_s = None if args.weights_dir is None else file_gb_s(args.weights_dir)
+        rates_gb_s = LinkAndDisk(copy_gb_s(device, "h2d"), disk_gb_s)
         results: list[Result] = []
         for prompt_len in sorted(set(args.prompt_len)):
             print(f"{prompt_len:,} tokens in, {args.output_len:,} out, {args.repeats} rounds\n", flush=True)
-            results.append(measure(args, shape, prompt_len, link_gb_s))
-            show(results[-1], link_gb_s)
-            write_json(args.output_json, args, facts, model=shape.facts(), link_gb_s=link_gb_s, results=results)
+            results.append(measure(args, shape, prompt_len, rates_gb_s))
+            show(results[-1], rates_gb_s)
+            write_json(
+                args.output_json,
+                args,
+                facts,
+                model=shape.facts(),
+                link_gb_s=rates_gb_s.link,
+                disk_gb_s=rates_gb_s.disk,
+                results=results,
+            )
     return 0 if device != "cpu" or all(result.outputs_equal for result in results) else 1
 
 
@@ -149,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--prompt-len", type=positive, nargs="+", default=[4096], help="tokens; several are run in turn")
     add("--weights", default="25%", help="weights_memory_bytes of the engine that streams (default: %(default)s)")
+    add("--host-weights", help="host_weights_bytes of the engine that streams (default: all that streams)")
+    add("--weights-dir", help="weights_dir of the engine that streams: what the host may not have is read from there")
     told = "KV blocks on the device, in both engines (default: all)"
     add("--device-share", type=share, default=Fraction(1), help=told)
     add_run_options(parser, output_len=17, repeats=2)
