@@ -154,8 +154,9 @@ def test_after_a_read_that_fails_the_others_are_there(made: Made, monkeypatch: p
 
 @pytest.mark.parametrize("stops_at", range(1, 20))
 def test_after_an_interrupt_no_unit_is_taken_for_another(
-    made: Made, stops_at: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stops_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = Made(tmp_path, 4, 4)
     steps = iter(range(stops_at - 1))
     read, need = made.file.read, made.units._cache.need
 
@@ -166,6 +167,7 @@ def test_after_an_interrupt_no_unit_is_taken_for_another(
     def reading(*given: object) -> object:
         interrupted(read)
         result = read(*given)  # type: ignore[arg-type]
+        result.wait()
         interrupted(read)
         return result
 
@@ -186,3 +188,4 @@ def test_after_an_interrupt_no_unit_is_taken_for_another(
     for unit in (*UNITS[6:8], *UNITS):
         assert torch.equal(made.units.need([unit])[unit], content(unit))
         made.units.release([unit])
+    made.close()
