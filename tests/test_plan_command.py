@@ -273,6 +273,33 @@ def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> 
     assert "weights                       16.1 GB\n" in page and "in slots" not in page and "faster" not in page
 
 
+def test_what_the_host_has_no_room_for_is_read_from_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = [*LLAMA, "--gpu-mem", "8GB", "--host-mem", "8GB", "--prompt-len", "8k"]
+    assert main(["plan", *small]) == 1
+    assert "or let the rest be on a local disk with --weights-dir" in capsys.readouterr().out
+    disk = ["--weights-dir", str(tmp_path / "none"), "--disk-bandwidth", "7GB/s"]
+    report = run_json(capsys, *small, *disk)
+    weights, request = report["weights"], report["request"]
+    layers = len(weights["streamed_layers"])
+    assert weights["disk_bytes"] % LLAMA_LAYER == 0 and weights["disk_bytes"] > 2 * LLAMA_LAYER
+    assert weights["host_bytes"] == (layers + 2) * LLAMA_LAYER - weights["disk_bytes"] <= 7 * 10**9, "with two places"
+    assert request["prefill_read_bytes"] == request["step_read_bytes"] == weights["disk_bytes"]
+    assert request["decode"]["limit"] == "disk"
+    assert request["decode"]["seconds"] == pytest.approx(weights["disk_bytes"] / 7e9)
+    changes = {change["change"]: change["times"] for change in request["faster"]}
+    assert changes["a disk twice as fast"] == pytest.approx(2.0, rel=0.01)
+    assert f"{layers * LLAMA_LAYER / 1e9:.1f} GB of host memory for weights" in changes
+    assert main(["plan", *small, *disk]) == 0
+    page = capsys.readouterr().out
+    for line in (
+        "   the matrices of 14 of these layers",
+        "and 2 places for layers that are read from disk",
+        "read from disk",
+    ):
+        assert line in page
+    assert not (tmp_path / "none").exists()
+
+
 def test_each_rank_has_its_part_of_the_layers_that_stream(capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, *LLAMA, "--weights-memory-bytes", "3G", "--tensor-parallel-size", "2")
     weights = report["weights"]
