@@ -362,6 +362,7 @@ def test_metrics(engine: AsyncLLM) -> None:
         "vllm:kv_cache_usage_perc",
         "kv_link_bytes_per",
         "nanovllm:loaded_weight_bytes_total{",
+        "nanovllm:read_weight_bytes_total{",
     ):
         assert name in text
 

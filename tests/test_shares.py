@@ -115,14 +115,15 @@ def test_commands_take_a_share_of_what_the_prompt_needs(
     set_stdin(monkeypatch, b"What?\n")
     source = {"generate": "--file", "chat": "--document"}[command]
     with caplog.at_level(logging.INFO):
-        weights = ["--weights-memory-bytes", "25%"]
+        weights = ["--weights-memory-bytes", "25%", "--host-weights-bytes", "1%", "--weights-dir", str(tmp_path)]
         assert main([command, model, source, str(tmp_path / "book.txt"), *SHARES, *weights]) == 0
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     tokens = len(tokenizer.encode(PROMPT)) + 6
     assert f"kv_cache_memory_bytes=10% of {tokens}: {tokens} tokens take" in caplog.text
     said = capsys.readouterr().err
-    assert " MB copied out to the host, " in said and " MB of weights copied in" in said
+    assert " MB copied out to the host, " in said and " MB of weights copied in, " in said
+    assert " MB of weights read from disk" in said
 
 
 def test_a_share_is_refused_without_offload(model: str, capsys: pytest.CaptureFixture[str]) -> None:
