@@ -169,7 +169,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
 
 
 FAILURES = [
-    (family, products, at) for family in ("qwen3", "qwen3_moe") for products in (True, False) for at in (1, 3, 30)
+    (family, products, at) for family in ("qwen3", "qwen3_moe") for products in (True, False) for at in (1, 3, 15)
 ]
 
 
