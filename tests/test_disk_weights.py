@@ -18,7 +18,7 @@ from engines import greedy, offloaded, token_ids
 from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ordering_check import OrderingCheck
+from ordering_check import OrderingCheck, OrderingError
 from rank_processes import kept_rank_processes
 from streamed_engines import PROMPTS, VOCAB, answers, stream_of
 
@@ -150,6 +150,16 @@ def test_more_of_the_host_reads_fewer_experts(made: Made, tmp_path: Path) -> Non
             read.append(stream.read_bytes - before)
             assert read[-1] <= 20 * sum(size for units in stream._on_disk for _, size in units._spans.values())
     assert read[0] > read[1] > read[2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_ordering_check_notices_a_read_that_does_not_wait_for_copies(
+    made: Made, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OrderingCheck, "wait_for", lambda device, event: None)
+    says = pytest.raises((OrderingError, EngineError), match="host's 'read of weights' on stream host writes")
+    with LLM(made(family), dtype="float32", weights_dir=tmp_path, host_products=False, **LEAST) as llm, says:
+        token_ids(llm, PROMPTS, greedy(3))
 
 
 # ---- what fails
