@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from ordering_check import OrderingCheck, OrderingError
 from rank_processes import kept_rank_processes
 from streamed_engines import PROMPTS, VOCAB, answers, stream_of
+from test_ordering import order_calls, without_call
 
 from nanovllm import LLM, build
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.features.streamed_weights import stream
 from nanovllm.features.streamed_weights.host_layers import HostLayers
 from nanovllm.features.streamed_weights.weight_file import WeightFile
 from nanovllm.memory.weights import BLOCK as BLOCK_BYTES
@@ -152,12 +154,18 @@ def test_more_of_the_host_reads_fewer_experts(made: Made, tmp_path: Path) -> Non
     assert read[0] > read[1] > read[2]
 
 
+@pytest.mark.parametrize("has_event", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_ordering_check_notices_a_read_that_does_not_wait_for_copies(
-    made: Made, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, family: str, has_event: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OrderingCheck, "wait_for", lambda device, event: None)
     says = pytest.raises((OrderingError, EngineError), match="host's 'read of weights' on stream host writes")
+    if has_event:
+        monkeypatch.setattr(OrderingCheck, "wait_for", lambda device, event: None)
+    else:
+        (call,) = [call for call in order_calls() if "record(copied)" in call[2]]
+        monkeypatch.setattr(stream, "WeightOrder", without_call(*call[:2]).WeightOrder)
+        says = pytest.raises((OrderingError, EngineError))
     with LLM(made(family), dtype="float32", weights_dir=tmp_path, host_products=False, **LEAST) as llm, says:
         token_ids(llm, PROMPTS, greedy(3))
 

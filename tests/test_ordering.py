@@ -238,8 +238,8 @@ def order_calls(*, of_store: bool = False) -> list[tuple[int, int, str]]:
 
 
 def in_every_step(calls: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Without those for experts that are copied behind."""
-    return [call for call in calls if "(arrived)" not in call[2]]
+    """Without those for experts that are copied behind, and for units of weights that are read from disk."""
+    return [call for call in calls if "(arrived)" not in call[2] and "(copied)" not in call[2]]
 
 
 def without_call(line: int, column: int) -> types.ModuleType:

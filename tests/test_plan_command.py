@@ -253,7 +253,7 @@ def test_the_page_says_where_weights_lie(capsys: pytest.CaptureFixture[str]) -> 
     page = capsys.readouterr().out
     for line in (
         "copied in                     12.2 GB   for the prompt, and 6.1 GB for each token after it",
-        "read on the host               6.1 GB   for each token after the prompt; the host multiplies with them, at the",
+        "read on the host               6.1 GB   for each token after the prompt; the host multiplies with them, at",
     ):
         assert line in page
     assert main(["plan", *LLAMA, "--gpu-mem", "8GB", "--prompt-len", "1k", "--no-host-products"]) == 0
