@@ -78,6 +78,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"experts": 16},
+    "mixtral": {"experts": 16},
+    "glm4_moe": {"experts": 16},
+}
+
+
 class Made(NamedTuple):
     """A checkpoint, Transformers' tokens, and what an engine answers that has all weights on the device."""
 
@@ -238,17 +245,26 @@ def test_adapters_are_of_layers_that_stream_too(kv: str, tmp_path: Path) -> None
     assert found[0] == found[1] == found[2]
 
 
+RANKS = {"resident": RESIDENT, "offloaded": OFFLOADED}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_stream_their_parts(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family, vocab=VOCAB, layers=5, **FAMILIES[family])
+@pytest.mark.parametrize("kv", RANKS)
+@pytest.mark.parametrize("family", FAMILIES | MIXTURES)
+def test_ranks_stream_their_parts(family: str, kv: str, tmp_path: Path) -> None:
+    """Of few rows the host of each rank multiplies with its parts, or its device has all that is chosen."""
+    make_checkpoint(tmp_path, family, vocab=VOCAB, layers=5, **(FAMILIES | MIXTURES)[family])
+    given = {"dtype": "float32", "tensor_parallel_size": 2, **RANKS[kv]}
     with kept_rank_processes():
-        for kv in (RESIDENT, OFFLOADED):
-            found = []
-            for asked in (None, "1%", "80%"):
-                with LLM(tmp_path, dtype="float32", tensor_parallel_size=2, weights_memory_bytes=asked, **kv) as llm:
-                    found.append(answers(llm))
-            assert found[0] == found[1] == found[2]
+        with LLM(tmp_path, **given) as llm:
+            expected = answers(llm)
+        budgets = [("1%", True), ("1%", False), ("80%", True)]
+        if family in ("gpt_oss", *MIXTURES):
+            budgets += [("25%", True), ("50%", False), ("100%", True)]
+        for asked, host_products in budgets:
+            own = {"weights_memory_bytes": asked, "host_products": host_products}
+            with LLM(tmp_path, **{**given, **own}) as llm:
+                assert answers(llm) == expected, own
 
 
 def test_engines_of_one_process_stream_beside_each_other(model_dir: Path) -> None:
