@@ -98,8 +98,9 @@ def _streamed_prefill(part: str) -> Callable[[Parts], float]:
     return lambda parts: float(_only(parts, part)["ratios"]["prefill"]["median"])
 
 
-def _streamed_decode(parts: Parts) -> float:
-    return float(_only(parts, "weights")["decode_link_share"])
+def _streamed_decode(part: str) -> Callable[[Parts], float]:
+    """What link and host allow, where both read what a token needs of the weights in host memory."""
+    return lambda parts: float(_only(parts, part)["decode_share"])
 
 
 def _idle_share(parts: Parts) -> float:
@@ -140,6 +141,8 @@ def _recall(parts: Parts) -> float:
 
 
 Q4 = "llama-3.1-8b-q4_k_m"
+QWEN_EXPERTS = "weights-experts"
+GPT_EXPERTS = "weights-gpt-oss"
 RULES = (
     Rule("strided copy / contiguous", "copies", 0.97, _strided_share),
     Rule("merge at 16K tokens, times PyTorch's", "kernels", 4.3, _merge_times),
@@ -156,8 +159,11 @@ RULES = (
     Rule("decode of gpt-oss-20b / reading", "gpt-oss-20b", 0.5, _read_share("gpt-oss-20b")),
     Rule("decode of Qwen3.5-9B / reading", "qwen3.5-9b", 0.7, _read_share("qwen3.5-9b")),
     Rule("prefill at 32K, weights streamed / resident", "weights", 0.90, _streamed_prefill("weights")),
-    Rule("prefill at 32K, the same of experts", "weights-experts", 0.90, _streamed_prefill("weights-experts")),
-    Rule("decode with streamed weights / link", "weights", 0.7, _streamed_decode),
+    Rule("prefill at 32K, the same of int4 experts", QWEN_EXPERTS, 0.90, _streamed_prefill(QWEN_EXPERTS)),
+    Rule("prefill at 32K, the same of MXFP4 experts", GPT_EXPERTS, 0.90, _streamed_prefill(GPT_EXPERTS)),
+    Rule("decode with streamed weights / link and host", "weights", 0.7, _streamed_decode("weights")),
+    Rule("decode, the same of int4 experts", QWEN_EXPERTS, 0.7, _streamed_decode(QWEN_EXPERTS)),
+    Rule("decode, the same of MXFP4 experts", GPT_EXPERTS, 0.7, _streamed_decode(GPT_EXPERTS)),
     Rule("GPU idle between kernels of prefill", "offload-32k", 0.05, _idle_share, at_most=True),
     Rule("recall at 128K", "recall-128k", 1.0, _recall),
 )

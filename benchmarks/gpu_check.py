@@ -200,6 +200,12 @@ PARTS = (
         weights("weights-experts", 90, 50, "--model", "qwen3.6-35b-a3b", "--stored", "int4", "--weights", "8G"),
         repeats=True,
     ),
+    # Half of its layers, with half of 16 GB: all of them on the device beside those that stream are too much for one
+    # card, and making and moving 54 GB of weights takes too long here.
+    replace(
+        weights("weights-gpt-oss", 120, 70, "--model", "gpt-oss-120b", "--num-layers", "18", "--weights", "8G"),
+        repeats=True,
+    ),
     Part("ranks", ("-m", "benchmarks.ranks", "--device", "cuda", "--model", "llama-3.1-8b"), 120, 60,
          ("--device", "cpu", "--model", MODEL, "--dtype", "float32", "--prompt-len", "20", "--output-len", "5")),
 )  # fmt: skip

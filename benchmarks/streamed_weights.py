@@ -5,7 +5,8 @@
 
 Two engines with the same weights and the same KV memory take turns in one process, in reverse order in every second
 round: one with all weights on the device, and one with --weights of them, the others in host memory. Ratios compare
-runs of the same round. Decode is also compared with the bytes that a token must copy, at the rate of a lone large copy.
+runs of the same round. Decode is also compared with the least time in which link and host together read what a token
+copied and multiplied with: at the rates of a lone large copy, and of a sum over host memory if the host multiplies.
 With --host-weights, what is more than that is read from disk, whose rate is that of a lone large read.
 Exit status 1 if tokens differ on the CPU.
 """
@@ -33,13 +34,15 @@ from benchmarks.options import (
     share,
 )
 from benchmarks.other_load import OtherLoad
-from benchmarks.peaks import copy_gb_s, file_gb_s
+from benchmarks.peaks import copy_gb_s, file_gb_s, read_gb_s
 from benchmarks.report import mib, print_facts, print_other_load, print_rates, print_row, print_spread, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Rates
 from nanovllm import LLM
+from nanovllm.data.network import ExpertSpec
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.streamed_weights.stream import WeightStream
+from nanovllm.memory.weights import WeightPlan
 
 RESIDENT = "resident"
 STREAMED = "streamed"
@@ -57,8 +60,9 @@ class Result:
     device_bytes: int  # of weights and their slots
     prefill_bytes: int
     decode_bytes: int  # of a token
-    decode_formula_bytes: int
-    decode_link_share: float | None  # the least time in which a token's bytes are copied, of the time that it took
+    decode_host_bytes: int  # of a token, with which the host multiplies
+    decode_formula_bytes: int  # of a token, copied or multiplied with
+    decode_share: float | None  # the least time in which link and host read these bytes, of the time that a token took
     disk_bytes: int  # of weights in the file
     prefill_read_bytes: int  # from there
     decode_read_bytes: int  # of a token
@@ -76,14 +80,28 @@ def stream_of(llm: LLM) -> WeightStream:
     return stream
 
 
-class LinkAndDisk(NamedTuple):
-    """Rates of a lone large copy and read, in GB/s."""
+class LoneRates(NamedTuple):
+    """Rates of large copies and reads with nothing beside them, in GB/s."""
 
     link: float
+    host: float
     disk: float | None
 
+    def of(self, plan: WeightPlan) -> float:
+        """At which a token's weights are read that are not on the device."""
+        if plan.in_place:
+            return self.host
+        return self.link + self.host if plan.host_products else self.link
 
-def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, rates_gb_s: LinkAndDisk) -> Result:
+
+def needed_bytes(plan: WeightPlan, experts: ExpertSpec | None) -> int:
+    """What a token needs of the weights that are not on the device: it is copied, or the host multiplies with it."""
+    loaded = plan.loaded_bytes(1, experts)
+    multiplied = plan.multiplied_bytes(1, experts)
+    return max(loaded, multiplied) if experts is None else loaded + multiplied
+
+
+def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, rates_gb_s: LoneRates) -> Result:
     work = Work.of(shape, args, prompt_len, args.output_len)
     (prompt,) = shape.prompts(1, prompt_len, args.seed)
     placement = work.resident() if args.device_share == 1 else work.offloaded(args.device_share)
@@ -104,17 +122,18 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, rates_gb_s:
         stream = stream_of(streamed.llm)
         moved = []
         for output_len in (1, args.output_len):
-            before = stream.loaded_bytes, stream.read_bytes
+            before = stream.loaded_bytes, stream.host_bytes, stream.read_bytes
             streamed.run(prompt, output_len, counts=False)
-            moved.append((stream.loaded_bytes - before[0], stream.read_bytes - before[1]))
+            after = stream.loaded_bytes, stream.host_bytes, stream.read_bytes
+            moved.append([count - earlier for count, earlier in zip(after, before, strict=True)])
         plan = streamed.llm._runner.sizing.weights
         assert plan is not None
-    (prefill, prefill_read), (both, both_read) = moved
+    prefill, _, prefill_read = moved[0]
     num_tokens = max(1, args.output_len - 1)
+    loaded, multiplied, read = ((both - first) // num_tokens for first, both in zip(*moved, strict=True))
     rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
-    formula = plan.loaded_bytes(1, shape.network.experts)
-    read = (both_read - prefill_read) // num_tokens
     tpot = rates[STREAMED].tpot_s
+    seconds = None if tpot is None else tpot.median
     return Result(
         prompt_len=prompt_len,
         output_len=args.output_len,
@@ -123,14 +142,15 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, rates_gb_s:
         streamed_layers=len(plan.streamed),
         device_bytes=plan.device_bytes,
         prefill_bytes=prefill,
-        decode_bytes=(both - prefill) // num_tokens,
-        decode_formula_bytes=formula,
-        decode_link_share=None if tpot is None else formula / (rates_gb_s.link * 1e9) / tpot.median,
+        decode_bytes=loaded,
+        decode_host_bytes=multiplied,
+        decode_formula_bytes=needed_bytes(plan, shape.network.experts),
+        decode_share=_share(loaded + multiplied, rates_gb_s.of(plan), seconds),
         disk_bytes=plan.disk_bytes,
         prefill_read_bytes=prefill_read,
         decode_read_bytes=read,
         decode_read_formula_bytes=plan.read_bytes(1, shape.network.experts),
-        decode_disk_share=_share(read, rates_gb_s.disk, None if tpot is None else tpot.median),
+        decode_disk_share=_share(read, rates_gb_s.disk, seconds),
         outputs_equal=all(tokens == streamed.tokens[0] for v in variants.values() for tokens in v.tokens),
         other_load=other_load,
     )
@@ -140,7 +160,7 @@ def _share(num_bytes: int, gb_s: float | None, seconds: float | None) -> float |
     return None if gb_s is None or seconds is None else num_bytes / (gb_s * 1e9) / seconds
 
 
-def show(result: Result, rates_gb_s: LinkAndDisk) -> None:
+def show(result: Result, rates_gb_s: LoneRates) -> None:
     for name, rates in result.rates.items():
         print(name)
         print_rates(rates)
@@ -149,9 +169,12 @@ def show(result: Result, rates_gb_s: LinkAndDisk) -> None:
     print_spread("streamed / resident: prefill", result.ratios.prefill, "{:.3f}")
     print_spread("streamed / resident: decode", result.ratios.decode, "{:.3f}")
     print_row("copied for the prompt", mib(result.prefill_bytes))
-    print_row("copied for a token", mib(result.decode_bytes), f"by the formula {mib(result.decode_formula_bytes)}")
-    if result.decode_link_share is not None:
-        print_row("decode", f"{result.decode_link_share:.1%}", f"of a lone large copy's {rates_gb_s.link:,.1f} GB/s")
+    print_row("copied for a token", mib(result.decode_bytes))
+    formula = f"by the formula {mib(result.decode_formula_bytes)} copied or multiplied with"
+    print_row("multiplied with on the host", mib(result.decode_host_bytes), formula)
+    if result.decode_share is not None:
+        lone = f"of what link ({rates_gb_s.link:,.1f} GB/s) and host ({rates_gb_s.host:,.1f} GB/s) allow"
+        print_row("decode", f"{result.decode_share:.1%}", lone)
     if result.disk_bytes:
         print_row("on disk", mib(result.disk_bytes), f"{mib(result.prefill_read_bytes)} of it read for the prompt")
         formula = f"by the formula {mib(result.decode_read_formula_bytes)}"
@@ -170,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         device = facts["device"]
         print_facts(facts, shape.facts())
         disk_gb_s = None if args.weights_dir is None else file_gb_s(args.weights_dir)
-        rates_gb_s = LinkAndDisk(copy_gb_s(device, "h2d"), disk_gb_s)
+        rates_gb_s = LoneRates(copy_gb_s(device, "h2d"), read_gb_s(), disk_gb_s)
         results: list[Result] = []
         for prompt_len in sorted(set(args.prompt_len)):
             print(f"{prompt_len:,} tokens in, {args.output_len:,} out, {args.repeats} rounds\n", flush=True)
@@ -182,6 +205,7 @@ def run(args: argparse.Namespace) -> int:
                 facts,
                 model=shape.facts(),
                 link_gb_s=rates_gb_s.link,
+                host_gb_s=rates_gb_s.host,
                 disk_gb_s=rates_gb_s.disk,
                 results=results,
             )
