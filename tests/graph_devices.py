@@ -23,7 +23,9 @@ from nanovllm.device import Device, Graph, RecordedWork
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.features.cuda_graphs import decode_tables
+from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.features.lora import grouped_adapters, manager
+from nanovllm.kvcache.forward_pass import ComputedRows, FlatBatch
 from nanovllm.layers import experts
 from nanovllm.layers.causal_lm import CausalLM
 from nanovllm.layers.dense_weight import linear
@@ -280,6 +282,21 @@ def arguments(mode: str, **others: Any) -> dict[str, Any]:
     if "resident" in mode or mode in ("full steps", "eager"):
         return {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, **sizes, **others}
     return {**offloaded(BLOCK, 8, 80, cpu_attention="no CPU attention" not in mode), **sizes, **others}
+
+
+def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each step had that graphs were replayed for, from now on."""
+    batches: list[int] = []
+    run = DecodeGraphs.run
+
+    def watched(graphs: DecodeGraphs, batch: FlatBatch, kv_cache: Any) -> ComputedRows | None:
+        computed = run(graphs, batch, kv_cache)
+        if computed is not None:
+            batches.append(len(batch.sequences))
+        return computed
+
+    monkeypatch.setattr(DecodeGraphs, "run", watched)
+    return batches
 
 
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

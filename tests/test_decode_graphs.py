@@ -26,6 +26,7 @@ from graph_devices import (
     measured_memory,
     use_graphs,
     use_grouped_adapters,
+    watch_batches,
 )
 from kv_disk_helpers import finished_next
 from lora_helpers import ALL, make_adapter
@@ -56,21 +57,6 @@ def graphed(monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> Captu
     device = CapturingDevice(**options)
     use_graphs(monkeypatch, device, rows=mode == "full steps")
     return device
-
-
-def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sequences each step had that graphs were replayed for, from now on."""
-    batches: list[int] = []
-    run = DecodeGraphs.run
-
-    def watched(graphs: DecodeGraphs, batch: FlatBatch, kv_cache: Any) -> ComputedRows | None:
-        computed = run(graphs, batch, kv_cache)
-        if computed is not None:
-            batches.append(len(batch.sequences))
-        return computed
-
-    monkeypatch.setattr(DecodeGraphs, "run", watched)
-    return batches
 
 
 def same_logits(found: Logits, expected: Logits) -> bool:
@@ -481,12 +467,14 @@ def test_the_number_of_graphs_does_not_grow_with_the_limits(most: int, drafts: i
     config = EngineConfig(model=str(model_dir), max_num_seqs=most, max_num_batched_tokens=8192, enable_lora=True)
     if drafts:
         config = replace(config, speculative_config={"method": "ngram", "num_speculative_tokens": drafts})
-    for records_attention, largest, limit in ((True, 512, 2 * 27), (False, 64, 2 * 18)):
-        shapes = step_shapes(config, records_attention, recurrent=True)
+    ways = (True, False, 512, 2 * 27), (False, False, 64, 2 * 18), (True, True, 64, 2 * 18)
+    for records_attention, weights_stream, largest, limit in ways:
+        shapes = step_shapes(config, records_attention, recurrent=True, weights_stream=weights_stream)
         assert len(shapes) <= limit and shapes == sorted(shapes, key=lambda shape: shape.rows)
         for rows in range(1, min(most, largest) + 1):
             found = next(shape for shape in shapes if shape.takes(rows, rows, 1, adapters=False))
             assert found.rows <= max(4, 2 * rows)
+        assert not weights_stream or all(shape.rows <= largest for shape in shapes)
         alone = [shape for shape in shapes if shape.sequences == 1 and not shape.adapters]
         assert [shape.rows for shape in alone][:8] == [*range(1, min(8, 1 + drafts) + 1)]
 

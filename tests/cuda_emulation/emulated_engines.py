@@ -180,13 +180,15 @@ CASES: dict[str, Case] = {
     "chosen experts, GGUF": Case({**RESIDENT, **MOST}, model=MANY_WIDE, stored=mixed, alone=True, happened=chose),
     "weights stream, graphs": Case({**RESIDENT, **COPIED}, model=DEEP, happened=streamed_between_graphs),
     "weights stream, offloaded, graphs": Case({**RING, **COPIED}, model=DEEP, happened=streamed_between_graphs),
+    "weights stream, LoRA, graphs": Case(
+        {**RESIDENT, **COPIED}, model=DEEP, adapters=True, happened=streamed_between_graphs
+    ),
+    "weights stream, recurrent states, graphs": Case(
+        {**RING, **COPIED}, model=RECURRENT, happened=streamed_between_graphs
+    ),
     "chosen experts, graphs": Case({**RESIDENT, **COPIED}, model=MANY, alone=True, happened=chose_between_graphs),
     "chosen experts, GPTQ, graphs": Case(
-        {**RING, **COPIED, **MUCH},
-        model=MANY,
-        stored="gptq-128",
-        alone=True,
-        happened=chose_between_graphs,
+        {**RING, **COPIED, **MUCH}, model=MANY, stored="gptq-128", alone=True, happened=chose_between_graphs
     ),
     "experts on the host, graphs": Case({**RESIDENT, **LEAST}, model=MANY, alone=True, happened=multiplied),
     "experts on both, graphs": Case({**RING, **MUCH}, model={**MANY, "layers": 6}, happened=multiplied),
